@@ -1,0 +1,126 @@
+"""``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass.
+
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016). The recomputation itself is PyTorch's
+(:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once (running statistics,
+collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import noop_context_fn
+
+from hvd_ckpt.recompute.frames import is_checkpointing, is_recomputing
+from hvd_ckpt.recompute.reach import reach
+from hvd_ckpt.recompute.reentrant import checkpoint_reentrant
+from hvd_ckpt.recompute.region import Region
+
+__all__ = ["checkpoint", "is_checkpointing", "is_recomputing"]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to recompute: the keyword arguments of :func:`checkpoint`."""
+
+    use_reentrant: bool | None = False
+    preserve_rng_state: bool = True
+    context_fn: ContextFn = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        if self.use_reentrant not in (None, True, False):
+            raise TypeError(f"use_reentrant must be True or False, got {self.use_reentrant!r}.")
+        if self.use_reentrant and (self.context_fn is not noop_context_fn or self.debug):
+            raise ValueError("context_fn and debug need use_reentrant=False: the reentrant variant has neither.")
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``, keeping the arguments instead of the activations.
+
+    Takes what :func:`torch.utils.checkpoint.checkpoint` takes, with the same meaning, and beyond that, in both variants:
+    keyword arguments, nested structures and non-tensors; gradients of the parameters where no input requires one (the
+    first layers on raw data); batch norms that ``function`` can reach count each batch once; synchronized batch norms
+    communicate once; the training flags are those of the first pass. A function can reach modules as itself, through
+    its object, closure, defaults, partial arguments and globals, in lists and dicts of those, and in its arguments.
+
+    Under :class:`torch.no_grad` the function simply runs.
+
+    Arguments:
+        function: a module or any callable. It must compute the same each time it runs.
+        use_reentrant: False (and None): the non-reentrant variant, which stops recomputing when the last needed tensor is
+            back and works with :func:`torch.autograd.grad`. True: the reentrant one, which cannot.
+        preserve_rng_state: recompute with the random state of the first pass, on the CPU and every device of the arguments.
+        context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
+
+    Results equal those without recomputation: bit for bit in the non-reentrant variant, and in the reentrant one in float32
+    where no parameter is used twice (its gradients are added up in another order).
+
+    Raises:
+        TypeError: ``function`` cannot be called, or ``use_reentrant`` is no bool.
+        ValueError: ``context_fn`` or ``debug`` with the reentrant variant; an unknown ``determinism_check``.
+    """
+    options = Options(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    return run_checkpointed(function, args, kwargs, options)
+
+
+def run_checkpointed(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
+    """:func:`checkpoint` for callers whose own keyword arguments might bear the names of its options."""
+    if not callable(function):
+        raise TypeError(f"checkpoint needs something to call, got {type(function).__name__}.")
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    found = reach(function, args, kwargs)
+    if options.use_reentrant:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not found.requires_grad() and not any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        ):
+            # Nothing that could be found requires grad. A plain call keeps no activations then, and stays right if the
+            # function has a parameter hidden somewhere.
+            return function(*args, **kwargs)
+        return checkpoint_reentrant(Region(function, found), options.preserve_rng_state, args, kwargs)
+    # Keyword tensors go by position, as PyTorch saves only those with the graph (and checks that nobody changes them).
+    names = tuple(kwargs)
+    return torch.utils.checkpoint.checkpoint(
+        _by_position(Region(function, found), len(args), names),
+        *args,
+        *kwargs.values(),
+        use_reentrant=False,
+        preserve_rng_state=options.preserve_rng_state,
+        context_fn=options.context_fn,
+        determinism_check=options.determinism_check,
+        debug=options.debug,
+        early_stop=options.early_stop,
+    )
+
+
+def _by_position(region: Region, positional: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    if not names:
+        return region
+
+    def run(*values: Any) -> Any:
+        return region(*values[:positional], **dict(zip(names, values[positional:])))
+
+    return run

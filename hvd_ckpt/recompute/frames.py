@@ -1,0 +1,124 @@
+"""Which checkpointed region is running on this thread, and is it the first pass or a recomputation?
+
+A module that has a side effect (counts a batch, talks to other ranks, prints) must know whether it runs for the first
+time. Every checkpointed call owns a :class:`Frame`; while its function runs, an entry for that frame lies on a stack
+of this thread. The stack is per thread because autograd runs recomputations on threads of its own, and it is a stack
+because regions nest: an inner region runs its first pass inside the recomputation of an outer one.
+"""
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+T = TypeVar("T")
+
+
+class Phase(enum.Enum):
+    """What a run of a checkpointed function is for."""
+
+    FORWARD = "first pass"
+    RECOMPUTE = "recomputation"
+
+
+class Frame:
+    """What one checkpointed call hands from its first pass to its recomputations."""
+
+    __slots__ = ("stash",)
+
+    def __init__(self) -> None:
+        self.stash: list[Any] = []
+
+    def enter(self, phase: Phase) -> _Entry:
+        """A context in which this frame is the innermost one of the calling thread."""
+        return _Entry(self, phase)
+
+
+class _Entry:
+    """One run of a frame's function. A recomputation reads the stash from its start, so the cursor lives here."""
+
+    __slots__ = ("cursor", "frame", "phase")
+
+    def __init__(self, frame: Frame, phase: Phase) -> None:
+        self.frame = frame
+        self.phase = phase
+        self.cursor = 0
+
+    def __enter__(self) -> None:
+        _thread.stack.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _thread.stack.pop()
+
+    def read(self) -> Any:
+        if self.cursor >= len(self.frame.stash):
+            raise RuntimeError(
+                f"A recomputation asked for {self.cursor + 1} value(s) that its first pass should have computed, but the "
+                f"first pass computed {len(self.frame.stash)}: the checkpointed function must do the same work each "
+                "time it runs."
+            )
+        value = self.frame.stash[self.cursor]
+        self.cursor += 1
+        return value
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Entry] = []
+
+
+_thread = _Thread()
+
+
+def is_checkpointing() -> bool:
+    """True while the first pass of a checkpointed function runs on this thread (torchgpipe's ``is_checkpointing``).
+
+    Under :class:`torch.no_grad` nothing is recomputed later, so nothing counts as checkpointed. Inside a recomputation
+    that contains another checkpointed call, both this and :func:`is_recomputing` are true.
+    """
+    return any(entry.phase is Phase.FORWARD for entry in _thread.stack)
+
+
+def is_recomputing() -> bool:
+    """True while a checkpointed function is run again for the backward pass (torchgpipe's ``is_recomputing``).
+
+    Guard side effects with it::
+
+        if not hc.is_recomputing():
+            self.batches_seen += 1
+    """
+    return any(entry.phase is Phase.RECOMPUTE for entry in _thread.stack)
+
+
+def replay(compute: Callable[[], T]) -> T:
+    """``compute()`` in the first pass; its remembered result in every recomputation.
+
+    For work that must not be done twice, such as a collective operation. The result is kept until the graph of the
+    region is freed, so it should be small and detached. Calls are matched by their order within the region.
+
+    The result is read from the innermost recomputation on the stack, and remembered by every first pass inside it
+    (all of them when nothing is being recomputed): each of those regions can later be recomputed on its own.
+    ``compute`` is hidden from dispatch modes, because selective checkpointing matches operations by their count,
+    and these operations are missing from the recomputation.
+
+    Raises:
+        RuntimeError: the recomputation asks for more values than the first pass computed.
+    """
+    first_passes: list[Frame] = []
+    for entry in reversed(_thread.stack):
+        if entry.phase is Phase.RECOMPUTE:
+            value: T = entry.read()
+            break
+        first_passes.append(entry.frame)
+    else:
+        with _disable_current_modes():
+            value = compute()
+    for frame in first_passes:
+        frame.stash.append(value)
+    return value

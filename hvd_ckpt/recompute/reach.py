@@ -1,0 +1,127 @@
+"""Which modules and tensors can a callable reach?
+
+A checkpointed function is often not a module but something around one: a bound method, a lambda, a ``partial``, a list
+of layers. What a recomputation must protect (the running statistics of batch norm) and what needs gradients (the
+parameters) is found by looking into those, without running them.
+"""
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+# How many functions and containers may lie between the callable and a module: enough for a lambda around a partial of a
+# bound method over a list of modules. Containers longer than the second limit hold data, not layers.
+_MAX_DEPTH = 6
+_MAX_ITEMS = 2000
+
+
+@dataclass
+class Reach:
+    """What was found, each once, in a fixed order: every module with its submodules, and tensors held directly."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def requires_grad(self) -> bool:
+        """Whether any parameter or tensor found here wants a gradient."""
+        return any(tensor.requires_grad for tensor in self.tensors) or any(
+            parameter is not None and parameter.requires_grad
+            for module in self.modules
+            for parameter in module._parameters.values()
+        )
+
+
+def reach(*roots: Any) -> Reach:
+    """Modules and tensors that ``roots`` hold: as themselves, in containers, closures, partials, bound methods,
+    default arguments, attributes of plain objects, and globals that a function's own code names.
+
+    A plain object met inside another plain object is not opened: a method of a trainer leads to the trainer's model,
+    not through its optimizer and its loggers into the rest of the program.
+    """
+    found = Reach()
+    seen: set[int] = set()
+    for root in roots:
+        _visit(root, found, seen, _MAX_DEPTH, open_objects=True)
+    return found
+
+
+def _visit(value: Any, found: Reach, seen: set[int], depth: int, open_objects: bool) -> None:
+    if value is None or isinstance(value, (str, bytes, int, float, complex)) or id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        seen.add(id(value))
+        found.tensors.append(value)
+        return
+    if isinstance(value, nn.Module):
+        _add_module(value, found, seen)
+        return
+    if depth == 0:
+        return
+    held = _held_by(value)
+    if held is None:
+        if not open_objects:
+            return
+        held = list(getattr(value, "__dict__", {}).values())
+        open_objects = False
+    seen.add(id(value))
+    for item in held:
+        _visit(item, found, seen, depth - 1, open_objects)
+
+
+def _add_module(root: nn.Module, found: Reach, seen: set[int]) -> None:
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.modules.append(module)
+        pending.extend(child for child in reversed(list(module._modules.values())) if child is not None)
+
+
+def _held_by(value: Any) -> list[Any] | None:
+    """What a container or a function holds; None for a plain object."""
+    if isinstance(value, Mapping):
+        return list(value.values()) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        return _held_by_function(value)
+    if isinstance(value, type) or inspect.ismodule(value):
+        return []
+    return None
+
+
+def _held_by_function(function: FunctionType) -> list[Any]:
+    held: list[Any] = list(function.__defaults__ or ())
+    held.extend((function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # a variable of the enclosing function that is not bound yet
+            continue
+    for name in sorted(_names(function.__code__)):
+        value = function.__globals__.get(name)
+        # Of globals only modules, tensors and containers: a helper function would lead into the libraries it imports.
+        if isinstance(value, (nn.Module, torch.Tensor, list, tuple, dict, functools.partial)):
+            held.append(value)
+    return held
+
+
+def _names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names(constant)
+    return names
