@@ -105,9 +105,9 @@ def _set_fusion_default() -> None:
 def _set_mpi_prefix() -> None:
     """Tell a relocated Open MPI where it is; ``mpirun`` does so for the ranks it starts."""
     prefix = Path(sys.prefix)
-    if MPI_PREFIX_VARIABLE not in os.environ and (prefix / "bin" / "orted").exists():
-        if any((prefix / "lib").glob("libmpi.*")):
-            os.environ[MPI_PREFIX_VARIABLE] = str(prefix)
+    has_open_mpi = (prefix / "bin" / "orted").exists() and any((prefix / "lib").glob("libmpi.*"))
+    if has_open_mpi and MPI_PREFIX_VARIABLE not in os.environ:
+        os.environ[MPI_PREFIX_VARIABLE] = str(prefix)
 
 
 def _mpi_is_finalized() -> bool:

