@@ -1,5 +1,15 @@
 """What the forward pass keeps, and how the backward pass gets the rest back."""
 from hvd_ckpt.recompute.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.recompute.function import CheckpointFunction
+from hvd_ckpt.recompute.sequential import CheckpointSequential, checkpoint_sequential
 from hvd_ckpt.recompute.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["SyncBatchNorm", "checkpoint", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "CheckpointFunction",
+    "CheckpointSequential",
+    "SyncBatchNorm",
+    "checkpoint",
+    "checkpoint_sequential",
+    "is_checkpointing",
+    "is_recomputing",
+]

@@ -1,10 +1,11 @@
 """Running statistics that see each batch once, although recomputation runs the module again.
 
-A batch norm in training mode updates ``running_mean``, ``running_var`` and ``num_batches_tracked`` whenever it runs. In
-a recomputation those updates must go nowhere, yet the tensors that autograd saves must be the same, in number, shape and
-dtype, so the buffers cannot simply be taken away. Instead, the batch norms that counted a batch in the first pass get
-scratch copies of their buffers, with the values from before the first pass, for as long as a recomputation runs. Nothing
-is patched and no hook stays behind: the real buffers come back whatever the recomputation raises.
+A batch norm in training mode updates ``running_mean``, ``running_var`` and ``num_batches_tracked`` whenever
+it runs. In a recomputation those updates must go nowhere, yet the tensors that autograd saves must be the
+same, in number, shape and dtype, so the buffers cannot simply be taken away. Instead, the batch norms that
+counted a batch in the first pass get scratch copies of their buffers, with the values from before the first
+pass, for as long as a recomputation runs. Nothing is patched and no hook stays behind: the real buffers come
+back whatever the recomputation raises.
 """
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class _Observed:
 class RunningStatistics:
     """Protects the normalization modules among ``modules`` in the recomputations of one checkpointed call.
 
-    The training flags of all ``modules`` are put back to what they were in the first pass too: a model whose mode
-    was switched between its forward and its backward pass is recomputed as it was.
+    The training flags of all ``modules`` are put back to what they were in the first pass too: a model whose
+    mode was switched between its forward and its backward pass is recomputed as it was.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -108,8 +109,8 @@ def _version(tensor: torch.Tensor | None) -> int:
 
 
 def _counts_batches(module: _NormBase) -> bool:
-    """Whether ``num_batches_tracked`` tells that the module ran. An instance norm never counts, and a subclass with a
-    forward of its own may not: such modules are taken to have run."""
+    """Whether ``num_batches_tracked`` tells that the module ran. An instance norm never counts, and a
+    subclass with a forward of its own may not: such modules are taken to have run."""
     counter = module._buffers.get("num_batches_tracked")
     if counter is None or counter.is_inference() or not isinstance(module, _BatchNorm):
         return False

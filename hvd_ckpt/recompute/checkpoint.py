@@ -1,8 +1,8 @@
 """``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass.
 
-Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016). The recomputation itself is PyTorch's
-(:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once (running statistics,
-collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016). The recomputation itself is
+PyTorch's (:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once
+(running statistics, collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
 """
 from __future__ import annotations
 
@@ -57,23 +57,26 @@ def checkpoint(
 ) -> Any:
     """``function(*args, **kwargs)``, keeping the arguments instead of the activations.
 
-    Takes what :func:`torch.utils.checkpoint.checkpoint` takes, with the same meaning, and beyond that, in both variants:
-    keyword arguments, nested structures and non-tensors; gradients of the parameters where no input requires one (the
-    first layers on raw data); batch norms that ``function`` can reach count each batch once; synchronized batch norms
-    communicate once; the training flags are those of the first pass. A function can reach modules as itself, through
-    its object, closure, defaults, partial arguments and globals, in lists and dicts of those, and in its arguments.
+    Takes what :func:`torch.utils.checkpoint.checkpoint` takes, with the same meaning, and beyond that, in
+    both variants: keyword arguments, nested structures and non-tensors; gradients of the parameters where no
+    input requires one (the first layers on raw data); batch norms that ``function`` can reach count each
+    batch once; synchronized batch norms communicate once; the training flags are those of the first pass. A
+    function can reach modules as itself, through its object, closure, defaults, partial arguments and
+    globals, in lists and dicts of those, and in its arguments.
 
     Under :class:`torch.no_grad` the function simply runs.
 
     Arguments:
         function: a module or any callable. It must compute the same each time it runs.
-        use_reentrant: False (and None): the non-reentrant variant, which stops recomputing when the last needed tensor is
-            back and works with :func:`torch.autograd.grad`. True: the reentrant one, which cannot.
-        preserve_rng_state: recompute with the random state of the first pass, on the CPU and every device of the arguments.
+        use_reentrant: False (and None): the non-reentrant variant, which stops recomputing when the last
+            needed tensor is back and works with :func:`torch.autograd.grad`. True: the reentrant one, which
+            cannot.
+        preserve_rng_state: recompute with the random state of the first pass, on the CPU and every device of
+            the arguments.
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
 
-    Results equal those without recomputation: bit for bit in the non-reentrant variant, and in the reentrant one in float32
-    where no parameter is used twice (its gradients are added up in another order).
+    Results equal those without recomputation: bit for bit in the non-reentrant variant, and in the reentrant
+    one in float32 where no parameter is used twice (its gradients are added up in another order).
 
     Raises:
         TypeError: ``function`` cannot be called, or ``use_reentrant`` is no bool.
@@ -97,11 +100,12 @@ def run_checkpointed(
         if not found.requires_grad() and not any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
         ):
-            # Nothing that could be found requires grad. A plain call keeps no activations then, and stays right if the
-            # function has a parameter hidden somewhere.
+            # Nothing that could be found requires grad. A plain call keeps no activations then, and stays
+            # right if the function has a parameter hidden somewhere.
             return function(*args, **kwargs)
         return checkpoint_reentrant(Region(function, found), options.preserve_rng_state, args, kwargs)
-    # Keyword tensors go by position, as PyTorch saves only those with the graph (and checks that nobody changes them).
+    # Keyword tensors go by position, as PyTorch saves only those with the graph (and checks that nobody
+    # changes them).
     names = tuple(kwargs)
     return torch.utils.checkpoint.checkpoint(
         _by_position(Region(function, found), len(args), names),

@@ -1,9 +1,10 @@
 """Which checkpointed region is running on this thread, and is it the first pass or a recomputation?
 
-A module that has a side effect (counts a batch, talks to other ranks, prints) must know whether it runs for the first
-time. Every checkpointed call owns a :class:`Frame`; while its function runs, an entry for that frame lies on a stack
-of this thread. The stack is per thread because autograd runs recomputations on threads of its own, and it is a stack
-because regions nest: an inner region runs its first pass inside the recomputation of an outer one.
+A module that has a side effect (counts a batch, talks to other ranks, prints) must know whether it runs for
+the first time. Every checkpointed call owns a :class:`Frame`; while its function runs, an entry for that
+frame lies on a stack of this thread. The stack is per thread because autograd runs recomputations on threads
+of its own, and it is a stack because regions nest: an inner region runs its first pass inside the
+recomputation of an outer one.
 """
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Frame:
 
 
 class _Entry:
-    """One run of a frame's function. A recomputation reads the stash from its start, so the cursor lives here."""
+    """One run of a frame's function. A recomputation reads the stash from its start, so the cursor lives
+    here."""
 
     __slots__ = ("cursor", "frame", "phase")
 
@@ -77,16 +79,18 @@ _thread = _Thread()
 
 
 def is_checkpointing() -> bool:
-    """True while the first pass of a checkpointed function runs on this thread (torchgpipe's ``is_checkpointing``).
+    """True while the first pass of a checkpointed function runs on this thread (torchgpipe's
+    ``is_checkpointing``).
 
-    Under :class:`torch.no_grad` nothing is recomputed later, so nothing counts as checkpointed. Inside a recomputation
-    that contains another checkpointed call, both this and :func:`is_recomputing` are true.
+    Under :class:`torch.no_grad` nothing is recomputed later, so nothing counts as checkpointed. Inside a
+    recomputation that contains another checkpointed call, both this and :func:`is_recomputing` are true.
     """
     return any(entry.phase is Phase.FORWARD for entry in _thread.stack)
 
 
 def is_recomputing() -> bool:
-    """True while a checkpointed function is run again for the backward pass (torchgpipe's ``is_recomputing``).
+    """True while a checkpointed function is run again for the backward pass (torchgpipe's
+    ``is_recomputing``).
 
     Guard side effects with it::
 
@@ -99,13 +103,14 @@ def is_recomputing() -> bool:
 def replay(compute: Callable[[], T]) -> T:
     """``compute()`` in the first pass; its remembered result in every recomputation.
 
-    For work that must not be done twice, such as a collective operation. The result is kept until the graph of the
-    region is freed, so it should be small and detached. Calls are matched by their order within the region.
+    For work that must not be done twice, such as a collective operation. The result is kept until the graph
+    of the region is freed, so it should be small and detached. Calls are matched by their order within the
+    region.
 
-    The result is read from the innermost recomputation on the stack, and remembered by every first pass inside it
-    (all of them when nothing is being recomputed): each of those regions can later be recomputed on its own.
-    ``compute`` is hidden from dispatch modes, because selective checkpointing matches operations by their count,
-    and these operations are missing from the recomputation.
+    The result is read from the innermost recomputation on the stack, and remembered by every first pass
+    inside it (all of them when nothing is being recomputed): each of those regions can later be recomputed on
+    its own. ``compute`` is hidden from dispatch modes, because selective checkpointing matches operations by
+    their count, and these operations are missing from the recomputation.
 
     Raises:
         RuntimeError: the recomputation asks for more values than the first pass computed.

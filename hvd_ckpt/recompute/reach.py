@@ -1,8 +1,8 @@
 """Which modules and tensors can a callable reach?
 
-A checkpointed function is often not a module but something around one: a bound method, a lambda, a ``partial``, a list
-of layers. What a recomputation must protect (the running statistics of batch norm) and what needs gradients (the
-parameters) is found by looking into those, without running them.
+A checkpointed function is often not a module but something around one: a bound method, a lambda, a
+``partial``, a list of layers. What a recomputation must protect (the running statistics of batch norm) and
+what needs gradients (the parameters) is found by looking into those, without running them.
 """
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-# How many functions and containers may lie between the callable and a module: enough for a lambda around a partial of a
-# bound method over a list of modules. Containers longer than the second limit hold data, not layers.
+# How many functions and containers may lie between the callable and a module: enough for a lambda around a
+# partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
+# layers.
 _MAX_DEPTH = 6
 _MAX_ITEMS = 2000
 
 
 @dataclass
 class Reach:
-    """What was found, each once, in a fixed order: every module with its submodules, and tensors held directly."""
+    """What was found, each once, in a fixed order: every module with its submodules, and tensors held
+    directly."""
 
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -39,11 +41,11 @@ class Reach:
 
 
 def reach(*roots: Any) -> Reach:
-    """Modules and tensors that ``roots`` hold: as themselves, in containers, closures, partials, bound methods,
-    default arguments, attributes of plain objects, and globals that a function's own code names.
+    """Modules and tensors that ``roots`` hold: as themselves, in containers, closures, partials, bound
+    methods, default arguments, attributes of plain objects, and globals that a function's own code names.
 
-    A plain object met inside another plain object is not opened: a method of a trainer leads to the trainer's model,
-    not through its optimizer and its loggers into the rest of the program.
+    A plain object met inside another plain object is not opened: a method of a trainer leads to the trainer's
+    model, not through its optimizer and its loggers into the rest of the program.
     """
     found = Reach()
     seen: set[int] = set()
@@ -113,7 +115,8 @@ def _held_by_function(function: FunctionType) -> list[Any]:
             continue
     for name in sorted(_names(function.__code__)):
         value = function.__globals__.get(name)
-        # Of globals only modules, tensors and containers: a helper function would lead into the libraries it imports.
+        # Of globals only modules, tensors and containers: a helper function would lead into the libraries it
+        # imports.
         if isinstance(value, (nn.Module, torch.Tensor, list, tuple, dict, functools.partial)):
             held.append(value)
     return held

@@ -1,8 +1,9 @@
 """PyTorch's reentrant checkpoint, for any arguments and results.
 
-PyTorch's own takes positional tensors only, drops the gradients of the parameters when no input requires one, and
-hands zeros instead of nothing to the parameters behind an output that nobody used. Here arguments and results may be
-nested structures with tensors anywhere in them, and gradients come out as they would without recomputation.
+PyTorch's own takes positional tensors only, drops the gradients of the parameters when no input requires one,
+and hands zeros instead of nothing to the parameters behind an output that nobody used. Here arguments and
+results may be nested structures with tensors anywhere in them, and gradients come out as they would without
+recomputation.
 """
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from hvd_ckpt.recompute.region import Region
 def checkpoint_reentrant(
     region: Region, preserve_rng_state: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``region(*args, **kwargs)``, recomputed by the reentrant variant. At least one parameter must require a gradient,
-    or one tensor in the arguments."""
+    """``region(*args, **kwargs)``, recomputed by the reentrant variant. At least one parameter must require a
+    gradient, or one tensor in the arguments."""
     run = _FlatRun(region, args, kwargs)
     tensors = list(run.tensors)
     if not any(tensor.requires_grad for tensor in tensors):
@@ -40,7 +41,8 @@ class _FlatRun:
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._constants = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, self._is_tensor)]
         self._region = region
-        # The first pass gets the caller's own containers, so that what the function does to them is seen by the caller.
+        # The first pass gets the caller's own containers, so that what the function does to them is seen by
+        # the caller.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.result_structure: Any = None
         self.wanted: list[bool] | None = None
@@ -65,10 +67,11 @@ class _FlatRun:
         return self._only_wanted(results, tensors)
 
     def _only_wanted(self, results: list[Any], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """The recomputed results, cut from the graph where no gradient arrived, so that what lies behind them gets none.
+        """The recomputed results, cut from the graph where no gradient arrived, so that what lies behind them
+        gets none.
 
-        PyTorch refuses to go backward when no result requires grad (all parameters behind them are frozen, say); then
-        one result is tied to an input that does, which gets no gradient from it.
+        PyTorch refuses to go backward when no result requires grad (all parameters behind them are frozen,
+        say); then one result is tied to an input that does, which gets no gradient from it.
         """
         assert self.wanted is not None
         kept = [

@@ -1,8 +1,9 @@
-"""A checkpointed function as PyTorch gets to see it: its first call is the first pass, every later one a recomputation.
+"""A checkpointed function as PyTorch gets to see it: its first call is the first pass, every later one a
+recomputation.
 
-Both of PyTorch's checkpoint variants, and this library's own :class:`CheckpointFunction`, call a function once in the
-forward pass and again for the backward pass. Wrapping the function is therefore all that is needed to know which run is
-which; the caller's own ``context_fn`` and ``debug`` stay free for the caller.
+Both of PyTorch's checkpoint variants, and this library's own :class:`CheckpointFunction`, call a function
+once in the forward pass and again for the backward pass. Wrapping the function is therefore all that is
+needed to know which run is which; the caller's own ``context_fn`` and ``debug`` stay free for the caller.
 """
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class Region:
         self._started = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Even a first pass that is still running counts as started: a function that computes gradients inside itself is
-        # recomputed in the middle of it.
+        # Even a first pass that is still running counts as started: a function that computes gradients inside
+        # itself is recomputed in the middle of it.
         if self._started:
             with self._frame.enter(Phase.RECOMPUTE), self._statistics.recomputation():
                 return self.function(*args, **kwargs)

@@ -1,9 +1,10 @@
 """Batch norm over the batches of all ranks, on CPU and GPU, that communicates once per batch and direction.
 
-The first pass gathers every rank's mean, sum of squared deviations and count in one allgather and combines them by the
-formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979),
-so ranks may have batches of different sizes. The backward pass sums two vectors in one allreduce. A recomputation does
-not communicate: it reads the statistics that the first pass left in its frame.
+The first pass gathers every rank's mean, sum of squared deviations and count in one allgather and combines
+them by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing
+sample variances", 1979), so ranks may have batches of different sizes. The backward pass sums two vectors in
+one allreduce. A recomputation does not communicate: it reads the statistics that the first pass left in its
+frame.
 """
 from __future__ import annotations
 
@@ -24,22 +25,23 @@ from hvd_ckpt.recompute.frames import replay
 class SyncBatchNorm(_BatchNorm):
     """Batch norm of an input of shape (N, C, ...) with the mean and variance over the batches of all ranks.
 
-    Takes the arguments of ``horovod.torch.SyncBatchNorm`` and runs on CPU too. In training mode every rank must run
-    the module equally often. In evaluation mode, and on one rank, it is plain batch norm. Half-precision inputs are
-    accumulated in float32; the running variance is updated with the unbiased variance over all ranks.
+    Takes the arguments of ``horovod.torch.SyncBatchNorm`` and runs on CPU too. In training mode every rank
+    must run the module equally often. In evaluation mode, and on one rank, it is plain batch norm.
+    Half-precision inputs are accumulated in float32; the running variance is updated with the unbiased
+    variance over all ranks.
 
     Arguments:
         num_features: number of channels C.
         eps: added to the variance for numerical stability.
         momentum: weight of the newest batch in the running statistics; None averages over all batches.
         affine: whether to learn a scale and a shift per channel.
-        track_running_stats: whether to keep running statistics; without them, evaluation mode too normalizes by the
-            batches of all ranks.
+        track_running_stats: whether to keep running statistics; without them, evaluation mode too normalizes
+            by the batches of all ranks.
         device, dtype: where and in which dtype parameters and statistics are made.
 
     Raises:
-        ValueError: an input of fewer than 2 dimensions, of another number of channels, or with a single value per
-            channel over all ranks.
+        ValueError: an input of fewer than 2 dimensions, of another number of channels, or with a single value
+            per channel over all ranks.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronized_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
-    """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates ``module``'s running statistics."""
+    """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates ``module``'s running
+    statistics."""
     accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
     mean, variance, count = replay(lambda: _global_statistics(input.detach(), accumulate))
     if module.training and module.track_running_stats and module.running_mean is not None:
@@ -139,10 +142,12 @@ def _average_factor(module: _BatchNorm) -> float:
 
 
 def _collective_name(direction: str, tensor: Tensor) -> str:
-    """The same name wherever the same kind of tensor is sent, so that Horovod's response cache can skip the negotiation.
+    """The same name wherever the same kind of tensor is sent, so that Horovod's response cache can skip the
+    negotiation.
 
-    It holds nothing that depends on how many modules a rank has built: ranks that differ in that (an extra model on
-    rank 0) would wait for each other's names. Sharing a name is safe because each operation is waited for at once.
+    It holds nothing that depends on how many modules a rank has built: ranks that differ in that (an extra
+    model on rank 0) would wait for each other's names. Sharing a name is safe because each operation is
+    waited for at once.
     """
     return f"hvd_ckpt.sync_batch_norm.{direction}.{tensor.size(-1)}.{tensor.dtype}"
 
@@ -152,7 +157,8 @@ def _all_but_channels(input: Tensor) -> list[int]:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization by given statistics that are functions of every rank's input, with the gradient that follows."""
+    """Normalization by given statistics that are functions of every rank's input, with the gradient that
+    follows."""
 
     @staticmethod
     def forward(
@@ -168,7 +174,8 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps), count)
         scale = None if weight is None else weight.to(mean.dtype)
         shift = None if bias is None else bias.to(mean.dtype)
-        # With the batch's own statistics in place of running ones this is the built-in kernel, for any layout.
+        # With the batch's own statistics in place of running ones this is the built-in kernel, for any
+        # layout.
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, eps)
 
     @staticmethod
@@ -196,8 +203,9 @@ class _Normalize(torch.autograd.Function):
 
 @contextlib.contextmanager
 def synchronized_once(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Lets instances of Horovod's own ``SyncBatchNorm`` normalize by the operations of this file inside, so that they do
-    not communicate again in a recomputation. Only the instances are touched, and only for that time."""
+    """Lets instances of Horovod's own ``SyncBatchNorm`` normalize by the operations of this file inside, so
+    that they do not communicate again in a recomputation. Only the instances are touched, and only for that
+    time."""
     with contextlib.ExitStack() as restore:
         for module in modules:
             restore.callback(_put_back, module, vars(module).get("_maybe_run_sync_bn"))

@@ -1,0 +1,170 @@
+"""``CheckpointFunction``: recomputation as one autograd node that has the parameters among its inputs.
+
+In PyTorch's reentrant variant each region adds to the gradients of its parameters by itself, so a parameter
+that several regions use is accumulated once per region. Here the recomputation returns the parameters'
+gradients like those of any other input; autograd adds them up and every parameter's gradient is final when it
+is first touched. The idea, the name and the call are those of the pytorch-checkpoint project (csrhddlam).
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils import checkpoint as torch_checkpoint
+
+from hvd_ckpt.recompute.reach import reach
+from hvd_ckpt.recompute.region import Region
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """``CheckpointFunction.apply(function, n, *args)`` is ``function(*args[:n])``, recomputed in the backward
+    pass.
+
+    Arguments:
+        function: takes the first n arguments, gives a tensor or a tuple of tensors. What it uses besides, its
+            parameters, it has by itself (a bound method, a closure).
+        n: how many of ``args`` are inputs; they may be anything.
+        args: the inputs, then every parameter that the function uses.
+
+    Random state, autocast state and devices in the recomputation are those of the first pass, and side
+    effects happen once, as in :func:`hvd_ckpt.checkpoint`. ``retain_graph`` works; gradients of gradients do
+    not.
+
+    Raises:
+        TypeError: ``function`` cannot be called, ``n`` is no int, or an argument after the first n is no
+            tensor.
+        ValueError: ``n`` is negative or larger than the number of arguments.
+        RuntimeError (in the backward pass): the function uses a parameter that is not among ``args``, whose
+        gradient
+            would be lost.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, n: int, *args: Any) -> Any:
+        _check(function, n, args)
+        ctx.set_materialize_grads(False)
+        ctx.n = n
+        ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
+        ctx.constants = [None if is_tensor else arg for arg, is_tensor in zip(args, ctx.is_tensor)]
+        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+        ctx.environment = _Environment(args[:n])
+        ctx.region = Region(function, reach(function, args[:n]))
+        ctx.checked = False
+        outputs = ctx.region(*args[:n])  # autograd calls this with gradients off
+        return tuple(outputs) if isinstance(outputs, list) else outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)
+        args = [
+            next(tensors) if is_tensor else constant
+            for is_tensor, constant in zip(ctx.is_tensor, ctx.constants)
+        ]
+        needed = ctx.needs_input_grad[2:]
+        inputs = [
+            arg.detach().requires_grad_(wanted) if is_tensor else arg
+            for arg, is_tensor, wanted in zip(args[: ctx.n], ctx.is_tensor, needed)
+        ]
+        with ctx.environment.restored(), torch.enable_grad():
+            outputs = ctx.region(*inputs)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients)
+            if gradient is not None and isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        result: list[torch.Tensor | None] = [None] * (2 + len(args))
+        if not pairs:
+            return tuple(result)
+        arguments = [*inputs, *args[ctx.n :]]
+        wanted = [index for index, need in enumerate(needed) if need]
+        targets = [arguments[index] for index in wanted]
+        if not ctx.checked:
+            _check_all_listed([output for output, _ in pairs], targets)
+            ctx.checked = True
+        with _without_hooks(targets):
+            found = torch.autograd.grad(
+                [output for output, _ in pairs], targets, [gradient for _, gradient in pairs], allow_unused=True
+            )
+        for index, gradient in zip(wanted, found):
+            result[2 + index] = gradient
+        return tuple(result)
+
+
+class _Environment:
+    """The random and autocast state at a moment, to come back to."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.device_type: str = torch_checkpoint._infer_device_type(*inputs)  # type: ignore[no-untyped-call]
+        self.autocast, self.cpu_autocast = torch_checkpoint._get_autocast_kwargs(self.device_type)  # type: ignore[no-untyped-call]
+        self.cpu_state = torch.get_rng_state()
+        self.devices: list[int] = []
+        self.device_states: list[torch.Tensor] = []
+        if getattr(getattr(torch, self.device_type, None), "_initialized", False):
+            self.devices, self.device_states = torch_checkpoint.get_device_states(*inputs)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.devices, device_type=self.device_type))
+            torch.set_rng_state(self.cpu_state)
+            if self.devices:
+                torch_checkpoint.set_device_states(self.devices, self.device_states, device_type=self.device_type)
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.device_type, **self.autocast))
+            stack.enter_context(torch.autocast("cpu", **self.cpu_autocast))
+            yield
+
+
+@contextlib.contextmanager
+def _without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keeps the hooks on ``tensors`` from running on gradients that are not theirs yet: autograd calls them
+    when the sum of all contributions arrives, and a hook that changes the gradient must not do so twice."""
+    with contextlib.ExitStack() as restore:
+        for tensor in tensors:
+            hooks = tensor._backward_hooks
+            if tensor.is_leaf and hooks:
+                restore.callback(hooks.update, dict(hooks))
+                hooks.clear()
+        yield
+
+
+def _check(function: Any, n: Any, args: Sequence[Any]) -> None:
+    if not callable(function):
+        raise TypeError(f"CheckpointFunction needs something to call, got {type(function).__name__}.")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"The number of inputs must be an int, got {n!r}.")
+    if not 0 <= n <= len(args):
+        raise ValueError(f"The number of inputs must be between 0 and the {len(args)} arguments given, got {n}.")
+    for position, arg in enumerate(args[n:]):
+        if not isinstance(arg, torch.Tensor):
+            raise TypeError(
+                f"Arguments after the first {n} are parameters and must be tensors, got {type(arg).__name__} at "
+                f"position {n + position}."
+            )
+
+
+def _check_all_listed(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Every tensor that the recomputed graph leads to must be a target: the gradient of any other would be
+    lost."""
+    listed = {id(target) for target in targets}
+    ends = {target.grad_fn for target in targets if target.grad_fn is not None}
+    seen: set[Any] = set()
+    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen or node in ends:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and not node.next_functions and id(variable) not in listed:
+            raise RuntimeError(
+                f"The function given to CheckpointFunction uses a parameter of shape {tuple(variable.shape)} that is not "
+                "among its arguments, so its gradient would be lost: pass every parameter the function uses after its inputs."
+            )
+        pending.extend(following for following, _ in node.next_functions if following is not None)

@@ -1,0 +1,311 @@
+"""Chains of layers, recomputed segment by segment.
+
+A chain of n layers cut into about sqrt(n) segments needs memory for the inputs of the segments and the
+activations of one of them (Chen, Xu, Zhang, Guestrin, 2016). The last segment is kept rather than recomputed:
+its activations are needed the moment the backward pass begins.
+"""
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.frames import is_recomputing
+
+Layer = Callable[..., Any]
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Iterable[Layer],
+    segments: int | Sequence[int],
+    *inputs: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    keep_last: bool = True,
+    **shared: Any,
+) -> Any:
+    """Runs ``functions`` one after the other on ``inputs``, recomputing all segments but the last in the
+    backward pass.
+
+    Arguments:
+        functions: an ``nn.Sequential`` or several callables. A plain tuple that a layer returns becomes the
+            positional arguments of the next layer; a layer after the first that cannot take that many but can
+            take one gets the tuple as it is.
+        segments: how many segments of equal length (the first ones are longer by one layer where it does not
+            divide), or the number of layers in each.
+        inputs: what the first layer takes; tensors with or without gradients, or anything else.
+        use_reentrant, preserve_rng_state: as in :func:`hvd_ckpt.checkpoint`.
+        keep_last: keep the activations of the last segment instead of recomputing them.
+        shared: keyword arguments given to each layer that accepts one of that name.
+
+    Raises:
+        TypeError: ``segments`` is neither an int nor a sequence of ints; ``functions`` are not callables; a
+            layer cannot take the number of arguments it is given; no layer accepts a shared keyword argument.
+        ValueError: ``segments`` is less than 1 or more than there are layers, or lengths do not sum to that
+        number. An error raised by the first layer of a segment (in a first pass) names the segment and its
+        layers.
+    """
+    layers = _layers(functions)
+    if not inputs and "input" in shared:  # PyTorch's name for the only input
+        inputs = (shared.pop("input"),)
+    parts = _cut(layers, split(len(layers), segments), shared)
+    options = Options(use_reentrant, preserve_rng_state)
+    recomputed = len(parts) - 1 if keep_last else len(parts)
+    return _run(parts, recomputed, inputs, shared, options)
+
+
+def split(layers: int, segments: int | Sequence[int]) -> list[int]:
+    """The number of layers in each segment, longer ones first.
+
+    Raises:
+        TypeError, ValueError: as :func:`checkpoint_sequential`.
+    """
+    if isinstance(segments, int) and not isinstance(segments, bool):
+        if segments < 1:
+            raise ValueError(f"segments must be at least 1, got {segments}.")
+        if segments > layers:
+            raise ValueError(f"segments must be at most the number of layers, {layers}, got {segments}.")
+        length, longer = divmod(layers, segments)
+        return [length + 1] * longer + [length] * (segments - longer)
+    if not isinstance(segments, (list, tuple)):
+        raise TypeError(
+            f"segments must be an int or the number of layers in each segment, got {segments!r} of type "
+            f"{type(segments).__name__}."
+        )
+    for length in segments:
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"The number of layers in a segment must be an int, got {length!r} in {segments!r}.")
+        if length < 1:
+            raise ValueError(f"Each segment must have at least 1 layer, got {length} in {segments!r}.")
+    if sum(segments) != layers:
+        raise ValueError(
+            f"The segments {list(segments)!r} have {sum(segments)} layers together, but there are {layers} layers."
+        )
+    return list(segments)
+
+
+class CheckpointSequential(nn.Sequential):
+    """An ``nn.Sequential`` whose forward pass is :func:`checkpoint_sequential`.
+
+    It holds the same modules under the same names as the one it is made from, so a ``state_dict`` of either
+    loads into the other. In evaluation mode and under :class:`torch.no_grad` it simply runs. It can be called
+    with several inputs and with keyword arguments shared by the layers.
+
+    Arguments:
+        model: an ``nn.Sequential`` (a subclass with a ``forward`` of its own is refused), or a sequence of
+            modules.
+        segments, use_reentrant, preserve_rng_state, keep_last: as in :func:`checkpoint_sequential`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Iterable[nn.Module],
+        segments: int | Sequence[int],
+        use_reentrant: bool | None = False,
+        preserve_rng_state: bool = True,
+        keep_last: bool = True,
+    ) -> None:
+        super().__init__(_named_modules(model))
+        if isinstance(model, nn.Sequential):
+            self.training = model.training
+        self.segments = segments if isinstance(segments, int) else tuple(split(len(self), segments))
+        self.use_reentrant = use_reentrant
+        self.preserve_rng_state = preserve_rng_state
+        self.keep_last = keep_last
+        split(len(self), self.segments)
+        Options(use_reentrant, preserve_rng_state)
+
+    def forward(self, *inputs: Any, **shared: Any) -> Any:
+        layers: list[Layer] = list(self)
+        if not inputs and "input" in shared:
+            inputs = (shared.pop("input"),)
+        parts = _cut(layers, split(len(layers), self.segments), shared)
+        recomputed = 0
+        if self.training and torch.is_grad_enabled():
+            recomputed = len(parts) - 1 if self.keep_last else len(parts)
+        return _run(parts, recomputed, inputs, shared, Options(self.use_reentrant, self.preserve_rng_state))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # a part of the chain has other segments, so it is a plain one
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
+        return super().__getitem__(index)
+
+    def extra_repr(self) -> str:
+        return f"segments={self.segments}, use_reentrant={self.use_reentrant}, keep_last={self.keep_last}"
+
+
+def _run(
+    parts: Sequence[_Segment], recomputed: int, inputs: tuple[Any, ...], shared: dict[str, Any], options: Options
+) -> Any:
+    result: Any = None
+    for index, part in enumerate(parts):
+        keywords = {name: value for name, value in shared.items() if name in part.accepted_names}
+        kept = index >= recomputed
+        result = part(*inputs, **keywords) if kept else run_checkpointed(part, inputs, keywords, options)
+        inputs = _as_arguments(result)
+    return result
+
+
+class _Segment:
+    """Some layers in a row, called like one function."""
+
+    def __init__(
+        self, layers: Sequence[Layer], accepted: Sequence[frozenset[str]], number: int, count: int, first: int
+    ) -> None:
+        self.layers = layers
+        self.accepted = accepted
+        self.accepted_names = frozenset().union(*accepted)
+        self.number = number
+        self.count = count
+        self.first = first
+
+    def __str__(self) -> str:
+        last = self.first + len(self.layers) - 1
+        where = f"layer {last}" if last == self.first else f"layers {self.first} to {last}"
+        names = [_name(layer) for layer in self.layers]
+        shown = ", ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])
+        return f"segment {self.number} of {self.count} ({where}: {shown})"
+
+    def __call__(self, *values: Any, **shared: Any) -> Any:
+        result: Any = None
+        for offset, (layer, accepted) in enumerate(zip(self.layers, self.accepted)):
+            keywords = {name: shared[name] for name in accepted if name in shared}
+            arguments = self._arguments(offset, values, keywords)
+            if offset == 0 and not is_recomputing():
+                result = self._call_first(layer, arguments, keywords)
+            else:
+                result = layer(*arguments, **keywords)
+            values = _as_arguments(result)
+        return result
+
+    def _arguments(self, offset: int, values: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        """The values as the layer takes them: each for itself, or the tuple they came in as one argument."""
+        if len(values) == 1:
+            return values
+        layer = self.layers[offset]
+        signature = _signature(layer)
+        if signature is None or _binds(signature, values, keywords):
+            return values
+        if self.first + offset > 0 and _binds(signature, (values,), keywords):
+            return (values,)
+        source = "the model was given" if self.first + offset == 0 else "the layer before it returns"
+        raise TypeError(
+            f"In {self}, layer {self.first + offset} ({_name(layer)}) takes the arguments {signature}, but {source} "
+            f"{len(values)} values: {_described(values)}."
+        )
+
+    def _call_first(self, layer: Layer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        try:
+            return layer(*arguments, **keywords)
+        except Exception as error:
+            if not _is_misfit(error):
+                raise
+            raise type(error)(
+                f"The first layer of {self} failed on what it was given, {_described(arguments)}: {error}"
+            ) from error
+
+
+def _is_misfit(error: Exception) -> bool:
+    """Whether an error may come from inputs that do not fit. Subclasses have a meaning of their own for those
+    who catch them (out of memory, a lost rank, the end of a recomputation), and so they pass as they are."""
+    if type(error) not in (TypeError, ValueError, IndexError, RuntimeError):
+        return False
+    message = str(error).lower()
+    return "out of memory" not in message and "allocate memory" not in message and "alloc_failed" not in message
+
+
+def _layers(functions: nn.Sequential | Iterable[Layer]) -> list[Layer]:
+    if isinstance(functions, Mapping) or not isinstance(functions, Iterable):
+        raise TypeError(
+            f"functions must be an nn.Sequential or a sequence of callables, got {type(functions).__name__}."
+        )
+    layers = list(functions)
+    for index, layer in enumerate(layers):
+        if not callable(layer):
+            raise TypeError(f"Layer {index} cannot be called: it is of type {type(layer).__name__}.")
+    return layers
+
+
+def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[str, nn.Module]:
+    if isinstance(model, nn.Sequential):
+        if type(model).forward not in (nn.Sequential.forward, CheckpointSequential.forward):
+            raise TypeError(
+                f"{type(model).__name__} has a forward of its own, which a CheckpointSequential would not run: use "
+                "checkpoint_sequential inside that forward instead."
+            )
+        return OrderedDict((name, module) for name, module in model._modules.items() if module is not None)
+    named: OrderedDict[str, nn.Module] = OrderedDict()
+    for index, layer in enumerate(_layers(model)):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"CheckpointSequential holds modules, but layer {index} is of type {type(layer).__name__}: wrap it in a "
+                "module or use checkpoint_sequential."
+            )
+        named[str(index)] = layer
+    return named
+
+
+def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[_Segment]:
+    accepted = [_accepted(layer, shared) if shared else frozenset[str]() for layer in layers]
+    for name in shared:
+        if not any(name in names for names in accepted):
+            raise TypeError(f"None of the {len(layers)} layers accepts the keyword argument {name!r}.")
+    ends = list(itertools.accumulate(lengths))
+    return [
+        _Segment(layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length)
+        for number, (length, end) in enumerate(zip(lengths, ends), start=1)
+    ]
+
+
+def _accepted(layer: Layer, shared: Iterable[str]) -> frozenset[str]:
+    signature = _signature(layer)
+    if signature is None:
+        return frozenset()
+    parameters = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return frozenset(shared)
+    by_name = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    return frozenset(name for name in shared if name in by_name)
+
+
+def _signature(layer: Layer) -> inspect.Signature | None:
+    try:
+        return inspect.signature(layer.forward if isinstance(layer, nn.Module) else layer)
+    except (TypeError, ValueError):  # a built-in function without a signature
+        return None
+
+
+def _binds(signature: inspect.Signature, values: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*values, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_arguments(result: Any) -> tuple[Any, ...]:
+    # Subclasses of tuple have named parts: they are one structured value.
+    return result if type(result) is tuple else (result,)
+
+
+def _described(values: Sequence[Any]) -> str:
+    return ", ".join(
+        f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for value in values
+    )
+
+
+def _name(layer: Layer) -> str:
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
