@@ -1,0 +1,179 @@
+"""Mixed precision that every rank agrees on.
+
+An overflow on one rank must make all ranks skip the same step, or their weights and loss scales drift apart. Here gradients are
+reduced before they are unscaled: an inf or nan on one rank survives the sum, so all see it.
+"""
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Max
+
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+
+PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that agrees across ranks: the plain PyTorch recipe is right as written.
+
+    ::
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                       # optional: reduces, then unscales; clip after it
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)                           # reduces, unless that is done
+        scaler.update()
+
+    Works with any optimizer; for a ``DistributedOptimizer`` gradients are reduced before they are unscaled and checked, so every
+    rank finds the same and takes or skips the same step.
+
+    Args:
+        device: the device type of the gradients; by default "cuda" where there is a GPU, else "cpu".
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in ``torch.amp.GradScaler``.
+    """
+
+    def __init__(self, device: str | None = None, init_scale: float = 2.0**16, growth_factor: float = 2.0,
+                 backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduces the gradients over the ranks, unless that is done, and divides them by the scale."""
+        if not self._enabled or not isinstance(optimizer, ReducedOptimizer):
+            super().unscale_(optimizer)
+            return
+        optimizer.reduce_once()
+        super().unscale_(optimizer)
+        if optimizer.reduces_updates:
+            # Adasum combines updates: the gradients are each rank's own, so what was found in them must be exchanged.
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for value in found.values():
+                mpi_ops.allreduce_(value, op=Max, name="hvd_ckpt.found_inf")
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank."""
+        if not self._enabled or not isinstance(optimizer, ReducedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer.reduce_once()
+        with optimizer.reduced_by_caller():
+            return super().step(optimizer, *args, **kwargs)
+
+
+class Precision:
+    """One precision recipe, whichever library carries it out.
+
+    ::
+
+        precision = Precision("bf16")
+        optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        model, optimizer = precision.prepare(model, optimizer)
+        with precision.autocast():
+            loss = loss_function(model(x), y)
+        precision.backward(loss, optimizer)
+        precision.step(optimizer)
+
+    Args:
+        name: "fp32"; "fp16" or "bf16" (``torch.autocast``; fp16 with a :class:`GradScaler`); "apex-O0" to "apex-O3" (NVIDIA Apex's
+            ``apex.amp`` with Horovod's recipe; needs CUDA and an Apex up to 25.05).
+        device: device type, by default "cuda" where there is a GPU, else "cpu".
+        scaler_options: arguments of :class:`GradScaler` (fp16 only).
+
+    Raises:
+        ValueError: the name is none of :data:`PRECISIONS`.
+        RuntimeError: Apex is asked for and cannot be used here; says why.
+    """
+
+    def __init__(self, name: str, device: str | None = None, **scaler_options: Any) -> None:
+        if name not in PRECISIONS:
+            raise ValueError(f"precision '{name}' is unknown; choose one of {', '.join(PRECISIONS)}")
+        self.name = name
+        self.device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+        self.scaler: GradScaler | None = GradScaler(self.device, **scaler_options) if name == "fp16" else None
+        self._amp: ModuleType | None = None
+        if name.startswith("apex-"):
+            reason = apex_unavailable()
+            if reason is not None:
+                raise RuntimeError(f"precision '{name}' cannot be used: {reason}; use --precision fp16 or bf16 instead")
+            self._amp = importlib.import_module("apex.amp")
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Makes model and optimizer ready; the optimizer must be a ``DistributedOptimizer`` already.
+
+        Apex's O2 puts float32 master weights into the optimizer and converts the model to float16, O3 converts it only. The
+        gradients that are reduced are those of the model's parameters, so the DistributedOptimizer is made of these, first.
+
+        Raises:
+            RuntimeError: with Apex, the optimizer is not a ``DistributedOptimizer`` yet.
+        """
+        if self._amp is None:
+            return model, optimizer
+        if not isinstance(optimizer, ReducedOptimizer):
+            raise RuntimeError(f"precision '{self.name}': wrap the optimizer with DistributedOptimizer before Precision.prepare(); "
+                               f"Apex may replace its parameters by master weights, whose gradients are not the ones to reduce")
+        model, optimizer = self._amp.initialize(model, optimizer, opt_level=self.name.removeprefix("apex-"), verbosity=0)
+        return model, optimizer
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for forward pass and loss."""
+        if self.name in ("fp16", "bf16"):
+            return torch.autocast(self.device, dtype=torch.float16 if self.name == "fp16" else torch.bfloat16)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, last: bool = True) -> None:
+        """The backward pass of one (micro-)batch.
+
+        Args:
+            last: False if more backward passes follow before the step.
+        """
+        if self._amp is not None:
+            with self._amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
+                scaled.backward()
+                if last and isinstance(optimizer, ReducedOptimizer):
+                    optimizer.synchronize()
+        elif self.scaler is not None:
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduces and unscales the gradients, so that they can be clipped before :meth:`step`."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        elif isinstance(optimizer, ReducedOptimizer):
+            optimizer.reduce_once()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, skipped on every rank alike where gradients overflowed."""
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        elif isinstance(optimizer, ReducedOptimizer):
+            optimizer.reduce_once()
+            with optimizer.reduced_by_caller():
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def apex_unavailable() -> str | None:
+    """Why ``apex.amp`` cannot be used in this environment, in a clause; None where it can."""
+    if importlib.util.find_spec("apex") is None:
+        return "NVIDIA Apex is not installed (its last version with apex.amp is 25.05, from its source repository)"
+    try:
+        amp = importlib.import_module("apex.amp")
+    except Exception as error:
+        return (f"the installed 'apex' has no apex.amp ({type(error).__name__}: {error}): it is another project of that name, "
+                f"or NVIDIA Apex after 25.05")
+    if not hasattr(amp, "initialize"):
+        return "the installed 'apex' has no apex.amp.initialize: it is not NVIDIA Apex up to 25.05"
+    if not torch.cuda.is_available():
+        return "NVIDIA Apex needs a CUDA GPU and none is available"
+    return None

@@ -1,0 +1,100 @@
+"""What ranks must agree on before they meet in a collective.
+
+An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
+has (a value, or an error), all ranks see all of it, and all of them go on or raise together.
+"""
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What must be equal on every rank for a parameter's gradients to meet: compared by :func:`check_parameters`."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> ParameterFacts:
+        return cls(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype,
+                   parameter.device.type, parameter.requires_grad)
+
+
+def allgather_objects(value: Any, process_set: Any, name: str) -> list[Any]:
+    """Gathers one picklable value of each rank of ``process_set``, in rank order.
+
+    (Horovod's ``allgather_object`` takes no process set.)
+    """
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = mpi_ops.allgather(torch.tensor([payload.numel()], dtype=torch.int64), name=f"{name}.sizes",
+                              process_set=process_set).tolist()
+    gathered = mpi_ops.allgather(payload, name=f"{name}.values", process_set=process_set)
+    return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
+
+
+def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
+    """Broadcasts a picklable value from the rank ``root`` (a global rank, as in Horovod) of ``process_set``."""
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    is_root = mpi_ops.rank() == root
+    size = torch.tensor([payload.numel() if is_root else 0], dtype=torch.int64)
+    size = mpi_ops.broadcast(size, root, name=f"{name}.size", process_set=process_set)
+    if not is_root:
+        payload = torch.empty(int(size), dtype=torch.uint8)
+    payload = mpi_ops.broadcast(payload, root, name=f"{name}.value", process_set=process_set)
+    return value if is_root else pickle.loads(payload.numpy().tobytes())
+
+
+def digest(value: Any) -> str:
+    """A short fingerprint of a picklable value, equal on ranks where the value is."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def raise_together(error: Exception | None, process_set: Any, name: str) -> None:
+    """Raises on every rank of ``process_set`` if any rank brings an error: its own there, a ValueError elsewhere."""
+    failures = allgather_objects(None if error is None else str(error), process_set, name)
+    raise_first_failure(error, failures)
+
+
+def raise_first_failure(error: Exception | None, failures: Sequence[str | None]) -> None:
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise ValueError(f"rank {rank}: {failure}")
+
+
+def check_parameters(tables: Sequence[Sequence[ParameterFacts]]) -> None:
+    """Raises ValueError for the first parameter that is not the same on every rank.
+
+    Args:
+        tables: one sequence of facts per rank, in rank order, each in that rank's order of parameters.
+    """
+    reference = tables[0]
+    for rank, table in enumerate(tables[1:], start=1):
+        for position, (ours, theirs) in enumerate(zip(reference, table)):
+            if ours == theirs:
+                continue
+            for field in ("name", "shape", "dtype", "device_type", "requires_grad", "stride"):
+                first, other = getattr(ours, field), getattr(theirs, field)
+                if first != other:
+                    raise ValueError(
+                        f"parameter {position} ('{ours.name}') differs between ranks: {field} is {first} on rank 0 and "
+                        f"{other} on rank {rank}; build the same model and the same optimizer on every rank")
+        if len(table) != len(reference):
+            longer, at = (reference, 0) if len(reference) > len(table) else (table, rank)
+            extra = longer[min(len(table), len(reference))]
+            raise ValueError(
+                f"rank 0 has {len(reference)} parameters and rank {rank} has {len(table)}: '{extra.name}' is on rank {at} "
+                f"only; build the same model and the same optimizer on every rank")

@@ -1,0 +1,159 @@
+"""Starting equal: rank 0's parameters and optimizer state on every rank.
+
+Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and shapes
+first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would change
+AdamW's weights before training has begun.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import global_process_set
+
+from .agreement import broadcast_from, raise_together
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Broadcasts tensors in place from one rank to all. Collective.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of either.
+        root_rank: the rank whose values everyone gets.
+
+    Raises:
+        ValueError: ``params`` is none of these, or names, shapes or dtypes differ between ranks; on every rank.
+    """
+    error: Exception | None = None
+    tensors: list[tuple[str, torch.Tensor]] = []
+    try:
+        tensors = _named_tensors(params)
+    except ValueError as exception:
+        error = exception
+    expected = broadcast_from([_facts(*pair) for pair in tensors], root_rank, global_process_set, "hvd_ckpt.parameters")
+    if error is None:
+        error = _difference([_facts(*pair) for pair in tensors], expected, root_rank)
+    raise_together(error, global_process_set, "hvd_ckpt.parameters.check")
+    _broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
+    """Gives every rank the optimizer state and options of one rank. Collective.
+
+    Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of tensors, numbers,
+    lists, tuples and dicts is sent, LBFGS's too.
+
+    Args:
+        optimizer: a bare optimizer or a ``DistributedOptimizer``.
+        root_rank: the rank whose state everyone gets.
+        model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
+
+    Raises:
+        ValueError: the numbers of parameter groups or parameters differ between ranks; on every rank.
+    """
+    tensors: list[torch.Tensor] = []
+    outline = None
+    if mpi_ops.rank() == root_rank:
+        outline = [_outline_group(optimizer, group, tensors) for group in optimizer.param_groups]
+    outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(states) for _, states in outline]
+    error = None if ours == theirs else ValueError(
+        f"the optimizer has parameter groups of {ours} parameters here and of {theirs} on rank {root_rank}; "
+        f"build the same optimizer on every rank")
+    raise_together(error, global_process_set, "hvd_ckpt.optimizer.check")
+    if mpi_ops.rank() != root_rank:
+        for group, (options, states) in zip(optimizer.param_groups, outline):
+            group.update(_rebuild(options, tensors, group["params"][0] if group["params"] else None))
+            for parameter, state in zip(group["params"], states):
+                if state:
+                    optimizer.state[parameter] = _rebuild(state, tensors, parameter)
+                else:
+                    optimizer.state.pop(parameter, None)
+    _broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
+
+
+@dataclass(frozen=True)
+class _TensorOutline:
+    """Stands for a tensor of the state while its structure is sent: tensors follow, in this order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    beside_parameter: bool
+
+
+def _outline_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor]) -> tuple[Any, list[Any]]:
+    first = group["params"][0] if group["params"] else None
+    options = _outline({key: value for key, value in group.items() if key != "params"}, tensors, first)
+    states = [_outline(dict(optimizer.state.get(parameter, {})), tensors, parameter) for parameter in group["params"]]
+    return options, states
+
+
+def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        beside = parameter is not None and value.device == parameter.device
+        return _TensorOutline(tuple(value.shape), value.dtype, beside)
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors, parameter) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, tensors, parameter) for item in value)
+    return value
+
+
+def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
+    if isinstance(outline, _TensorOutline):
+        device = parameter.device if parameter is not None and outline.beside_parameter else torch.device("cpu")
+        tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))
+        return tensors[-1]
+    if isinstance(outline, dict):
+        return {key: _rebuild(item, tensors, parameter) for key, item in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_rebuild(item, tensors, parameter) for item in outline)
+    return outline
+
+
+def _broadcast_tensors(tensors: Iterable[torch.Tensor], root_rank: int, name: str) -> None:
+    pending = []
+    with torch.no_grad():
+        for number, tensor in enumerate(tensors):
+            if tensor.numel():
+                contiguous = tensor.detach().contiguous()
+                wire = contiguous.view(-1).view(torch.uint8)
+                pending.append((tensor, contiguous, mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}")))
+        for tensor, contiguous, handle in pending:
+            mpi_ops.synchronize(handle)
+            if contiguous.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(contiguous)
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        items = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        items = [pair if isinstance(pair, tuple) else (f"{number}", pair) for number, pair in enumerate(params)]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    for name, tensor in items:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
+                             f"use broadcast_object for it")
+    return items
+
+
+def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return name, tuple(tensor.shape), tensor.dtype
+
+
+def _difference(ours: list[Any], theirs: list[Any], root_rank: int) -> ValueError | None:
+    for here, there in zip(ours, theirs):
+        if here != there:
+            return ValueError(f"broadcast_parameters: '{here[0]}' of shape {here[1]} and {here[2]} here is '{there[0]}' of shape "
+                              f"{there[1]} and {there[2]} on rank {root_rank}; build the same model on every rank")
+    if len(ours) != len(theirs):
+        return ValueError(f"broadcast_parameters: {len(ours)} tensors here, {len(theirs)} on rank {root_rank}; "
+                          f"build the same model on every rank")
+    return None

@@ -1,0 +1,440 @@
+"""``DistributedOptimizer``: Horovod's, with this library's reducer in place of its hooks.
+
+Same arguments, same public methods, same way of use; what differs is when and how gradients are reduced (see :mod:`.reducer`).
+"""
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
+from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
+
+from . import adasum
+from .agreement import ParameterFacts, allgather_objects, broadcast_from, check_parameters, digest, raise_first_failure
+from .compression import Compression
+from .reducer import DEFAULT_BUCKET_CAP_MB, Reducer
+from .stats import ReductionStats
+
+_constructed = itertools.count(1)
+
+
+class ReducedOptimizer(torch.optim.Optimizer):
+    """What :func:`DistributedOptimizer` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
+
+    _wrapped_class: type[torch.optim.Optimizer]
+    _reducer: Reducer | None
+    _parameter_names: dict[torch.Tensor, str]
+    _names_by_id: dict[int, str]
+    _identity: int
+    _op: int
+    _compression: Any
+    _process_set: Any
+    _synchronized: bool
+    _should_synchronize: bool
+    _scaling_agreed: bool
+    _wrapped_supports_amp_scaling: bool
+    backward_passes_per_step: int
+
+    # -------------------------------------------------------------------------------- Horovod's public methods
+
+    def synchronize(self) -> None:
+        """Reduces this step's gradients over all ranks; afterwards ``p.grad`` holds the result everywhere.
+
+        ``step()`` does it too. Call it yourself to change the reduced gradients (clipping, say) before
+        ``step()`` within :meth:`skip_synchronize`. Collective.
+        """
+        if self._reducer is not None and self._op != Adasum:
+            if not self._synchronized or self._gradients_since():
+                self._reducer.synchronize()
+        self._synchronized = True
+
+    def _gradients_since(self) -> bool:
+        """Whether any rank has had new gradients since the last synchronization: a second one need not reduce again."""
+        assert self._reducer is not None
+        word = torch.tensor([float(self._reducer.active)])
+        name = f"hvd_ckpt.{self._identity}.again"
+        handle = mpi_ops.allreduce_async_(word, name=name, op=Sum, process_set=self._process_set)
+        return bool(mpi_ops.synchronize(handle).item() > 0)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it ``step()`` does not reduce, because ``synchronize()`` already has."""
+        if self._op == Adasum and self._reducer is not None:
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accepted for compatibility: the number of passes is learned, so nothing depends on this."""
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
+        self.backward_passes_per_step = passes
+
+    # -------------------------------------------------------------------------------- torch.optim.Optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Reduces the gradients, unless that is done, and takes a step of the wrapped optimizer.
+
+        Args:
+            closure: computes the loss and its gradients. Each call of it is followed by a reduction and its loss is averaged
+                over the ranks, so an optimizer that calls it often (LBFGS) does so equally often everywhere.
+        """
+        reducer = self._reducer
+        if reducer is None:
+            return self._local_step(closure, *args, **kwargs)
+        if self._op == Adasum:
+            return self._adasum_step(reducer, closure)
+        if closure is not None:
+            closure = self._reduced_closure(closure)
+        elif self._should_synchronize:
+            if self._synchronized:
+                warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
+                              "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                              "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                              stacklevel=2)
+            self.synchronize()
+        self._synchronized = False
+        return self._local_step(closure, *args, **kwargs)
+
+    def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None and not args and not kwargs:
+            return self._wrapped_class.step(self)
+        return self._wrapped_class.step(self, closure, *args, **kwargs)
+
+    def _reduced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reduced() -> Any:
+            self._synchronized = False
+            loss = closure()
+            if self._should_synchronize and not self._synchronized:
+                self.synchronize()
+            self._synchronized = False
+            if loss is None:
+                return None
+            mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1)
+            mean = mpi_ops.synchronize(mpi_ops.allreduce_async_(
+                mean, name=f"hvd_ckpt.{self._identity}.loss", op=Average, process_set=self._process_set))
+            return mean.reshape(()).to(loss.dtype) if isinstance(loss, torch.Tensor) else mean.item()
+        return reduced
+
+    def _adasum_step(self, reducer: Reducer, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        reducer.hook_parameters()
+        adasum.adasum_step(list(zip(reducer.names, reducer.parameters)), lambda: self._local_step(None), self._identity,
+                           self._compression)
+        reducer.abandon()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters.
+
+        Raises:
+            AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
+        """
+        if self._reducer is not None:
+            if self._reducer.active and self._op != Adasum:
+                raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                                     "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+            self._reducer.hook_parameters()
+        self._synchronized = False
+        self._wrapped_class.zero_grad(self, set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this optimizer, of the bare wrapped one, or of stock Horovod's around it."""
+        if self._reducer is not None:
+            self._reducer.abandon()
+        self._synchronized = False
+        self._should_synchronize = True
+        self._wrapped_class.load_state_dict(self, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its parameters are reduced from the next step on. To be called on every rank."""
+        self._wrapped_class.add_param_group(self, param_group)
+        group = len(self.param_groups) - 1
+        named = []
+        for position, parameter in enumerate(self.param_groups[-1]["params"]):
+            name = self._names_by_id.get(id(parameter), f"allreduce.noname.{group}.{position}")
+            self._parameter_names[parameter] = name
+            named.append((name, parameter))
+        if self._reducer is not None:
+            self._reducer.add_parameters(named)
+
+    # -------------------------------------------------------------------------------- beyond Horovod
+
+    @property
+    def reduction_stats(self) -> ReductionStats:
+        """Launches per bucket, launches during the backward pass, late gradients: since the start and in the last step."""
+        return self._reducer.stats if self._reducer is not None else ReductionStats()
+
+    def reduction_state_dict(self) -> dict[str, Any]:
+        """Order, layout and learned counts of the reducer: plain data. Each rank has its own counts.
+
+        Kept apart from :meth:`state_dict`, which is the wrapped optimizer's own and so loads everywhere.
+        """
+        return self._reducer.state_dict() if self._reducer is not None else {}
+
+    def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a state saved by this rank, so that training goes on bit for bit. To be called on every rank.
+
+        Raises:
+            ValueError: the state does not belong to this model.
+        """
+        if self._reducer is not None and state:
+            self._reducer.load_state_dict(state)
+
+    @property
+    def reduces_updates(self) -> bool:
+        """True with ``op=Adasum``, which combines the ranks' updates: ``p.grad`` stays each rank's own."""
+        return self._op == Adasum and self._reducer is not None
+
+    def reduce_once(self) -> None:
+        """Like :meth:`synchronize`, but does nothing if this step's gradients are reduced already."""
+        if not self._synchronized:
+            self.synchronize()
+
+    @contextmanager
+    def reduced_by_caller(self) -> Iterator[None]:
+        """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
+        should_synchronize = self._should_synchronize
+        self._should_synchronize, self._scaling_agreed = False, True
+        try:
+            yield
+        finally:
+            self._should_synchronize, self._scaling_agreed = should_synchronize, False
+            self._synchronized = False
+            if self.reduces_updates and self._reducer is not None:
+                self._reducer.abandon()
+
+    def reset_reduction(self) -> None:
+        """Forgets order, layout and counts; the next step learns them from rank 0. To be called on every rank.
+
+        Needed when the set of ranks has changed; ``elastic.TorchState`` does it.
+        """
+        if self._reducer is not None:
+            self._reducer.reset()
+        self._synchronized = False
+
+    def _get_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler.step() asks for this before it looks at the gradients, on every rank: the one place to
+        # stop a scaler that would decide on gradients which are not reduced yet, and so differently on each rank.
+        if self._reducer is not None and not self._synchronized and not self._scaling_agreed:
+            raise RuntimeError(
+                "torch.amp.GradScaler.step(optimizer) was called before optimizer.synchronize(): each rank would skip or take "
+                "the step by its own gradients; use hvd_ckpt.GradScaler, or call optimizer.synchronize() and "
+                "scaler.unscale_(optimizer) first, then scaler.step(optimizer) within optimizer.skip_synchronize()")
+        return self._wrapped_supports_amp_scaling
+
+    def _set_supports_amp_scaling(self, value: bool) -> None:
+        self._wrapped_supports_amp_scaling = value
+
+    _step_supports_amp_scaling = property(_get_supports_amp_scaling, _set_supports_amp_scaling)
+
+
+def DistributedOptimizer(optimizer: torch.optim.Optimizer,
+                         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+                         compression: Any = Compression.none,
+                         backward_passes_per_step: int = 1,
+                         op: int = Average,
+                         gradient_predivide_factor: float = 1.0,
+                         num_groups: int = 0,
+                         groups: Sequence[Sequence[torch.Tensor]] | int | None = None,
+                         sparse_as_dense: bool = False,
+                         process_set: Any = global_process_set,
+                         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+                         keep_buckets: bool = True) -> ReducedOptimizer:
+    """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
+
+    The arguments up to ``process_set`` are those of ``horovod.torch.DistributedOptimizer``, with the same meaning. Any number
+    of backward passes may precede a ``step()``, and a parameter may be used any number of times, in recomputed segments or not:
+    what is to come is learned, and what comes late is reduced as well. Collective: to be called on every rank.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on.
+        named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer, may name more.
+        compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``; applied to
+            whole buckets.
+        backward_passes_per_step: accepted for compatibility; the number is learned.
+        op: ``Average``, ``Sum``, ``Adasum`` (combines updates; needs MPI), or ``Min``, ``Max``, ``Product``.
+        gradient_predivide_factor: with ``Average``, divide by this before the sum and by size / this after it.
+        num_groups, groups: reduce in this many buckets, or in these, instead of by ``bucket_cap_mb``.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks to reduce over; a rank outside it steps on its own gradients.
+        bucket_cap_mb: size of a bucket in MiB.
+        keep_buckets: keep the storage of buckets between steps (faster); False frees it with the gradients.
+
+    Returns:
+        An optimizer that is also an instance of the wrapped one's class.
+
+    Raises:
+        ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
+            raised on every rank, naming the first one.
+    """
+    error: Exception | None = None
+    named: list[tuple[str, torch.Tensor]] = []
+    names_by_id: dict[int, str] = {}
+    try:
+        if num_groups:
+            warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+            groups = num_groups if groups is None else groups
+        _check_options(optimizer, backward_passes_per_step, op, gradient_predivide_factor, groups, process_set, bucket_cap_mb)
+        named, names_by_id = _name_parameters(optimizer, named_parameters)
+    except (ValueError, TypeError, NotImplementedError) as exception:
+        error = exception
+    member = bool(process_set.included())
+    identity = _agree_at_construction(error, named, process_set if member else None)
+
+    wrapped = type(optimizer)
+    methods = {name: value for name, value in vars(ReducedOptimizer).items()
+               if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__")}
+    # Horovod's own functions know its optimizers by their module.
+    methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
+    new: Any = object.__new__(type(wrapped.__name__, (wrapped, ReducedOptimizer), methods))
+    # ``step`` is an instance attribute where a learning rate scheduler has patched it.
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    supports_scaling = attributes.pop("_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False))
+    vars(new).update(attributes)
+    new._wrapped_class = wrapped
+    new._wrapped_supports_amp_scaling = supports_scaling
+    new._parameter_names = {parameter: name for name, parameter in named}
+    new._names_by_id = names_by_id
+    new._identity = identity
+    new._op, new._compression, new._process_set = op, compression, process_set
+    new._synchronized, new._should_synchronize, new._scaling_agreed = False, True, False
+    new.backward_passes_per_step = backward_passes_per_step
+    new._reducer = None
+    if member and (process_set.size() > 1 or _elastic()):
+        new._reducer = Reducer(
+            named, identity=identity, op=op, compression=compression, process_set=process_set,
+            prescale_factor=1.0 / gradient_predivide_factor if op == Average else 1.0,
+            postscale_factor=gradient_predivide_factor if op == Average else 1.0,
+            sparse_as_dense=sparse_as_dense, groups=groups, bucket_cap_mb=bucket_cap_mb, keep_buckets=keep_buckets)
+        _live.append(weakref.ref(new))
+    result: ReducedOptimizer = new
+    return result
+
+
+def _elastic() -> bool:
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def _check_options(optimizer: Any, passes: int, op: int, predivide: float, groups: Any, process_set: Any,
+                   bucket_cap_mb: float) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, ReducedOptimizer):
+        raise ValueError("optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
+    if predivide != 1.0 and mpi_ops.rocm_built():
+        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
+    if op == Adasum and mpi_ops.size() > 1:
+        if process_set != global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        reason = adasum.unavailable()
+        if reason is not None:
+            raise ValueError(reason)
+    if groups is not None:
+        if isinstance(groups, bool) or not (isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)):
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        if isinstance(groups, list):
+            seen: set[int] = set()
+            for parameter in itertools.chain.from_iterable(groups):
+                if not isinstance(parameter, torch.Tensor):
+                    raise ValueError("groups must consist of torch.Tensor.")
+                if id(parameter) in seen:
+                    raise ValueError("A parameter can only appear once in groups.")
+                seen.add(id(parameter))
+
+
+def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Any) \
+        -> tuple[list[tuple[str, torch.Tensor]], dict[int, str]]:
+    """The optimizer's parameters with their names, in the optimizer's order; and all names, by ``id`` of the parameter."""
+    if named_parameters is None:
+        pairs = [(f"allreduce.noname.{i}.{j}", parameter)
+                 for i, group in enumerate(optimizer.param_groups) for j, parameter in enumerate(group["params"])]
+    else:
+        pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                         "model.named_parameters().")
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}")
+    names_by_id: dict[int, str] = {}
+    for name, parameter in pairs:
+        names_by_id.setdefault(id(parameter), name)
+    named, unnamed = [], []
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) in names_by_id:
+                named.append((names_by_id[id(parameter)], parameter))
+            else:
+                unnamed.append(f"parameter {j} of group {i} (shape {tuple(parameter.shape)})")
+    if unnamed:
+        raise ValueError(f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}")
+    return named, names_by_id
+
+
+def _agree_at_construction(error: Exception | None, named: Sequence[tuple[str, torch.Tensor]], process_set: Any) -> int:
+    """Compares parameters and errors of all ranks; returns an identity that all ranks give this optimizer.
+
+    In an elastic job ranks do not construct at the same time: a new worker does while the others wait for it in
+    ``state.sync()``. There the comparison is left to Horovod's own checks.
+    """
+    number = next(_constructed)
+    if process_set is None or process_set.size() == 1 or _elastic():
+        if error is not None:
+            raise error
+        return number
+    table = [ParameterFacts.of(name, parameter) for name, parameter in named]
+    failure = None if error is None else str(error)
+    gathered = allgather_objects((failure, number, digest(table)), process_set, "hvd_ckpt.construct")
+    raise_first_failure(error, [failure for failure, _, _ in gathered])
+    if len({fingerprint for _, _, fingerprint in gathered}) > 1:
+        check_parameters(allgather_objects(table, process_set, "hvd_ckpt.construct.table"))
+    identities: list[int] = [number for _, number, _ in gathered]
+    return max(identities)
+
+
+_live: list[weakref.ref[ReducedOptimizer]] = []
+
+
+def join(device: int = -1) -> int:
+    """Horovod's ``join``: this rank has no more data; it takes part in the others' allreduces with zeros until all have joined.
+
+    Averages still divide by the number of all ranks. Afterwards every optimizer takes over the order and layout of the rank
+    that joined last, which has seen every step. Collective.
+
+    Args:
+        device: where Horovod makes its zeros (-1: CPU, else a CUDA device index).
+
+    Returns:
+        The rank that joined last: its weights are the ones to broadcast.
+    """
+    last: int = mpi_ops.join(device)
+    _live[:] = [reference for reference in _live if reference() is not None]
+    for optimizer in [reference() for reference in _live]:
+        reducer = None if optimizer is None else optimizer._reducer
+        if optimizer is not None and reducer is not None and optimizer._process_set == global_process_set:
+            state = broadcast_from(reducer.state_dict(), last, global_process_set, f"hvd_ckpt.{optimizer._identity}.join")
+            if mpi_ops.rank() != last:
+                reducer.follow(state)
+    return last

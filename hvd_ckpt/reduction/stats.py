@@ -1,0 +1,62 @@
+"""Counts that show what the reducer did: the evidence for "once, in a fixed order, and overlapped"."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepStats:
+    """What happened between two synchronizations.
+
+    Attributes:
+        launch_order: indices of the buckets, in the order in which this rank launched them.
+        launches_in_backward: how many of them left before the backward pass was over.
+        late_gradients: names of the parameters that fired after their bucket had left (on any rank).
+        single_reductions: names of the tensors that were reduced outside the buckets (late parts, new or sparse parameters).
+        control_messages: reductions that carried control words alone.
+    """
+
+    launch_order: list[int] = field(default_factory=list)
+    launches_in_backward: int = 0
+    late_gradients: list[str] = field(default_factory=list)
+    single_reductions: list[str] = field(default_factory=list)
+    control_messages: int = 0
+
+    @property
+    def launches(self) -> dict[int, int]:
+        """Launches per bucket."""
+        counts: dict[int, int] = {}
+        for bucket in self.launch_order:
+            counts[bucket] = counts.get(bucket, 0) + 1
+        return counts
+
+
+@dataclass
+class ReductionStats:
+    """Counts since the start, and those of the last step (``last``).
+
+    Attributes:
+        steps: completed synchronizations.
+        launches: launches per bucket index since the start.
+        launches_in_backward: launches that left before the backward pass was over, since the start.
+        late_gradients: parameters that fired after their bucket had left, since the start.
+        single_reductions: tensors reduced outside the buckets, since the start.
+        last: the :class:`StepStats` of the last step.
+    """
+
+    steps: int = 0
+    launches: dict[int, int] = field(default_factory=dict)
+    launches_in_backward: int = 0
+    late_gradients: int = 0
+    single_reductions: int = 0
+    last: StepStats = field(default_factory=StepStats)
+
+    def close_step(self, step: StepStats) -> None:
+        """Adds a finished step."""
+        self.steps += 1
+        for bucket in step.launch_order:
+            self.launches[bucket] = self.launches.get(bucket, 0) + 1
+        self.launches_in_backward += step.launches_in_backward
+        self.late_gradients += len(step.late_gradients)
+        self.single_reductions += len(step.single_reductions)
+        self.last = step
