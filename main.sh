@@ -51,8 +51,12 @@ check_compiler() {
     die "a C++ compiler was not found; install one (Debian and Ubuntu: the package g++)."
 }
 
-check_make() {
-    command -v make >/dev/null || die "make was not found; install it (Debian and Ubuntu: the package make)."
+check_headers() {
+    "$1" -c '
+import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+        die "the headers of $1 (Python.h) were not found; install them (Debian and Ubuntu: the package" \
+            "python3-dev), since Horovod is compiled for it."
 }
 
 hash_of() { "$venv/bin/python" -c '
@@ -68,7 +72,7 @@ mark_done() { mkdir -p "$stamps" && printf '%s\n' "$2" >"$stamps/$1"; }
 venv_works() {
     # A repository that was moved has scripts that point to the old place; a removed Python leaves dead links.
     [[ -x "$venv/bin/python" && -f "$venv/pyvenv.cfg" ]] &&
-        grep -qF "$venv" "$venv/bin/activate" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
+        grep -qF "$venv" "$venv/bin/activate" && "$venv/bin/python" -c 'import pip' >/dev/null 2>&1
 }
 
 make_venv() {
@@ -86,7 +90,7 @@ make_venv() {
         python="$(find_python)"
         check_venv_module "$python"
         check_compiler
-        check_make
+        check_headers "$python"
         say "Making .venv with $("$python" --version)"
         rm -rf "$venv"
         mkdir "$venv"
@@ -113,7 +117,8 @@ build_horovod() {
     if is_done horovod "$hash" && "$venv/bin/python" -c '
 import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; then return; fi
     check_compiler
-    check_make
+    "$venv/bin/python" "$root/install/build_horovod.py" --no-install >&2 || exit 1
+    printf '%s\n' "$$" >"$busy"   # the build may be interrupted freely, the installation may not
     "$venv/bin/python" "$root/install/build_horovod.py" >&2 || exit 1
     mark_done horovod "$hash"
 }
@@ -122,6 +127,7 @@ install_package() {
     local hash
     hash="$(hash_of "$root/setup.cfg" "$root/pyproject.toml")"
     if is_done package "$hash"; then return; fi
+    printf '%s\n' "$$" >"$busy"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
         --editable "$root" >&2 || die "this package could not be installed; the reason is above."
     mark_done package "$hash"
@@ -133,8 +139,13 @@ set_up() {
     rm -f "$busy"
     build_horovod
     install_package
+    rm -f "$busy"
 }
 
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 unset PYTHONHOME
 set_up
 export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
@@ -142,6 +153,6 @@ export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
 case "${1:-compare}" in
     setup) say "Ready: $venv" ;;
     test) shift; exec "$venv/bin/python" "$root/tests/run.py" "$@" ;;
-    compare) exec "$venv/bin/python" -m hvd_ckpt.cli compare "${@:2}" ;;
-    *) exec "$venv/bin/python" -m hvd_ckpt.cli "$@" ;;
+    compare) exec "$venv/bin/hvd-ckpt" compare "${@:2}" ;;
+    *) exec "$venv/bin/hvd-ckpt" "$@" ;;
 esac

@@ -3,8 +3,8 @@
 No wheel of Horovod fits a current PyTorch: Horovod compiles against PyTorch's C++ headers, and its last
 release asks for C++14 where those headers need C++20. This script takes that release's source, checks its
 sha256, raises the standard, builds a wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch where nvcc is at
-hand) and keeps it in the user's cache folder under a key that names everything the build depends on. The wheel
-finds MPI and PyTorch relative to itself, so it serves every environment with that key.
+hand) and keeps it in the user's cache folder under a key that names everything the build depends on. The
+wheel finds MPI and PyTorch relative to itself, so it serves every environment with that key.
 
 A build happens in a folder with a temporary name, which is renamed when the wheel is complete: one that fails
 or is interrupted leaves nothing but its log. Run it with the environment's Python, requirements installed:
@@ -51,7 +51,7 @@ def cache_folder() -> Path:
 
 
 def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
-    """The source archive: the one given, the cached one, or a fresh download; its sha256 is always checked."""
+    """The source archive: the one given, the cached one or a fresh download, its sha256 checked each time."""
     name = f"horovod-{HOROVOD_VERSION}.tar.gz"
     if given is not None:
         if not given.is_file():
@@ -75,7 +75,7 @@ def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
 def _run_logged(
     command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> int:
-    """Run a command with its output appended to the log, showing make's percentage; it ends with this process."""
+    """Run a command with its output appended to the log, showing the build's progress; both end together."""
     shown, start = -1, time.monotonic()
     with log.open("a", errors="replace") as file:
         file.write(f"$ {' '.join(command)}\n")
@@ -94,9 +94,9 @@ def _run_logged(
             assert process.stdout is not None
             for line in process.stdout:
                 file.write(line)
-                percent = re.match(r"\s*\[\s*(\d+)%\]", line)
-                if percent and int(percent.group(1)) // 10 > shown:
-                    shown = int(percent.group(1)) // 10
+                step = re.match(r"\s*\[(\d+)/(\d+)\]", line)
+                if step and 10 * int(step.group(1)) // int(step.group(2)) > shown:
+                    shown = 10 * int(step.group(1)) // int(step.group(2))
                     print(f"  {shown * 10:3d} %  {time.monotonic() - start:.0f} s", flush=True)
             return process.wait()
         except BaseException:
@@ -205,8 +205,8 @@ def install(wheel: Path, log: Path) -> None:
     if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
         shutil.rmtree(wheel.parent, ignore_errors=True)
         raise BuildError(
-            f"the installed Horovod does not load (see the end of {log}); its wheel was removed from the cache, "
-            "so the next start builds it anew."
+            f"the installed Horovod does not load (see the end of {log}); its wheel was removed from the "
+            "cache, so the next start builds it anew."
         )
 
 

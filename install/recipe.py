@@ -31,6 +31,7 @@ FLAGS = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
+    "CMAKE_GENERATOR": "Ninja",
 }
 
 # Where the extension (site-packages/horovod/torch/*.so) finds its libraries: MPI in the environment's lib
@@ -44,7 +45,8 @@ RPATH = (
 )
 
 # (file, text, replacement): PyTorch's headers need C++20 and CUDA's C++17; relative library paths only; a
-# CUDA PyTorch without nvcc builds for the CPU instead of failing.
+# CUDA PyTorch without nvcc builds for the CPU instead of failing; Ninja instead of make, which a machine with
+# a compiler need not have.
 PATCHES = (
     (
         "CMakeLists.txt",
@@ -55,6 +57,8 @@ PATCHES = (
     ),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+    ("setup.py", "make_args = ['-j8'] if not os.environ.get('MAKEFLAGS') else []", "make_args = []"),
+    ("setup.py", "make_args.append('VERBOSE=1')", "make_args.append('-v')"),
     (
         "cmake/Modules/FindPytorch.cmake",
         "import torch; from torch.utils.cpp_extension import CUDA_HOME; print(True if (",
@@ -173,8 +177,7 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
     environment["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment["MAKEFLAGS"] = f"-j{cpus}"
+    environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(parallel_jobs())
     if target.cuda_home:
         include, library = find_nccl()
         link = folder / "nccl"
@@ -189,6 +192,13 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
             HOROVOD_NCCL_LINK="SHARED",
         )
     return environment
+
+
+def parallel_jobs() -> int:
+    """Compilers to run at once: one per CPU this process may use, and 2 GiB of memory for each."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cpus, memory // 2**31))
 
 
 def find_nccl() -> tuple[Path, Path]:

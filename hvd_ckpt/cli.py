@@ -1,0 +1,61 @@
+"""The ``hvd-ckpt`` command: one group whose commands are imported when they are called.
+
+PyTorch takes seconds to import, and where Horovod is broken it cannot be imported at all. So the group knows of each
+command only where it lives and what its one line of help says; ``hvd-ckpt --help`` imports neither, and
+``hvd-ckpt doctor`` still runs where nothing else does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+import click
+
+
+class _Entry(NamedTuple):
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS = {
+    "compare": _Entry(
+        "hvd_ckpt.comparison.command", "compare", "Compare engines on real workloads: results, time, memory."
+    ),
+    "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that imports a command's module when the command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        try:
+            module = import_module(entry.module)
+        except ImportError as error:
+            raise click.ClickException(
+                f"{cmd_name} cannot be loaded: {error}. Run `hvd-ckpt doctor` to see what is missing."
+            ) from error
+        command: click.Command = getattr(module, entry.attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hvd_ckpt", prog_name="hvd-ckpt")
+def main() -> None:
+    """Train models that do not fit: Horovod data parallelism with activation checkpointing."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""``hvd-ckpt doctor``: what is installed here, what really works, and the way out where something is missing.
+
+It is the command for environments in which nothing else runs, so this module imports neither PyTorch nor Horovod
+before it asks for them, and every question that fails becomes an answer. Whether a controller works is not read off
+Horovod's build but tried with two ranks (:mod:`hvd_ckpt.probe`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_ckpt.probe import OPERATIONS, probe
+
+CONTROLLERS = ("gloo", "mpi")
+ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")
+ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "OPAL_PREFIX")
+REBUILD = (
+    "run `bash main.sh setup` in the repository of hvd_ckpt, which builds Horovod for the PyTorch at hand"
+)
+
+Facts = dict[str, Any]
+
+
+def examine(timeout: float = 120.0) -> Facts:
+    """Everything the doctor knows, as plain values for JSON; ``problems`` lists what is essential and missing.
+
+    Args:
+        timeout: seconds that each controller's two ranks may take.
+    """
+    facts: Facts = {
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "torch": torch_facts(),
+        "horovod": horovod_facts(),
+    }
+    facts["controllers"] = {name: _controller_facts(name, facts["horovod"], timeout) for name in CONTROLLERS}
+    facts["mpi"] = mpi_facts()
+    facts["apex"] = apex_facts()
+    facts["environment"] = environment_facts()
+    facts["problems"] = problems(facts)
+    return facts
+
+
+def torch_facts() -> Facts:
+    """PyTorch's version, what CUDA it was built for, and the devices it sees; or the error of importing it."""
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:
+        return {"error": _first_line(error)}
+    cuda = torch.version.cuda
+    available = torch.cuda.is_available()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if available else []
+    return {"version": torch.__version__, "cuda_built": cuda, "cuda_available": available, "devices": names}
+
+
+def horovod_facts() -> Facts:
+    """Horovod's version and what it was built with; or ``error``, one sentence with the way out."""
+    if importlib.util.find_spec("horovod") is None:
+        return {"error": f"Horovod is not installed: {REBUILD}."}
+    facts: Facts = {"version": _version_of("horovod")}
+    try:
+        from hvd_ckpt import runtime
+
+        facts.update(runtime.horovod_build())
+    except ImportError as error:
+        text = _first_line(error)
+        if "has not been built" in text:
+            facts["error"] = f"Horovod was built without PyTorch ({text}): {REBUILD}."
+        else:
+            facts["error"] = (
+                f"Horovod does not load ({text}), as when it was built for another PyTorch: {REBUILD}."
+            )
+    except Exception as error:
+        facts["error"] = f"Horovod does not load ({_first_line(error)}): {REBUILD}."
+    return facts
+
+
+def _controller_facts(name: str, horovod: Facts, timeout: float) -> Facts:
+    if "error" in horovod:
+        return {"works": False, "reason": "Horovod does not load", "seconds": 0.0, "operations": {}}
+    if not horovod[name]:
+        return {"works": False, "reason": "Horovod was built without it", "seconds": 0.0, "operations": {}}
+    return asdict(probe(name, timeout=timeout))
+
+
+def mpi_facts() -> Facts:
+    """MPI's version as mpi4py sees it, mpi4py's own, and where the launcher is."""
+    facts: Facts = {"mpi4py": _version_of("mpi4py"), "mpirun": _find_program("mpirun")}
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        text: str = importlib.import_module("mpi4py.MPI").Get_library_version()
+        facts["version"] = text.split("\n")[0].split(",")[0].strip("\x00 ")
+    except Exception as error:
+        facts["error"] = _first_line(error)
+    return facts
+
+
+def apex_facts() -> Facts:
+    """Whether NVIDIA Apex's ``apex.amp`` can be used, and if not, why not.
+
+    Three packages answer to the name: NVIDIA Apex up to 25.05 (with ``apex.amp``), later ones (without), and an
+    unrelated project of that name in the package index. They are told apart by their folders, unimported.
+    """
+    spec = importlib.util.find_spec("apex")
+    if spec is None or not spec.submodule_search_locations:
+        return {"usable": False, "reason": "not installed (optional; torch.amp is built in)"}
+    folders = [Path(folder) for folder in spec.submodule_search_locations]
+    if not any((folder / "amp").is_dir() for folder in folders):
+        if any(
+            (folder / part).exists()
+            for folder in folders
+            for part in ("normalization", "optimizers", "contrib")
+        ):
+            return {"usable": False, "reason": "NVIDIA Apex without apex.amp, which went after 25.05"}
+        return {
+            "usable": False,
+            "reason": "the installed 'apex' is another project of that name, not NVIDIA's",
+        }
+    try:
+        importlib.import_module("apex.amp")
+        cuda = bool(importlib.import_module("torch").cuda.is_available())
+    except Exception as error:
+        return {"usable": False, "reason": f"NVIDIA Apex does not load ({_first_line(error)})"}
+    return {"usable": cuda, "reason": "" if cuda else "NVIDIA Apex is installed, but it needs a CUDA device"}
+
+
+def environment_facts() -> dict[str, str]:
+    """The environment variables that change how a job runs, secrets left out."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES) and "SECRET" not in name
+    }
+
+
+def problems(facts: Facts) -> list[str]:
+    """What is essential and missing, each one sentence with the way out."""
+    if "error" in facts["torch"]:
+        return [f"PyTorch does not load ({facts['torch']['error']}): {REBUILD}."]
+    if "error" in facts["horovod"]:
+        return [facts["horovod"]["error"]]
+    if any(controller["works"] for controller in facts["controllers"].values()):
+        return []
+    reasons = "; ".join(
+        f"{name}: {controller['reason']}" for name, controller in facts["controllers"].items()
+    )
+    return [
+        f"no controller works ({reasons}): check that `horovodrun` starts processes on this machine (its network "
+        f"interface: HOROVOD_GLOO_IFACE) or {REBUILD}."
+    ]
+
+
+def rows(facts: Facts) -> list[tuple[str, str, str]]:
+    """The table's rows: what, what was found, and ``ok``, ``-`` (absent, not needed) or ``!`` (does not work)."""
+    torch, horovod, mpi, apex = facts["torch"], facts["horovod"], facts["mpi"], facts["apex"]
+    table = [("Python", f"{facts['python']['version']}  {facts['python']['executable']}", "ok")]
+    if "error" in torch:
+        table.append(("PyTorch", torch["error"], "!"))
+    else:
+        table.append(("PyTorch", torch["version"], "ok"))
+        devices = ", ".join(torch["devices"]) or "no device"
+        cuda = (
+            f"built for {torch['cuda_built']}, {devices}"
+            if torch["cuda_built"]
+            else "PyTorch is built for the CPU"
+        )
+        table.append(("CUDA", cuda, "ok" if torch["cuda_available"] else "-"))
+    if "error" in horovod:
+        table.append(("Horovod", horovod["error"], "!"))
+    else:
+        built = [
+            "PyTorch",
+            *(name.upper() for name in ("mpi", "gloo", "cuda", "nccl", "rocm") if horovod[name]),
+        ]
+        table.append(("Horovod", f"{horovod['version']}, built with {', '.join(built)}", "ok"))
+    for name, controller in facts["controllers"].items():
+        table.append((f"controller {name}", *_controller_cell(controller)))
+        for device, answers in controller["operations"].items():
+            bad = [
+                f"{operation}: {answers[operation]}" for operation in OPERATIONS if answers[operation] != "ok"
+            ]
+            text = "; ".join(bad) or ", ".join(OPERATIONS)
+            table.append((f"  on {device}", text, "!" if bad else "ok"))
+    table.append(("MPI", mpi.get("version", mpi.get("error", "")), "ok" if "version" in mpi else "-"))
+    table.append(("mpirun", mpi["mpirun"] or "not found", "ok" if mpi["mpirun"] else "-"))
+    table.append(("mpi4py", mpi["mpi4py"] or "not installed", "ok" if mpi["mpi4py"] else "-"))
+    table.append(("Apex", apex["reason"] or "apex.amp can be used", "ok" if apex["usable"] else "-"))
+    settings = "\n".join(f"{name}={value}" for name, value in facts["environment"].items())
+    table.append(("environment", settings or "no setting that matters is set", "ok" if settings else "-"))
+    return table
+
+
+def _controller_cell(controller: Facts) -> tuple[str, str]:
+    if controller["works"]:
+        return f"2 ranks started and agreed in {controller['seconds']} s", "ok"
+    return controller["reason"], "!"
+
+
+def _find_program(name: str) -> str | None:
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.split("\n")[0][:300]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--timeout",
+    default=120.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="Seconds for each controller.",
+)
+def doctor(as_json: bool, timeout: float) -> None:
+    """Say what is installed, what really works and what is missing.
+
+    Two ranks are started over each controller and try every operation. The exit status is 1 where something
+    essential is missing, and the way out is said.
+    """
+    facts = examine(timeout)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+    else:
+        print_table(facts)
+    sys.exit(1 if facts["problems"] else 0)
+
+
+def print_table(facts: Facts) -> None:
+    """The table and, below it, each problem."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title="hvd-ckpt doctor")
+    for heading in ("what", "found", ""):
+        table.add_column(heading, overflow="fold")
+    colors = {"ok": "green", "-": "dim", "!": "red"}
+    for what, found, mark in rows(facts):
+        table.add_row(Text(what), Text(found), Text(mark, style=colors[mark]))
+    console.print(table)
+    for problem in facts["problems"]:
+        console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)

@@ -1,0 +1,185 @@
+"""Do Horovod's operations really work here? Two ranks are started and try them.
+
+What Horovod was built with says little about what works: a launcher may be missing, a firewall may stand between the
+ranks, a library may be of another build. :func:`probe` starts ranks over one controller, as a user would, and each
+rank runs this module: it tries every operation on small tensors and checks the numbers. A controller that hangs ends at
+the time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
+
+
+@dataclass
+class ProbeResult:
+    """What a probe of one controller found; ``operations`` maps each device's operations to ``ok`` or an error."""
+
+    works: bool
+    reason: str = ""
+    seconds: float = 0.0
+    operations: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeResult:
+    """Start ``ranks`` local ranks over ``controller`` (``"gloo"`` or ``"mpi"``) and try every operation.
+
+    The controller works if every rank was reached and every operation on CPU tensors gave the right numbers within
+    ``timeout`` seconds. Nothing is raised: what went wrong is the result's ``reason``.
+    """
+    launcher = find_launcher()
+    if launcher is None:
+        return ProbeResult(False, "horovodrun was not found next to this Python or on PATH")
+    with tempfile.TemporaryDirectory(prefix="hvd_ckpt_probe_") as folder:
+        command = [
+            *launcher,
+            "-np",
+            str(ranks),
+            f"--{controller}",
+            sys.executable,
+            "-m",
+            __spec__.name,
+            folder,
+        ]
+        start = time.monotonic()
+        status, output = _run(command, timeout)
+        seconds = round(time.monotonic() - start, 1)
+        answers = [_read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
+    if status is None:
+        reason = f"no answer from {answers.count(None)} of {ranks} ranks within {timeout:g} seconds"
+        return ProbeResult(False, reason, seconds)
+    reached = [answer for answer in answers if answer is not None]
+    if len(reached) < ranks:
+        return ProbeResult(
+            False, _last_words(output) or f"horovodrun ended with exit status {status}", seconds
+        )
+    operations = {device: _merge([answer[device] for answer in reached]) for device in reached[0]}
+    failed = [f"{name}: {text}" for name, text in operations["cpu"].items() if text != "ok"]
+    return ProbeResult(not failed, "; ".join(failed), seconds, operations)
+
+
+def find_launcher() -> list[str] | None:
+    """The command that starts ``horovodrun`` of this Python environment, else the one on PATH."""
+    beside = Path(sys.executable).parent / "horovodrun"
+    if beside.exists():
+        return [str(beside)]
+    found = shutil.which("horovodrun")
+    return [found] if found else None
+
+
+def _run(command: list[str], timeout: float) -> tuple[int | None, str]:
+    """The exit status (None: it ran past the limit and was ended) and the output of a command."""
+    environment = dict(os.environ)
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
+    environment.pop("HOROVOD_TIMELINE", None)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        # The launcher ends its ranks when it is asked to; one that does not is ended with its whole session.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        return None, ""
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read(path: Path) -> dict[str, dict[str, str]] | None:
+    try:
+        answer: dict[str, dict[str, str]] = json.loads(path.read_text())
+        return answer
+    except (OSError, ValueError):
+        return None
+
+
+def _merge(answers: list[dict[str, str]]) -> dict[str, str]:
+    """One answer per operation: the first rank's error, if any rank has one."""
+    return {name: next((a[name] for a in answers if a[name] != "ok"), "ok") for name in OPERATIONS}
+
+
+def _last_words(output: str) -> str:
+    """The line of a failed launch that says most: the last one that names an error, else the last one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip(" -\t*=")]
+    errors = [line for line in lines if "error" in line.lower() or "not " in line.lower()]
+    return (errors or lines or [""])[-1][:300]
+
+
+def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:
+    """Each operation on small tensors of that device, its numbers checked."""
+    rank, size = hvd.rank(), hvd.size()
+    mine = torch.full((2 * size,), float(rank + 1), device=device)
+    each = [float(other + 1) for other in range(size)]
+    total = sum(each)
+    tries: dict[str, tuple[Callable[[], Any], list[float]]] = {
+        "allreduce": (lambda: hvd.allreduce(mine, op=hvd.Sum, name="probe.allreduce"), [total] * (2 * size)),
+        "allgather": (
+            lambda: hvd.allgather(mine[:1], name="probe.allgather"),
+            each,
+        ),
+        "broadcast": (
+            lambda: hvd.broadcast(mine, size - 1, name="probe.broadcast"),
+            [float(size)] * (2 * size),
+        ),
+        "reducescatter": (
+            lambda: hvd.reducescatter(mine, op=hvd.Sum, name="probe.reducescatter"),
+            [total, total],
+        ),
+        "alltoall": (lambda: hvd.alltoall(mine[:size], name="probe.alltoall"), each),
+    }
+    answers = {}
+    for name, (operation, expected) in tries.items():
+        try:
+            found = operation().tolist()
+            answers[name] = "ok" if found == expected else f"gave {found} instead of {expected}"
+        except Exception as error:
+            answers[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    return answers
+
+
+def main(folder: str) -> None:
+    """One rank of a probe: try everything and leave the answers in ``folder``."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    answers = {"cpu": _try_operations(hvd, torch, "cpu")}
+    if torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size():
+        torch.cuda.set_device(hvd.local_rank())
+        answers["cuda"] = _try_operations(hvd, torch, "cuda")
+    temporary = Path(folder, f".{hvd.rank()}")
+    temporary.write_text(json.dumps(answers))
+    temporary.rename(Path(folder, f"{hvd.rank()}.json"))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
