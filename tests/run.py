@@ -97,7 +97,7 @@ def execute(run: Run, paths: list[str], options: list[str]) -> Counter[str]:
     if status is None:
         print(f"error: {run.title} did not end within {run.timeout:g} seconds and was stopped.", flush=True)
         counts["failed"] += 1
-    elif None in answers or (status != 0 and not counts["failed"]):
+    elif (None in answers or status != 0) and not counts["failed"]:
         print(f"error: {run.title} ended with exit status {status} before it could report.", flush=True)
         counts["failed"] += 1
     return counts
