@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import checkpoint as torch_checkpoint
 
 from hvd_ckpt.recompute.reach import reach
@@ -57,8 +57,12 @@ class CheckpointFunction(torch.autograd.Function):
         return tuple(outputs) if isinstance(outputs, list) else outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "CheckpointFunction gives no gradients of gradients (create_graph=True): use checkpoint(function, "
+                "*args, use_reentrant=False), which does."
+            )
         tensors = iter(ctx.saved_tensors)
         args = [
             next(tensors) if is_tensor else constant
@@ -84,10 +88,11 @@ class CheckpointFunction(torch.autograd.Function):
         arguments = [*inputs, *args[ctx.n :]]
         wanted = [index for index, need in enumerate(needed) if need]
         targets = [arguments[index] for index in wanted]
+        ends = {get_gradient_edge(target).node for target in targets}
         if not ctx.checked:
-            _check_all_listed([output for output, _ in pairs], targets)
+            _check_all_listed([output for output, _ in pairs], ends)
             ctx.checked = True
-        with _without_hooks(targets):
+        with _without_hooks(ends):
             found = torch.autograd.grad(
                 [output for output, _ in pairs], targets, [gradient for _, gradient in pairs], allow_unused=True
             )
@@ -122,16 +127,24 @@ class _Environment:
 
 
 @contextlib.contextmanager
-def _without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keeps the hooks on ``tensors`` from running on gradients that are not theirs yet: autograd calls them
-    when the sum of all contributions arrives, and a hook that changes the gradient must not do so twice."""
+def _without_hooks(ends: Iterable[Node]) -> Iterator[None]:
+    """Keeps the hooks on the leaves among ``ends`` from running on gradients that are not theirs yet: autograd
+    calls them when the sum of all contributions arrives, and a hook that changes the gradient must not do so
+    twice."""
     with contextlib.ExitStack() as restore:
-        for tensor in tensors:
-            hooks = tensor._backward_hooks
-            if tensor.is_leaf and hooks:
+        for end in ends:
+            leaf = _leaf(end)
+            hooks = None if leaf is None else leaf._backward_hooks
+            if hooks:
                 restore.callback(hooks.update, dict(hooks))
                 hooks.clear()
         yield
+
+
+def _leaf(node: Node) -> torch.Tensor | None:
+    """The tensor that a node accumulates into; None for a node that computes something."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, torch.Tensor) and not node.next_functions else None
 
 
 def _check(function: Any, n: Any, args: Sequence[Any]) -> None:
@@ -149,22 +162,21 @@ def _check(function: Any, n: Any, args: Sequence[Any]) -> None:
             )
 
 
-def _check_all_listed(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Every tensor that the recomputed graph leads to must be a target: the gradient of any other would be
+def _check_all_listed(outputs: Sequence[torch.Tensor], ends: set[Node]) -> None:
+    """Every leaf that the recomputed graph leads to must be among ``ends``: the gradient of any other would be
     lost."""
-    listed = {id(target) for target in targets}
-    ends = {target.grad_fn for target in targets if target.grad_fn is not None}
-    seen: set[Any] = set()
+    seen = set(ends)
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while pending:
         node = pending.pop()
-        if node in seen or node in ends:
+        if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and not node.next_functions and id(variable) not in listed:
+        leaf = _leaf(node)
+        if leaf is not None:
             raise RuntimeError(
-                f"The function given to CheckpointFunction uses a parameter of shape {tuple(variable.shape)} that is not "
-                "among its arguments, so its gradient would be lost: pass every parameter the function uses after its inputs."
+                f"The function given to CheckpointFunction uses a parameter of shape {tuple(leaf.shape)} that is "
+                "not among its arguments, so its gradient would be lost: pass every parameter the function uses "
+                "after its inputs."
             )
         pending.extend(following for following, _ in node.next_functions if following is not None)

@@ -15,7 +15,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -179,8 +178,11 @@ class _Normalize(torch.autograd.Function):
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "SyncBatchNorm gives no gradients of gradients over several ranks (create_graph=True): use BatchNorm."
+            )
         input, weight, mean, inverse_deviation, count = ctx.saved_tensors
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
         shape = [1, -1] + [1] * (input.dim() - 2)
