@@ -81,7 +81,7 @@ def _recording_cpu() -> Iterator[PeakMemory]:
     if torch._C._autograd._profiler_enabled():
         raise RuntimeError("memory cannot be measured inside a running PyTorch profiler: end that profiler first")
     memory = PeakMemory()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield memory
     memory.peak_bytes, memory.held_bytes = _replay(profiler)
 

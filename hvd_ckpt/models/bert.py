@@ -87,13 +87,14 @@ def bert_config(
     layers: int = 4,
     heads: int = 4,
     length: int = 128,
+    padding: int = 0,
     dropout: float = 0.1,
     attention: str = "sdpa",
 ) -> BertConfig:
     """A BERT configuration, small by default; BERT-base is ``hidden=768, layers=12, heads=12, length=512``.
 
-    ``length`` is the longest sequence in tokens, ``dropout`` that of hidden states and attention alike, ``attention``
-    the implementation: ``"sdpa"`` (fused) or ``"eager"``.
+    ``length`` is the longest sequence in tokens, ``padding`` the token whose embedding stays zero, ``dropout`` that of
+    hidden states and attention alike, ``attention`` the implementation: ``"sdpa"`` (fused) or ``"eager"``.
 
     Raises:
         ValueError: for an attention implementation other than those, or heads that do not divide ``hidden``.
@@ -109,6 +110,7 @@ def bert_config(
         num_attention_heads=heads,
         intermediate_size=4 * hidden,
         max_position_embeddings=length,
+        pad_token_id=padding,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class

@@ -1,0 +1,215 @@
+"""``hvd-ckpt compare``: options, progress, table, exit status.
+
+Exit status 0 if the judged engine (this library) is right in every cell, 1 if it is not, 2 for a bad argument or where
+nothing can be compared.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hvd_ckpt import runtime
+from hvd_ckpt.comparison.cells import VARIANTS, make_cells
+from hvd_ckpt.comparison.comparison import Comparison, ComparisonError
+from hvd_ckpt.comparison.data import check_text
+from hvd_ckpt.comparison.engines import ENGINES, find_engine
+from hvd_ckpt.comparison.events import Event
+from hvd_ckpt.comparison.report import Report
+from hvd_ckpt.comparison.workloads import WORKLOADS
+
+__all__ = ["compare"]
+
+SUBJECT = "hvd_ckpt"
+WIDTH = 170  # of the table where the output is not a terminal
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a scale means, where the options do not say otherwise."""
+
+    steps: int
+    passes: int
+    chunks: str
+    timeout: float
+
+
+PRESETS = {
+    "quick": Preset(steps=3, passes=1, chunks="2", timeout=60),
+    "default": Preset(steps=7, passes=2, chunks="1,2,4", timeout=90),
+    "full": Preset(steps=7, passes=2, chunks="1,2,4", timeout=900),
+}
+
+
+class OneLineErrors(click.Command):
+    """A command that answers bad arguments with one line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise BadArgument(error.format_message()) from None
+
+
+@click.command("compare", cls=OneLineErrors)
+@click.option("--np", "size", type=click.IntRange(1), envvar="NP", default=2, help="Ranks (NP, else 2).")
+@click.option("--controller", type=click.Choice(["auto", "gloo", "mpi"]), default="auto", help="What carries the ranks' words.")
+@click.option("--engines", default=",".join(ENGINES), show_default=True, help="Engines, or module:Class of your own.")
+@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="What is trained.")
+@click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
+@click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
+@click.option("--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 7]")
+@click.option("--passes", type=click.IntRange(1), default=None, help="Jobs per engine, alternating.  [default: 2]")
+@click.option("--quick", is_flag=True, help="Tiny models, one pass: does it work at all?")
+@click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
+@click.option("--text", metavar="FILE", default=None, help="Text to learn instead of Python's own source.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout.")
+@click.option("--timeout", type=click.FloatRange(1), default=None, help="Seconds without a step that count as a hang.")
+@click.option("--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0.")
+@click.option("--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/compare-<time>]")
+def compare(
+    size: int,
+    controller: str,
+    engines: str,
+    workloads: str,
+    variants: str,
+    chunks: str | None,
+    steps: int | None,
+    passes: int | None,
+    quick: bool,
+    full: bool,
+    text: str | None,
+    seed: int,
+    timeout: float | None,
+    subject: str,
+    output: str | None,
+) -> None:
+    """Train real workloads with each engine and each way to recompute, and compare with one process.
+
+    Says for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, the time of
+    a step, and the peak memory. The exit status is 0 only if this library is right everywhere.
+    """
+    if quick and full:
+        raise BadArgument("--quick and --full exclude each other: give one")
+    scale = "quick" if quick else "full" if full else "default"
+    preset = PRESETS[scale]
+    chosen = _names("--engines", engines)
+    for engine in chosen:
+        try:
+            find_engine(engine)
+        except ValueError as error:
+            raise BadArgument(f"--engines: {error}") from None
+    if subject not in chosen:
+        raise BadArgument(f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another")
+    try:
+        resolved_text = str(check_text(text).resolve()) if text is not None else None
+    except ValueError as error:
+        raise BadArgument(f"--text: {error}") from None
+    comparison = Comparison(
+        engines=tuple(chosen),
+        cells=tuple(
+            make_cells(
+                _names("--workloads", workloads, WORKLOADS),
+                _names("--variants", variants, VARIANTS),
+                [_count("--chunks", count) for count in _names("--chunks", chunks or preset.chunks)],
+            )
+        ),
+        subject=subject,
+        size=size,
+        controller=_controller(controller),
+        threads=runtime.threads_per_rank(size),
+        steps=steps or preset.steps,
+        passes=passes or preset.passes,
+        scale=scale,
+        seed=seed,
+        text=resolved_text,
+        timeout=timeout or preset.timeout,
+        folder=_output_folder(output),
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running ranks are ended on the way out
+    try:
+        report = _run(comparison)
+    except ComparisonError as error:
+        raise BadArgument(str(error)) from None
+    console = Console()
+    report.print(console if console.is_terminal else Console(width=WIDTH))
+    click.echo(f"Report: {comparison.folder / 'report.md'}")
+    sys.exit(0 if report.right else 1)
+
+
+def _run(comparison: Comparison) -> Report:
+    """Make the comparison with a live line of progress on a terminal, and silently elsewhere."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("starting", total=comparison.trainings)
+
+        def show(where: str, event: Event) -> None:
+            if event["rank"] != 0:
+                return
+            cell = f": {event['cell']}" if "cell" in event else ""
+            progress.update(task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured"))
+
+        return comparison.run(show)
+
+
+class BadArgument(click.ClickException):
+    """One line, exit status 2: 1 is for a comparison that was made and went badly."""
+
+    exit_code = 2
+
+
+def _names(option: str, text: str, known: Iterable[str] | None = None) -> list[str]:
+    """The comma-separated names in ``text``, each once and, if ``known`` are given, one of them."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise BadArgument(f"{option}: give at least one, separated by commas")
+    for name in names:
+        if known is not None and name not in known:
+            raise BadArgument(f"{option}: '{name}' is none of {', '.join(known)}")
+        if names.count(name) > 1:
+            raise BadArgument(f"{option}: '{name}' is given twice")
+    return names
+
+
+def _count(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BadArgument(f"{option}: '{text}' is not a number of segments: give whole numbers from 1")
+    return int(text)
+
+
+def _controller(name: str) -> str:
+    """The controller to use; ``auto`` is Gloo where Horovod has it, else MPI."""
+    build: dict[str, Any] = runtime.horovod_build()
+    if name == "auto":
+        name = "gloo" if build["gloo"] else "mpi"
+    if not build[name]:
+        raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
+    return name
+
+
+def _output_folder(name: str | None) -> Path:
+    folder = Path(name) if name else Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise BadArgument(f"--output: the folder '{folder}' is not empty: give a new one")
+    except OSError as error:
+        raise BadArgument(f"--output: cannot write to '{folder}': {error.strerror}") from None
+    return folder.resolve()

@@ -1,0 +1,66 @@
+"""A job: what the launcher tells the processes it starts, as one JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_ckpt.comparison.cells import Cell
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch: which engine trains which cells, and how.
+
+    Attributes:
+        folder: where the job file, the log and the ranks' events of this launch lie.
+        references: where the references lie, one file per workload.
+        engine: a name in the registry of engines, or ``module:Class``.
+        cells: keys of the cells, in the order in which they are trained.
+        size: number of ranks.
+        steps: steps of each training run.
+        seed: of weights, batches and random states.
+        scale: of the workloads, such as ``default``.
+        text: a file of text, or None for the standard library's source.
+        memory: whether each cell is trained a second time to measure its peak memory.
+    """
+
+    folder: Path
+    references: Path
+    engine: str
+    cells: tuple[str, ...]
+    size: int
+    steps: int
+    seed: int
+    scale: str
+    text: str | None
+    memory: bool
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "job.json"
+
+    @property
+    def workloads(self) -> list[str]:
+        """The workloads of the cells, each once, in order."""
+        return list(dict.fromkeys(Cell.from_key(key).workload for key in self.cells))
+
+    def reference_file(self, workload: str) -> Path:
+        return self.references / f"reference-{workload}.pt"
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        values = {**dataclasses.asdict(self), "folder": str(self.folder), "references": str(self.references)}
+        self.file.write_text(json.dumps(values, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, file: Path) -> Job:
+        values = json.loads(file.read_text())
+        values.update(
+            folder=Path(values["folder"]), references=Path(values["references"]), cells=tuple(values["cells"])
+        )
+        return cls(**values)
