@@ -74,8 +74,11 @@ from horovod.torch import (
 
 from hvd_ckpt.precision import GradScaler, Precision
 from hvd_ckpt.recompute import (
+    CheckpointFunction,
+    CheckpointSequential,
     SyncBatchNorm,
     checkpoint,
+    checkpoint_sequential,
     is_checkpointing,
     is_recomputing,
 )
@@ -92,6 +95,8 @@ from hvd_ckpt.runtime import controller, init, mpi_communicator
 __all__ = [
     "Adasum",
     "Average",
+    "CheckpointFunction",
+    "CheckpointSequential",
     "Compression",
     "DistributedOptimizer",
     "GradScaler",
@@ -125,6 +130,7 @@ __all__ = [
     "ccl_built",
     "check_extension",
     "checkpoint",
+    "checkpoint_sequential",
     "compression",
     "controller",
     "cross_rank",

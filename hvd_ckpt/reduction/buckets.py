@@ -24,16 +24,15 @@ class Slot:
     shape: torch.Size
     view: torch.Tensor | None = None
     pointer: int = 0
+    filled: bool = False  # there was a gradient when the bucket was last gathered
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """True if ``gradient`` lies here. Compares memory, not identity: ``Module.to`` keeps the tensor object and moves it."""
         view = self.view
-        if view is None:
+        if view is None or gradient.layout is not torch.strided or gradient.data_ptr() != self.pointer:
             return False
-        if gradient is view and gradient.data_ptr() == self.pointer and gradient.dtype is self.parameter.dtype:
-            return True
-        return (gradient.data_ptr() == self.pointer and gradient.dtype is view.dtype and gradient.layout is torch.strided
-                and gradient.shape == view.shape and gradient.stride() == view.stride() and gradient.device == view.device)
+        return (gradient.dtype is view.dtype and gradient.shape == view.shape and gradient.stride() == view.stride()
+                and gradient.device == view.device)
 
 
 @dataclass
@@ -106,6 +105,7 @@ class Bucket:
         for slot in self.slots:
             gradient, view = slot.parameter.grad, slot.view
             assert view is not None
+            slot.filled = gradient is not None
             if gradient is None:
                 missing.append(view)
             elif not slot.holds(gradient):

@@ -61,6 +61,7 @@ class Reducer:
         self.stats = ReductionStats()
         self.order: list[int] = []  # placed dense parameters, in the order in which their gradients become final
         self.sparse: dict[int, int] = {}  # placed sparse parameters and their number of sparse dimensions
+        self.densified: set[int] = set()  # sparse parameters that travel dense, in a bucket
         self.buckets: list[Bucket] = []
         self.active = False  # a gradient has arrived since the last synchronization
 
@@ -74,7 +75,6 @@ class Reducer:
         self._cap_bytes = bucket_cap_mb * MEBIBYTE
         self._keep_buckets = keep_buckets
         self._bucket_of: list[Bucket | None] = [None] * len(self.names)
-        self._densified: set[int] = set()  # sparse gradients that travel dense
         self._late: set[int] = set()
         self._diverted: set[int] = set()
         self._handles: list[tuple[Bucket, int, torch.Tensor, Any]] = []
@@ -240,7 +240,7 @@ class Reducer:
         """Finds gradients that were replaced or changed by hand while they were in flight."""
         replaced = []
         for bucket in self.buckets:
-            if not bucket.launched or bucket.flat is None:
+            if not bucket.launched or bucket.void or bucket.flat is None:
                 continue
             if bucket.flat._version != bucket.version:
                 self._report.error = (
@@ -253,7 +253,7 @@ class Reducer:
                     continue
                 gradient = slot.parameter.grad
                 if gradient is None:
-                    if slot.index not in self._diverted:
+                    if slot.filled and slot.index not in self._diverted:
                         replaced.append(slot.index)
                 elif slot.parameter.numel() and not slot.holds(gradient) and slot.parameter.dtype is bucket.dtype:
                     replaced.append(slot.index)
@@ -304,7 +304,6 @@ class Reducer:
                 for slot in bucket.slots:
                     self._report.void.append(self.names[slot.index])
         else:
-            self._note_densified(bucket)
             bucket.gather()
             assert bucket.flat is not None
             flat = bucket.flat
@@ -323,12 +322,6 @@ class Reducer:
         self._step.launch_order.append(bucket.position)
         self._step.launches_in_backward += in_backward
         self._next += 1
-
-    def _note_densified(self, bucket: Bucket) -> None:
-        if self._sparse_as_dense:
-            for slot in bucket.slots:
-                if slot.parameter.grad is not None and slot.parameter.grad.is_sparse:
-                    self._densified.add(slot.index)
 
     def _allreduce(self, tensor: torch.Tensor, name: str) -> int:
         handle: int = mpi_ops.allreduce_async_(
@@ -362,10 +355,13 @@ class Reducer:
                     continue
                 if index not in used:
                     parameter.grad = None
-                elif index in self._densified:
+                elif index in self.densified:
                     assert slot.view is not None
                     parameter.grad = slot.view.to_sparse()
-                elif gradient is not slot.view or gradient is None or not slot.holds(gradient):
+                elif gradient is None:
+                    self._give(slot.view, parameter)
+                elif gradient is not slot.view or not slot.holds(gradient):
+                    bucket.allocate()  # a conversion may have moved the view object itself
                     self._give(slot.view, parameter)
             if not self._keep_buckets:
                 bucket.free()
@@ -434,23 +430,26 @@ class Reducer:
             gradient = self.parameters[index].grad
             if leader:
                 positions[0, column] = self.counts.last_fire[index]
-            if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
+            if gradient is not None and gradient.is_sparse:
                 positions[1, column] = 1
                 positions[2, column] = gradient.sparse_dim()
         handle = mpi_ops.allreduce_async_(positions, name=f"{self._name}.place.{len(fresh)}", op=Sum, process_set=self._process_set)
         last_fire, ranks_sparse, sparse_dims = mpi_ops.synchronize(handle).tolist()
         self._step.control_messages += 1
 
-        sparse = [index for column, index in enumerate(fresh) if ranks_sparse[column] > 0]
-        self.sparse.update({index: round(sparse_dims[column] / ranks_sparse[column])
-                            for column, index in enumerate(fresh) if ranks_sparse[column] > 0})
+        dims = {index: round(sparse_dims[column] / ranks_sparse[column])
+                for column, index in enumerate(fresh) if ranks_sparse[column] > 0}
+        if self._sparse_as_dense:
+            self.densified.update(dims)
+            dims = {}
+        self.sparse.update(dims)
         # Rank 0's order; what did not fire there comes last, later layers first.
         never = float("inf")
-        dense = sorted((last_fire[column] or never, -index) for column, index in enumerate(fresh) if not ranks_sparse[column])
+        dense = sorted((last_fire[column] or never, -index) for column, index in enumerate(fresh) if index not in dims)
         dense_indices = [-negative for _, negative in dense]
         first = not self.order
         self.order.extend(dense_indices)
-        self._reduce_sparse(sparse)
+        self._reduce_sparse(list(dims))
         if first:
             self._lay_out()
             while self._next < len(self.buckets):
@@ -466,7 +465,7 @@ class Reducer:
         parameter = self.parameters[index]
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         reduced = self._reduce_single(index, gradient)
-        parameter.grad = reduced.to_sparse() if gradient.is_sparse else reduced
+        parameter.grad = reduced.to_sparse() if index in self.densified else reduced
 
     def _lay_out(self) -> None:
         """Makes buckets for ``order``. Gradients stay where they are until their new bucket is filled."""
@@ -513,7 +512,7 @@ class Reducer:
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""
         self.abandon()
-        self.order, self.sparse = [], {}
+        self.order, self.sparse, self.densified = [], {}, set()
         self.counts = FireCounts(len(self.parameters))
         self._known = len(self.parameters)
         self._lay_out()
@@ -524,6 +523,7 @@ class Reducer:
             "version": 1,
             "order": [self.names[index] for index in self.order],
             "sparse": {self.names[index]: dims for index, dims in self.sparse.items()},
+            "densified": [self.names[index] for index in sorted(self.densified)],
             "bucket_cap_bytes": self._cap_bytes,
             "counts": {name: count for name, count in zip(self.names, self.counts.expected)} if self.counts.learned else None,
         }
@@ -537,7 +537,7 @@ class Reducer:
         if state.get("version") != 1:
             raise ValueError(f"reduction state of version {state.get('version')!r} cannot be read; this library reads version 1")
         index_of = {name: index for index, name in enumerate(self.names)}
-        unknown = [name for name in [*state["order"], *state["sparse"]] if name not in index_of]
+        unknown = [name for name in [*state["order"], *state["sparse"], *state["densified"]] if name not in index_of]
         if unknown:
             raise ValueError(f"reduction state names parameter '{unknown[0]}', which this optimizer does not have; "
                              f"load a state that was saved with the same model")
@@ -546,6 +546,7 @@ class Reducer:
             self.counts.restore([int(state["counts"].get(name, 0)) for name in self.names])
         self.order = [index_of[name] for name in state["order"]]
         self.sparse = {index_of[name]: int(dims) for name, dims in state["sparse"].items()}
+        self.densified = {index_of[name] for name in state["densified"]}
         self._cap_bytes = float(state["bucket_cap_bytes"])
         self._lay_out()
         self._end_step(learn=False)
@@ -563,7 +564,6 @@ class Reducer:
         self._report = Report()
         self._late.clear()
         self._diverted.clear()
-        self._densified.clear()
         self._late_parts = {}
         self._handles.clear()
         self._next = 0

@@ -6,6 +6,8 @@ a collective that never comes.
 from __future__ import annotations
 
 import faulthandler
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,13 +16,28 @@ import torch
 import hvd_ckpt as hc
 
 HANG_SECONDS = 120
+_status = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.maxfail = 1
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     hc.init()
     if hc.rank() != 0:
         config.option.verbose = -1
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_status] = int(exitstatus)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After a failure leaves at once, so that the launcher ends the ranks that still wait for this one."""
+    status = config.stash.get(_status, 0)
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @pytest.fixture(autouse=True)
