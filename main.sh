@@ -105,7 +105,7 @@ install_requirements() {
     if is_done requirements "$hash"; then return; fi
     printf '%s\n' "$$" >"$busy"
     say "Installing the requirements (PyTorch is large; the first time takes a while)"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$list" >&2 ||
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$list" >&2 ||
         die "the requirements could not be installed; the reason is above."
     mark_done requirements "$hash"
 }
@@ -128,7 +128,7 @@ install_package() {
     hash="$(hash_of "$root/setup.cfg" "$root/pyproject.toml")"
     if is_done package "$hash"; then return; fi
     printf '%s\n' "$$" >"$busy"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
         --editable "$root" >&2 || die "this package could not be installed; the reason is above."
     mark_done package "$hash"
 }

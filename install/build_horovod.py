@@ -111,7 +111,11 @@ def _build_lock(cache: Path) -> Iterator[None]:
     """One build at a time per cache; what a killed build left behind is removed by the next one."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Waiting for another build in {cache} to end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in cache.glob(".building-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         yield

@@ -1,0 +1,37 @@
+"""A rank that raises ends the whole job, with its own traceback, and nothing hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_ckpt.probe import find_launcher, probe
+
+SCRIPT = Path(__file__).parent / "scripts" / "raise_in_forward.py"
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_a_rank_that_raises_ends_the_job(controller: str) -> None:
+    if controller == "mpi" and not probe("mpi").works:
+        pytest.skip("MPI does not work here")
+    launcher = find_launcher()
+    assert launcher is not None
+    result = subprocess.run(
+        [*launcher, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    lines = [line for line in result.stdout.splitlines() if "ValueError: planted on rank 1" in line]
+    assert len(lines) == 1, result.stdout
+    assert "raise ValueError(" in result.stdout
+    assert "rank 0 finished step 1" in result.stdout
+    assert "finished step 2" not in result.stdout
+    assert "did not end the job" not in result.stdout

@@ -1,0 +1,103 @@
+"""The command behind `bash main.sh test`: its closing line and exit status, whatever happens to a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+
+
+class Tree:
+    """A repository with tests of its own and this one's tests/run.py."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "tests").mkdir(parents=True)
+        shutil.copy(RUN, root / "tests")
+        (root / "setup.cfg").write_text("[tool:pytest]\n")
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / "tests" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        result = subprocess.run(
+            [sys.executable, str(self.root / "tests" / "run.py"), *arguments],
+            cwd=self.root,
+            env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return result.returncode, result.stdout
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "a tree")
+
+
+MIXED = """
+import pytest
+def test_right(): pass
+def test_wrong(): assert "seen" == "not seen"
+def test_left_out(): pytest.skip("no reason")
+"""
+
+
+def test_all_runs_are_summed(tree: Tree) -> None:
+    tree.write("single/test_mixed.py", MIXED)
+    tree.write("launch/test_right.py", "def test_right(): pass")
+    status, output = tree.run()
+    assert status == 1
+    assert output.splitlines()[-1] == "2 passed, 1 failed, 1 skipped"
+    assert 'assert "seen"' in output or "assert 'seen'" in output
+
+
+def test_success_is_exit_status_0(tree: Tree) -> None:
+    tree.write("single/test_right.py", "def test_right(): pass")
+    status, output = tree.run()
+    assert (status, output.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")
+
+
+def test_a_crash_counts_as_a_failure(tree: Tree) -> None:
+    tree.write("single/test_crash.py", "import os\ndef test_crash(): os._exit(0)")
+    tree.write("launch/test_right.py", "def test_right(): pass")
+    status, output = tree.run()
+    assert (status, output.splitlines()[-1]) == (1, "1 passed, 1 failed, 0 skipped")
+    assert "before it could report" in output
+
+
+def test_no_test_at_all_is_no_success(tree: Tree) -> None:
+    tree.write("single/test_right.py", "def test_right(): pass")
+    status, output = tree.run("-k", "nothing_of_this_name")
+    assert (status, output.splitlines()[-1]) == (1, "0 passed, 0 failed, 0 skipped")
+
+
+def test_paths_choose_the_tests(tree: Tree) -> None:
+    tree.write("single/test_mixed.py", MIXED)
+    tree.write("launch/test_right.py", "def test_right(): pass\ndef test_also(): pass")
+    status, output = tree.run("tests/launch/test_right.py::test_also", "-q")
+    assert (status, output.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")
+    assert "tests/single" not in output
+
+
+def test_a_failure_on_one_rank_is_a_failure(tree: Tree) -> None:
+    tree.write(
+        "parallel/test_rank.py",
+        "import os\nRANK = os.environ.get('HOROVOD_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "def test_everywhere(): pass\ndef test_not_on_rank_1(): assert RANK != '1'\n",
+    )
+    status, output = tree.run()
+    runs = output.count("===== tests/parallel on")
+    assert runs in (2, 4)
+    assert (status, output.splitlines()[-1]) == (1, f"{runs} passed, {runs} failed, 0 skipped")
