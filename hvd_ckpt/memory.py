@@ -79,7 +79,9 @@ def _recording_cuda(device: torch.device) -> Iterator[PeakMemory]:
 @contextlib.contextmanager
 def _recording_cpu() -> Iterator[PeakMemory]:
     if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("memory cannot be measured inside a running PyTorch profiler: end that profiler first")
+        raise RuntimeError(
+            "memory cannot be measured inside a running PyTorch profiler: end that profiler first"
+        )
     memory = PeakMemory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield memory

@@ -30,7 +30,7 @@ from hvd_ckpt.comparison.workloads import WORKLOADS
 __all__ = ["compare"]
 
 SUBJECT = "hvd_ckpt"
-WIDTH = 170  # of the table where the output is not a terminal
+WIDTH = 120  # of the table where the output is not a terminal
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,39 @@ class OneLineErrors(click.Command):
 
 @click.command("compare", cls=OneLineErrors)
 @click.option("--np", "size", type=click.IntRange(1), envvar="NP", default=2, help="Ranks (NP, else 2).")
-@click.option("--controller", type=click.Choice(["auto", "gloo", "mpi"]), default="auto", help="What carries the ranks' words.")
-@click.option("--engines", default=",".join(ENGINES), show_default=True, help="Engines, or module:Class of your own.")
+@click.option(
+    "--controller",
+    type=click.Choice(["auto", "gloo", "mpi"]),
+    default="auto",
+    help="What carries the ranks' words.",
+)
+@click.option(
+    "--engines", default=",".join(ENGINES), show_default=True, help="Engines, or module:Class of your own."
+)
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="What is trained.")
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
 @click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
-@click.option("--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 7]")
-@click.option("--passes", type=click.IntRange(1), default=None, help="Jobs per engine, alternating.  [default: 2]")
+@click.option(
+    "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 7]"
+)
+@click.option(
+    "--passes", type=click.IntRange(1), default=None, help="Jobs per engine, alternating.  [default: 2]"
+)
 @click.option("--quick", is_flag=True, help="Tiny models, one pass: does it work at all?")
 @click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
 @click.option("--text", metavar="FILE", default=None, help="Text to learn instead of Python's own source.")
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout.")
-@click.option("--timeout", type=click.FloatRange(1), default=None, help="Seconds without a step that count as a hang.")
-@click.option("--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0.")
-@click.option("--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/compare-<time>]")
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=None, help="Seconds without a step that count as a hang."
+)
+@click.option(
+    "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
+)
+@click.option(
+    "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/compare-<time>]"
+)
 def compare(
     size: int,
     controller: str,
@@ -109,7 +128,9 @@ def compare(
         except ValueError as error:
             raise BadArgument(f"--engines: {error}") from None
     if subject not in chosen:
-        raise BadArgument(f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another")
+        raise BadArgument(
+            f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another"
+        )
     try:
         resolved_text = str(check_text(text).resolve()) if text is not None else None
     except ValueError as error:
@@ -164,7 +185,9 @@ def _run(comparison: Comparison) -> Report:
             if event["rank"] != 0:
                 return
             cell = f": {event['cell']}" if "cell" in event else ""
-            progress.update(task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured"))
+            progress.update(
+                task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured")
+            )
 
         return comparison.run(show)
 

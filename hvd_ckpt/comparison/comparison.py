@@ -75,7 +75,9 @@ class Comparison:
             order = self.engines if number % 2 else self.engines[::-1]
             for engine in order:
                 cells = [cell.key for cell in self.cells if cell.key not in failures[engine]]
-                job = self._job(f"pass{number}-{_folder_name(engine)}", engine, cells, memory=number == self.passes)
+                job = self._job(
+                    f"pass{number}-{_folder_name(engine)}", engine, cells, memory=number == self.passes
+                )
                 where = f"pass {number} of {self.passes}, {engine}"
                 launcher = self._launcher(functools.partial(listener, where))
                 outcome = launcher.train(job)
@@ -104,12 +106,16 @@ class Comparison:
         outcome = self._launcher(functools.partial(listener, "reference")).reference(job)
         if outcome.failures:
             failure = outcome.failures["reference"]
-            raise ComparisonError(f"the reference cannot be computed: {failure.message} (log in {job.folder})")
+            raise ComparisonError(
+                f"the reference cannot be computed: {failure.message} (log in {job.folder})"
+            )
         facts = {event["workload"]: event for event in outcome.events if event["event"] == "reference"}
         for cell in self.cells:
             layers = facts[cell.workload]["layers"]
             if cell.chunks > layers:
-                raise ComparisonError(f"{cell.chunks} chunks are too many for {cell.workload}: it has {layers} blocks")
+                raise ComparisonError(
+                    f"{cell.chunks} chunks are too many for {cell.workload}: it has {layers} blocks"
+                )
         return {
             name: {"title": WORKLOADS[name].title, "line": fact["line"], "losses": fact["losses"]}
             for name, fact in facts.items()

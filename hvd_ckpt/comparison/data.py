@@ -60,9 +60,7 @@ class Text:
         self._length = length
         self._seed = seed
 
-    def batch(
-        self, rank: int, step: int, sequences: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def batch(self, rank: int, step: int, sequences: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, attention mask and targets, each (sequences, length).
 
         Sequences begin anywhere and have unequal lengths, from half the longest on; 15 % of their tokens are to be

@@ -52,7 +52,9 @@ class Engine(ABC):
 
         PyTorch's takes one input and no keyword arguments; those that every function shares are bound beforehand.
         """
-        bound = [functools.partial(function, **shared) for function in functions] if shared else list(functions)
+        bound = (
+            [functools.partial(function, **shared) for function in functions] if shared else list(functions)
+        )
         return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
 
     def stop(self) -> None:  # noqa: B027  # most engines have nothing to do

@@ -66,7 +66,9 @@ class Launcher:
         self._controller = controller
         self._timeout = timeout
         binaries = str(Path(sys.executable).parent)
-        path = os.pathsep.join([binaries, os.environ.get("PATH", os.defpath)])  # horovodrun looks for mpirun there
+        path = os.pathsep.join(
+            [binaries, os.environ.get("PATH", os.defpath)]
+        )  # horovodrun looks for mpirun there
         self._environment = {**os.environ, "PATH": path, **(environment or {})}
         self._listener = listener
 
@@ -93,7 +95,9 @@ class Launcher:
             events = outcome.events[seen:]
             if failure is None:
                 break
-            if not any(event["event"] == "ready" for event in events):  # a fresh start would fail the same way
+            if not any(
+                event["event"] == "ready" for event in events
+            ):  # a fresh start would fail the same way
                 outcome.failures.update(dict.fromkeys(left, failure))
                 break
             unfinished = [key for key in left if not _finished(key, events, job.size)]
@@ -109,7 +113,12 @@ class Launcher:
         log_file = job.folder / "log.txt"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             events: list[Event] = []
             try:
@@ -146,7 +155,10 @@ class Launcher:
             failing = failing or any(event["event"] == "error" for event in new)
             if failing and quiet > GRACE_SECONDS:
                 return ""
-            ready = len({event["rank"] for event in events if event["event"] in ("ready", "reference")}) == processes
+            ready = (
+                len({event["rank"] for event in events if event["event"] in ("ready", "reference")})
+                == processes
+            )
             limit = self._timeout if ready else max(self._timeout, START_SECONDS)
             if quiet > limit:
                 return f"no rank did a step for {limit:.0f} s; {_whereabouts(events)}"

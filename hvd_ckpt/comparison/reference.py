@@ -100,13 +100,17 @@ def largest_difference(
     """
     if not expected:
         return 0.0, 0.0, ""
-    changes = {name: float((tensor.double() - start[name].double()).abs().max()) for name, tensor in expected.items()}
+    changes = {
+        name: float((tensor.double() - start[name].double()).abs().max()) for name, tensor in expected.items()
+    }
     floor = max(changes.values()) / 100
     absolute, relative, worst = 0.0, 0.0, ""
     for name, tensor in expected.items():
         if name not in found or found[name].shape != tensor.shape:
             return inf, inf, name
-        gap = float((found[name].detach().double() - tensor.double()).abs().nan_to_num(nan=inf, posinf=inf).max())
+        gap = float(
+            (found[name].detach().double() - tensor.double()).abs().nan_to_num(nan=inf, posinf=inf).max()
+        )
         absolute = max(absolute, gap)
         share = 0.0 if gap == 0 else gap / (changes[name] + floor) if changes[name] + floor else inf
         if share > relative:
@@ -134,7 +138,9 @@ def main(job_file: str) -> None:
             reference = make_reference(workload, size=job.size, steps=job.steps, seed=job.seed)
             reference.save(job.reference_file(name))
             means = [sum(losses) / job.size for losses in zip(*reference.losses, strict=True)]
-            events.write("reference", workload=name, layers=reference.layers, losses=means, line=workload.model_line)
+            events.write(
+                "reference", workload=name, layers=reference.layers, losses=means, line=workload.model_line
+            )
 
 
 if __name__ == "__main__":

@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from hvd_ckpt.comparison.verdict import BASELINE, TOLERANCE, Result
 
 __all__ = ["Report", "machine_facts"]
 
-COLUMNS = ("workload", "recomputed", "engine", "ranks", "reference", "runs", "step ms", "ratio", "peak MiB", "verdict")
+COLUMNS = (
+    "workload", "recomputed", "engine", "ranks", "weights", "buffers", "runs", "step ms", "ratio", "peak MiB", "verdict"
+)  # fmt: skip
+NUMBERS = ("step ms", "ratio", "peak MiB")
 MIB = 1 << 20
 
 
@@ -60,20 +63,40 @@ class Report:
         return f"{self.subject} is not right in {len(wrong)} of {len(mine)} cells: {names}."
 
     def print(self, console: Console) -> None:
-        """Print the table and the conclusion."""
-        table = Table(title=f"{self.settings['np']} ranks over {self.settings['controller']}", title_justify="left")
+        """Print the table, what is wrong where, and the conclusion."""
+        table = Table(
+            title=f"{self.settings['np']} ranks over {self.settings['controller']}",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
         for name in COLUMNS:
-            table.add_column(name, justify="right" if name in ("step ms", "ratio", "peak MiB") else "left")
-        group = None
+            table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+        before: tuple[str, int] | None = None
         for result in self.results:
-            if group not in (None, (result.workload, result.variant, result.chunks)):
-                table.add_section()
-            group = (result.workload, result.variant, result.chunks)
+            cell = (result.workload + result.variant, result.chunks)
             style = "" if result.right else "red" if result.engine == self.subject else "yellow"
-            *cells, verdict = _row(result)
-            table.add_row(*cells, Text(_shortened(verdict, 60)), style=style)
+            row = _row(result)
+            if cell == before:
+                row = ("", "", *row[2:])
+            elif before:
+                table.add_section()
+            table.add_row(*row, style=style)
+            before = cell
         console.print(table)
+        for note in self.notes:
+            console.print(note, highlight=False, markup=False, overflow="ellipsis", no_wrap=True)
         console.print(self.conclusion, style="bold green" if self.right else "bold red", highlight=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """One line for each result that is not right: where, and why."""
+        return [
+            f"{result.engine}, {result.workload} {_recomputed(result)}: {result.status}, {result.reason}"
+            for result in self.results
+            if not result.right
+        ]
 
     def save(self, folder: Path) -> None:
         """Write ``results.json`` and ``report.md`` into ``folder``."""
@@ -98,19 +121,22 @@ class Report:
         lines += [f"- took: {self.seconds:.0f} s", ""]
         for name, workload in self.workloads.items():
             first, last = workload["losses"][0], workload["losses"][-1]
-            lines.append(f"**{name}**: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}.")
+            lines.append(
+                f"**{name}**: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}."
+            )
             lines.append("")
         lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in _row(result)) + " |" for result in self.results]
-        return "\n".join([*lines, "", *_LEGEND, ""])
+        lines += ["| " + " | ".join(_row(result)) + " |" for result in self.results]
+        lines += ["", *(f"- {note}" for note in self.notes)]
+        return "\n".join([*lines, "", "What the columns say:", "", *_LEGEND, ""])
 
 
 _LEGEND = (
     "- recomputed: the checkpoint variant and the number of segments.",
     "- ranks: whether all ranks end with the same parameters, bit for bit.",
-    "- reference: the largest difference of a parameter from one process that computes each rank's batch in turn, with "
-    "that rank's random state and buffers, and averages the gradients. Right means that no parameter and no buffer "
-    f"is off by more than {TOLERANCE:g} of what training changed.",
+    "- weights, buffers: the largest difference of a parameter, of a buffer such as a batch norm's statistics, from one "
+    "process that computes each rank's batch in turn, with that rank's random state and buffers, and averages the "
+    f"gradients. Right means that none is off by more than {TOLERANCE:g} of what training changed.",
     "- runs: whether repeated runs end in the same parameters and buffers, bit for bit, and how many there were.",
     "- step ms: median time of a step after the first two; ratio: to the step time of the engine "
     f"{BASELINE} without recomputation, in the same pass (jobs alternate: A B C, then C B A).",
@@ -140,30 +166,31 @@ def _recomputed(result: Result) -> str:
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    def yes(value: bool | None, more: str = "") -> str:
-        return "-" if value is None else ("equal" if value else "DIFFER") + more
-
-    if result.difference is None:
-        reference = "-"
-    else:
-        apart = "exact" if result.difference == 0 else f"{result.difference:.1e}"
-        reference = apart if result.equals_reference else f"WRONG ({apart})"
     return (
         result.workload,
         _recomputed(result),
         result.engine,
-        yes(result.ranks_equal),
-        reference,
-        yes(result.repeatable, f" ({result.runs})"),
+        _told(result.ranks_equal, "equal", "DIFFER"),
+        _distance(result.difference, result.weights_right),
+        _distance(result.buffer_difference, result.buffers_right),
+        _told(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
         "-" if result.step_seconds is None else f"{1000 * result.step_seconds:.0f}",
         "-" if result.ratio is None else f"{result.ratio:.2f}",
         "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.1f}",
-        result.status if not result.reason else f"{result.status}: {result.reason}",
+        result.status if result.right else result.status.upper(),
     )
 
 
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+def _told(value: bool | None, yes: str, no: str) -> str:
+    return "-" if value is None else yes if value else no
+
+
+def _distance(difference: float | None, right: bool | None) -> str:
+    if difference is None:
+        return "-"
+    if difference == 0:
+        return "exact"
+    return f"{difference:.1e}" if right else f"OFF {difference:.0e}"
 
 
 def _finite(value: Any) -> Any:

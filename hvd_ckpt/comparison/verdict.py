@@ -31,9 +31,8 @@ class Result:
         status: ``right``, ``wrong``, ``error`` or ``hang``.
         reason: what is wrong, or the error; empty when right.
         ranks_equal: whether all ranks' parameters are equal, bit for bit.
-        equals_reference: whether parameters and buffers equal the reference's, up to rounding.
-        difference: the largest absolute difference of a parameter from the reference.
-        buffer_difference: the same for buffers.
+        weights_right, buffers_right: whether they equal the reference's, up to rounding.
+        difference, buffer_difference: the largest absolute difference from the reference of a parameter, of a buffer.
         repeatable: whether all runs of the cell ended in the same bits on every rank.
         runs: how many runs that says something about.
         step_seconds: median time of a step (of its slowest rank).
@@ -49,7 +48,8 @@ class Result:
     status: str
     reason: str = ""
     ranks_equal: bool | None = None
-    equals_reference: bool | None = None
+    weights_right: bool | None = None
+    buffers_right: bool | None = None
     difference: float | None = None
     buffer_difference: float | None = None
     repeatable: bool | None = None
@@ -65,7 +65,9 @@ class Result:
         return self.status == "right"
 
 
-def judge(cell: Cell, engine: str, passes: Sequence[Sequence[Event]], failure: Failure | None, size: int) -> Result:
+def judge(
+    cell: Cell, engine: str, passes: Sequence[Sequence[Event]], failure: Failure | None, size: int
+) -> Result:
     """Judge one cell from the events of each pass; ``failure`` says why there may be none."""
     result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
     if failure:
@@ -89,17 +91,19 @@ def judge(cell: Cell, engine: str, passes: Sequence[Sequence[Event]], failure: F
     )
     weights = max(trained, key=lambda event: float(event["relative"]))
     buffers = max(trained, key=lambda event: float(event["buffer_relative"]))
-    weights_right = float(weights["relative"]) <= TOLERANCE
-    buffers_right = float(buffers["buffer_relative"]) <= TOLERANCE
-    result.equals_reference = weights_right and buffers_right
+    result.weights_right = float(weights["relative"]) <= TOLERANCE
+    result.buffers_right = float(buffers["buffer_relative"]) <= TOLERANCE
 
     reasons = []
     if not result.ranks_equal:
         reasons.append("ranks differ")
-    if not weights_right:
-        reasons.append(f"weights off by {_percent(weights['relative'])} of what training changes ({weights['worst']})")
-    if not buffers_right:
-        reasons.append(f"buffers off by {_percent(buffers['buffer_relative'])} ({buffers['buffer_worst']})")
+    for kind, right, worst, prefix in (
+        ("weights", result.weights_right, weights, ""),
+        ("buffers", result.buffers_right, buffers, "buffer_"),
+    ):
+        if not right:
+            share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
+            reasons.append(f"{kind} off by {100 * share:.3g} % of what training changes ({name})")
     if not result.repeatable:
         reasons.append("runs differ")
     if reasons:
@@ -132,7 +136,3 @@ def _step_seconds(events: Sequence[Event]) -> list[float]:
     ranks = [event["seconds"] for event in events if event["event"] == "trained"]
     steps = [max(seconds) for seconds in zip(*ranks, strict=True)]
     return steps[min(WARM_UP, len(steps) - 1) :]
-
-
-def _percent(share: float | str) -> str:
-    return f"{100 * float(share):.3g} %"

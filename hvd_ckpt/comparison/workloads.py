@@ -69,7 +69,7 @@ class DenseNetOnDigits(Workload):
     """A DenseNet on handwritten digits: batch norms everywhere, many small parameters."""
 
     title = "DenseNet on handwritten digits"
-    learning_rate = 0.02
+    learning_rate = 0.1
     # depth, pixels, images per rank and step
     sizes: ClassVar[dict[str, tuple[int, int, int]]] = {
         "quick": (22, 8, 4),

@@ -1,0 +1,157 @@
+"""``hvd-ckpt compare`` as its user runs it: exit status, report, wrong engines, hangs, bad arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.comparison.command import compare
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SMALL = ("--quick", "--steps", "2", "--workloads", "densenet", "--chunks", "2")
+
+
+def run_compare(output, *arguments):
+    """Run the command; returns its exit status, output and results by engine and cell."""
+    paths = [str(SCRIPTS), str(SCRIPTS.parents[2]), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.run(
+        [sys.executable, "-m", "hvd_ckpt.cli", "compare", *SMALL, *arguments, "--output", str(output)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "NP": "2"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    file = Path(output) / "results.json"
+    results = {}
+    if file.exists():
+        for result in json.loads(file.read_text())["results"]:
+            results[result["engine"].removeprefix("planted_engines:"), result["variant"]] = result
+    return process, results
+
+
+def ranks_alive(output):
+    """Ranks of a comparison that still run."""
+    alive = []
+    for file in Path(output).glob("jobs/**/rank*.jsonl"):
+        pid = json.loads(file.read_text().splitlines()[0])["pid"]
+        command = Path(f"/proc/{pid}/cmdline")
+        if command.exists() and b"hvd_ckpt.comparison" in command.read_bytes():
+            alive.append(pid)
+    return alive
+
+
+def test_this_library_is_right_and_wrong_engines_are_found_out(tmp_path):
+    planted = ",".join(f"planted_engines:{name}" for name in ("Forgetful", "Sleeper", "Raiser", "Broken"))
+    process, results = run_compare(
+        tmp_path / "out",
+        "--engines",
+        f"hvd_ckpt,{planted}",
+        "--variants",
+        "reentrant,none",
+        "--timeout",
+        "10",
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stderr == ""  # progress is for terminals
+    assert "hvd_ckpt is right in all 2 cells." in process.stdout
+
+    for variant in ("none", "reentrant"):
+        mine = results["hvd_ckpt", variant]
+        assert mine["right"]
+        assert mine["ranks_equal"]
+        assert mine["repeatable"]
+        assert mine["runs"] == 2
+        assert mine["difference"] < 1e-5
+        assert mine["peak_bytes"] > 100_000
+        assert mine["step_seconds"] > 0
+
+        alone = results["Forgetful", variant]
+        assert alone["status"] == "wrong"
+        assert not alone["ranks_equal"]
+        assert not alone["weights_right"]
+        assert "ranks differ; weights off" in alone["reason"]
+        assert alone["repeatable"]
+
+        assert results["Broken", variant]["status"] == "error"
+        assert results["Broken", variant]["reason"] == "RuntimeError: no network for you"
+
+    hang = results["Sleeper", "reentrant"]
+    assert hang["status"] == "hang"
+    assert "no rank did a step for 10 s" in hang["reason"]
+    assert "rank 1 after step 1" in hang["reason"]
+    error = results["Raiser", "reentrant"]
+    assert error["status"] == "error"
+    assert error["reason"] == "ArithmeticError: planted on rank 1"
+    for name in ("Sleeper", "Raiser"):  # a fresh job went on with the cell that was left
+        assert results[name, "none"]["status"] == "wrong"
+        assert results[name, "none"]["runs"] == 2
+    assert ranks_alive(tmp_path / "out") == []
+
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "DenseNet on handwritten digits" in page
+    assert "| densenet | reentrant x2 | hvd_ckpt | equal |" in page
+
+
+def test_exit_status_is_1_if_the_judged_engine_is_wrong(tmp_path):
+    wrong = "planted_engines:Alone"
+    process, results = run_compare(
+        tmp_path / "out", "--engines", wrong, "--subject", wrong, "--variants", "none", "--controller", "gloo"
+    )
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "is not right in 1 of 1 cells: densenet none" in process.stdout
+    assert results["Alone", "none"]["status"] == "wrong"
+    assert results["Alone", "none"]["runs"] == 2
+
+
+def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
+    process, _ = run_compare(
+        tmp_path / "out", "--engines", "hvd_ckpt", "--variants", "reentrant", "--chunks", "99"
+    )
+    assert process.returncode == 2
+    assert process.stderr == "Error: 99 chunks are too many for densenet: it has 13 blocks\n"
+    assert process.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--np", "0"], "'--np': 0 is not in the range"),
+        (["--np", "two"], "'two' is not a valid integer"),
+        (["--controller", "smoke"], "'smoke' is not one of 'auto', 'gloo', 'mpi'"),
+        (["--engines", "nccl"], "no engine 'nccl': choose among hvd_ckpt, horovod, ddp"),
+        (["--engines", "ddp"], "--subject hvd_ckpt is not among the engines ddp"),
+        (["--engines", "hvd_ckpt,hvd_ckpt"], "'hvd_ckpt' is given twice"),
+        (["--engines", ","], "--engines: give at least one"),
+        (["--workloads", "gpt"], "--workloads: 'gpt' is none of densenet, bert"),
+        (["--variants", "both"], "--variants: 'both' is none of none, reentrant, non-reentrant"),
+        (["--chunks", "2,0"], "--chunks: '0' is not a number of segments"),
+        (["--chunks", "-1"], "--chunks: '-1' is not a number of segments"),
+        (["--steps", "0"], "'--steps': 0 is not in the range"),
+        (["--quick", "--full"], "--quick and --full exclude each other"),
+        (["--text", "no/such/file"], "--text: cannot read the text file 'no/such/file': No such file"),
+        (["--text", "empty"], "the text file 'empty' holds 0 bytes"),
+        (["--output", "full"], "--output: the folder 'full' is not empty"),
+        (["--output", "empty"], "--output: cannot write to 'empty': File exists"),
+        (["--colour"], "No such option"),
+        (["surplus"], "unexpected extra argument"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("full").mkdir()
+    Path("full/file").touch()
+    result = CliRunner().invoke(compare, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("Error: ")
+    assert len(result.output.splitlines()) == 1
+    assert not Path("runs").exists()

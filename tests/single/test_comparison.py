@@ -1,0 +1,328 @@
+"""The parts of a comparison that need one process: batches, the reference, the judgement, the report."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_ckpt.comparison.cells import Cell, make_cells
+from hvd_ckpt.comparison.data import BYTES, IGNORED, MASK, PADDING, Digits, Text, check_text
+from hvd_ckpt.comparison.engines import ENGINES, find_engine, launched_rank_and_size
+from hvd_ckpt.comparison.events import EventReader, EventWriter
+from hvd_ckpt.comparison.job import Job
+from hvd_ckpt.comparison.launch import Failure
+from hvd_ckpt.comparison.reference import Reference, largest_difference, make_reference
+from hvd_ckpt.comparison.report import Report
+from hvd_ckpt.comparison.training import fingerprint, step_seed
+from hvd_ckpt.comparison.verdict import add_ratios, judge
+from hvd_ckpt.comparison.workloads import Batch, Workload
+
+CELL = Cell("densenet", "reentrant", 2)
+
+
+def test_cells_are_every_combination_and_none_has_no_chunks():
+    cells = make_cells(["a", "b"], ["none", "reentrant"], [1, 4])
+    expected = ["none/0", "reentrant/1", "reentrant/4"]
+    assert [cell.key for cell in cells] == [f"{name}/{rest}" for name in "ab" for rest in expected]
+    assert [Cell.from_key(cell.key) for cell in cells] == cells
+
+
+def test_digits_give_each_rank_other_images_and_every_call_the_same():
+    digits = Digits(pixels=16, seed=3)
+    images, labels = digits.batch(rank=0, size=2, step=5, images=4)
+    assert images.shape == (4, 1, 16, 16)
+    assert images.dtype == torch.float32
+    assert set(labels.tolist()) <= set(range(10))
+    assert torch.equal(images, Digits(16, 3).batch(0, 2, 5, 4)[0])
+    for rank, step, seed in ((1, 5, 3), (0, 6, 3), (0, 5, 4)):
+        assert not torch.equal(images, Digits(16, seed).batch(rank, 2, step, 4)[0])
+
+
+def test_digits_go_round_when_all_were_seen():
+    images, _ = Digits(pixels=8, seed=0).batch(rank=1, size=2, step=10_000, images=16)
+    assert images.shape[0] == 16
+
+
+def test_text_hides_tokens_as_bert_does():
+    tokens, mask, targets = Text(None, length=64, seed=1).batch(rank=0, step=0, sequences=200)
+    assert tokens.shape == mask.shape == targets.shape == (200, 64)
+    assert torch.equal(mask == 0, tokens == PADDING)
+    assert int(mask.sum(1).min()) >= 32
+    assert int(mask.sum(1).max()) <= 64
+    guessed = targets != IGNORED
+    assert bool(guessed.any(1).all())
+    assert not bool((guessed & (mask == 0)).any())
+    share = float(guessed.sum()) / float(mask.sum())
+    assert 0.13 < share < 0.18
+    assert 0.75 < float((tokens[guessed] == MASK).float().mean()) < 0.85
+    assert int(tokens[~guessed & (mask == 1)].max()) < BYTES
+    again = Text(None, length=64, seed=1).batch(rank=0, step=0, sequences=200)
+    assert all(torch.equal(one, two) for one, two in zip((tokens, mask, targets), again, strict=True))
+    assert not torch.equal(tokens, Text(None, 64, 1).batch(rank=1, step=0, sequences=200)[0])
+
+
+def test_text_comes_from_the_file_given(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"z" * 5000)
+    tokens, mask, targets = Text(str(file), length=16, seed=1).batch(0, 0, 8)
+    untouched = (targets == IGNORED) & (mask == 1)
+    assert set(tokens[untouched].tolist()) == {ord("z")}
+    assert set(targets[targets != IGNORED].tolist()) == {ord("z")}
+
+
+def test_text_file_missing_short_or_no_file_is_a_clear_error(tmp_path):
+    short = tmp_path / "short"
+    short.write_bytes(b"abc")
+    for file, message in (
+        (tmp_path / "nowhere", "nowhere': No such file"),
+        (tmp_path, "Is a directory"),
+        (short, "holds 3 bytes: give one of at least 4096"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_text(str(file))
+
+
+class Toy(Workload):
+    """One weight w, loss w * x; dropout and a batch norm show random state and buffers."""
+
+    title = "toy"
+    learning_rate = 1.0
+    model_line = "one weight"
+
+    def __init__(self, noisy: bool) -> None:
+        self._noisy = noisy
+
+    def model(self):
+        if self._noisy:
+            return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        linear = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            linear.weight.fill_(2.0)
+        return nn.Sequential(linear)
+
+    def batch(self, rank, size, step):
+        if self._noisy:
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            return Batch((torch.randn(6, 4, generator=generator),), torch.zeros(1))
+        return Batch((torch.full((1, 1), 1.0 + rank),), torch.zeros(1))
+
+    def loss(self, output, target):
+        return output.square().sum() if self._noisy else output.sum()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.01 if self._noisy else 1.0)
+
+
+def test_reference_averages_the_ranks_gradients():
+    """The gradient of w * x is x: the mean of 1, 2, 3 is 2, so w goes from 2 to 0 to -2; losses follow by hand."""
+    reference = make_reference(Toy(noisy=False), size=3, steps=2, seed=0)
+    assert reference.start["0.weight"].item() == 2.0
+    assert reference.parameters["0.weight"].item() == -2.0
+    assert reference.losses == [[2.0, 0.0], [4.0, 0.0], [6.0, 0.0]]
+    assert reference.layers == 1
+
+
+def test_reference_gives_each_rank_its_own_buffers_and_random_state():
+    """Of one step, each rank's buffers and loss are those of a process of its own with that rank's seed."""
+    seed = 7
+    reference = make_reference(Toy(noisy=True), size=2, steps=1, seed=seed)
+    toy = Toy(noisy=True)
+    for rank in range(2):
+        model = toy.model()
+        model.load_state_dict(reference.start)
+        torch.manual_seed(step_seed(seed, rank))
+        batch = toy.batch(rank, 2, 0)
+        assert toy.loss(model(*batch.inputs), batch.target).item() == reference.losses[rank][0]
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, reference.buffers[rank][name])
+    assert not torch.equal(reference.buffers[0]["1.running_mean"], reference.buffers[1]["1.running_mean"])
+
+
+def test_reference_survives_saving(tmp_path):
+    reference = make_reference(Toy(noisy=True), size=2, steps=2, seed=0)
+    reference.save(tmp_path / "reference.pt")
+    loaded = Reference.load(tmp_path / "reference.pt")
+    assert loaded.losses == reference.losses
+    assert fingerprint(loaded.parameters.items()) == fingerprint(reference.parameters.items())
+
+
+def test_difference_is_told_absolutely_and_relative_to_what_training_changed():
+    start = {"big": torch.zeros(2), "small": torch.zeros(2)}
+    expected = {"big": torch.tensor([10.0, 0.0]), "small": torch.tensor([0.1, 0.0])}
+    assert largest_difference(expected, expected, start) == (0.0, 0.0, "")
+    found = {"big": torch.tensor([10.5, 0.0]), "small": torch.tensor([0.0, 0.0])}
+    absolute, relative, worst = largest_difference(found, expected, start)
+    assert absolute == 0.5
+    assert worst == "small"
+    assert relative == pytest.approx(0.1 / (0.1 + 0.01 * 10))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_is_infinitely_far(bad):
+    expected = {"w": torch.ones(2)}
+    start = {"w": torch.zeros(2)}
+    assert largest_difference({"w": torch.tensor([1.0, bad])}, expected, start)[0] == float("inf")
+    assert largest_difference({}, expected, start) == (float("inf"), float("inf"), "w")
+
+
+def test_fingerprint_sees_a_single_bit_and_the_name():
+    one = torch.zeros(3)
+    other = torch.tensor([0.0, 0.0, -0.0])
+    assert fingerprint([("w", one)]) == fingerprint([("w", one.clone())])
+    assert fingerprint([("w", one)]) != fingerprint([("w", other)])
+    assert fingerprint([("w", one)]) != fingerprint([("v", one)])
+    assert fingerprint([("w", one)]) != fingerprint([("w", one.double())])
+
+
+def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
+    reader = EventReader(tmp_path)
+    assert reader.new() == []
+    with EventWriter(tmp_path, rank=0) as zero, EventWriter(tmp_path, rank=1) as one:
+        one.write("step", cell="a", step=0)
+        zero.write("trained", loss=float("nan"), far=[float("inf")])
+    with (tmp_path / "rank0.jsonl").open("a") as stream:
+        stream.write('{"event": "half", "ra')
+    events = reader.new()
+    assert sorted(event["event"] for event in events) == ["born", "born", "step", "trained"]
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    trained = next(event for event in events if event["event"] == "trained")
+    assert (trained["loss"], trained["far"]) == ("nan", ["inf"])
+    assert reader.new() == []
+    with (tmp_path / "rank0.jsonl").open("a") as stream:
+        stream.write('nk": 0, "time": 0}\n')
+    assert [event["event"] for event in reader.new()] == ["half"]
+
+
+def test_job_survives_its_file(tmp_path):
+    job = Job(
+        tmp_path / "job", tmp_path, "ddp", ("bert/none/0", "densenet/none/0"), 2, 3, 1, "quick", None, True
+    )
+    job.save()
+    assert Job.load(job.file) == job
+    assert job.workloads == ["bert", "densenet"]
+
+
+def trained(rank, **changes):
+    values = {
+        "event": "trained", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}",
+        "difference": 0.0, "relative": 0.0, "worst": "", "buffer_difference": 0.0, "buffer_relative": 0.0,
+        "buffer_worst": "", "losses": [2.0, 1.0], "seconds": [9.0, 9.0, 1.0, 3.0],
+    }  # fmt: skip
+    return {**values, **changes}
+
+
+def measured(rank, **changes):
+    values = {"event": "measured", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}"}
+    return {**values, "peak_bytes": 100 + rank, **changes}
+
+
+def judged(*passes, failure=None):
+    return judge(CELL, "engine", passes, failure, size=2)
+
+
+def test_a_right_result_has_its_figures():
+    result = judged(
+        [trained(0), trained(1, seconds=[9, 9, 2.0, 1.0])], [trained(0), trained(1), measured(0), measured(1)]
+    )
+    assert (result.status, result.reason, result.right) == ("right", "", True)
+    assert result.runs == 3
+    assert result.peak_bytes == 101
+    assert result.losses == (2.0, 1.0)
+    assert result.pass_seconds == (2.5, 2.0)  # of the slowest rank, warm-up left out
+    assert result.step_seconds == 2.5
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([trained(0), trained(1, weights="v")], "ranks differ"),
+        ([trained(0), trained(1, relative=0.5, worst="stem")], r"weights off by 50 % .*stem"),
+        ([trained(0), trained(1, relative="inf", difference="inf", worst="stem")], r"weights off by inf %"),
+        ([trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)], r"buffers off by 100 % .*mean"),
+        ([trained(0), trained(1), measured(0), measured(1, buffers="x")], "runs differ"),
+        ([trained(0), trained(1), measured(0, weights="v"), measured(1, weights="v")], "^runs differ$"),
+    ],
+)
+def test_a_wrong_result_says_what_is_wrong(events, reason):
+    result = judged(events)
+    assert result.status == "wrong"
+    assert not result.right
+    assert re.search(reason, result.reason), result.reason
+
+
+def test_rounding_is_not_wrong():
+    assert judged([trained(0, relative=1e-5, difference=1e-7), trained(1)]).right
+
+
+def test_a_difference_between_passes_is_found():
+    assert (
+        judged([trained(0), trained(1)], [trained(0, weights="v"), trained(1, weights="v")]).reason
+        == "runs differ"
+    )
+
+
+@pytest.mark.parametrize("kind", ["error", "hang"])
+def test_a_failure_is_the_result(kind):
+    result = judged([], failure=Failure(kind, "why"))
+    assert (result.status, result.reason, result.right) == (kind, "why", False)
+
+
+def test_ratio_is_to_stock_horovod_without_recomputation_pass_by_pass():
+    events = [trained(rank, cell="densenet/none/0") for rank in (0, 1)]
+    baseline = judge(Cell("densenet", "none", 0), "horovod", [events, events], None, size=2)
+    baseline.pass_seconds = (2.0, 4.0)
+    mine = judged([trained(0), trained(1)], [trained(0), trained(1)])
+    mine.pass_seconds = (1.0, 4.0)
+    add_ratios([baseline, mine])
+    assert (baseline.ratio, mine.ratio) == (1.0, 0.75)
+
+
+def make_report(results, subject="engine"):
+    workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0]}}
+    return Report({"np": 2, "controller": "gloo"}, {"machine": "m"}, workloads, results, subject, 1.0)
+
+
+def test_report_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
+    right = judged([trained(0), trained(1)])
+    wrong = judged([trained(0), trained(1, weights="v", difference="nan")])
+    assert make_report([right]).right
+    assert not make_report([right, wrong]).right
+    assert make_report([right, wrong], subject="other").right is False  # no result is no success
+    wrong.engine = "other"
+    assert make_report([right, wrong]).right
+
+    make_report([right, wrong]).save(tmp_path)
+    values = json.loads((tmp_path / "results.json").read_text())
+    assert values["right"] is True
+    assert [result["status"] for result in values["results"]] == ["right", "wrong"]
+    page = (tmp_path / "report.md").read_text()
+    assert "engine is right in all 1 cells." in page
+    assert "other, densenet reentrant x2: wrong, ranks differ" in page
+
+
+def test_engines_are_found_by_name_or_path():
+    assert find_engine("ddp") is ENGINES["ddp"]
+    assert find_engine("hvd_ckpt.comparison.engines:DDP") is ENGINES["ddp"]
+    for name, message in (
+        ("nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, ddp"),
+        ("nowhere.at_all:Engine", "No module named 'nowhere'"),
+        ("json:Nothing", "has no attribute 'Nothing'"),
+        ("json:JSONDecoder", "not an engine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_engine(name)
+
+
+@pytest.mark.parametrize("prefix", ["HOROVOD", "OMPI_COMM_WORLD"])
+def test_rank_comes_from_the_launcher(monkeypatch, prefix):
+    for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="start it with horovodrun or mpirun"):
+        launched_rank_and_size()
+    monkeypatch.setenv(f"{prefix}_RANK", "3")
+    monkeypatch.setenv(f"{prefix}_SIZE", "4")
+    assert launched_rank_and_size() == (3, 4)
