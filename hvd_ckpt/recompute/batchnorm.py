@@ -10,6 +10,7 @@ back whatever the recomputation raises.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ class RunningStatistics:
                 for one in self._updated:
                     buffers = one.module._buffers
                     restore.callback(buffers.update, {name: buffers.get(name) for name in _BUFFERS})
-                    buffers.update(_copies(one.module) if one.buffers is None else _clones(one.buffers))
+                    buffers.update(_clones(_tensors(one.module) if one.buffers is None else one.buffers))
             restore.enter_context(synchronized_once(self._synchronized))
             yield
 
@@ -93,11 +94,31 @@ class RunningStatistics:
 def _observe(module: _NormBase) -> _Observed:
     counter = module._buffers.get("num_batches_tracked")
     lazy = any(is_lazy(buffer) for buffer in module._buffers.values() if buffer is not None)
-    return _Observed(module, None if lazy else _copies(module), counter, _version(counter))
+    return _Observed(module, None if lazy else _snapshot(module), counter, _version(counter))
 
 
-def _copies(module: _NormBase) -> Buffers:
-    return _clones({name: buffer for name in _BUFFERS if (buffer := module._buffers.get(name)) is not None})
+# The last snapshot of each module with what it was taken of. A region that is given as a lambda reaches the whole model
+# though it runs one block; without this, each of n regions would copy the statistics of all n blocks.
+_snapshots: weakref.WeakKeyDictionary[nn.Module, tuple[Buffers, dict[str, int], Buffers]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _snapshot(module: _NormBase) -> Buffers:
+    """Copies of the buffers, made anew only if the module has run or was changed since the last time."""
+    buffers = _tensors(module)
+    versions = {name: _version(buffer) for name, buffer in buffers.items()}
+    if _counts_batches(module) and (last := _snapshots.get(module)) is not None:
+        sources, last_versions, copies = last
+        if versions == last_versions and all(sources[name] is buffer for name, buffer in buffers.items()):
+            return copies
+    copies = _clones(buffers)
+    _snapshots[module] = (buffers, versions, copies)
+    return copies
+
+
+def _tensors(module: _NormBase) -> Buffers:
+    return {name: buffer for name in _BUFFERS if (buffer := module._buffers.get(name)) is not None}
 
 
 def _clones(buffers: Buffers) -> Buffers:

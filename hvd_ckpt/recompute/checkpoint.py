@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import noop_context_fn
 
@@ -64,7 +65,8 @@ def checkpoint(
     function can reach modules as itself, through its object, closure, defaults, partial arguments and
     globals, in lists and dicts of those, and in its arguments.
 
-    Under :class:`torch.no_grad` the function simply runs.
+    Under :class:`torch.no_grad` the function simply runs. In a model that is being compiled it runs eagerly; the
+    function itself may be a compiled one.
 
     Arguments:
         function: a module or any callable. It must compute the same each time it runs.
@@ -86,6 +88,7 @@ def checkpoint(
     return run_checkpointed(function, args, kwargs, options)
 
 
+@_disable_dynamo
 def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:

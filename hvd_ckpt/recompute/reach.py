@@ -115,9 +115,8 @@ def _held_by_function(function: FunctionType) -> list[Any]:
             continue
     for name in sorted(_names(function.__code__)):
         value = function.__globals__.get(name)
-        # Of globals only modules, tensors and containers: a helper function would lead into the libraries it
-        # imports.
-        if isinstance(value, (nn.Module, torch.Tensor, list, tuple, dict, functools.partial)):
+        # Functions of other files are not followed: they lead into the libraries that the program imports.
+        if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
             held.append(value)
     return held
 

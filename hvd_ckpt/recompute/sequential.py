@@ -48,8 +48,10 @@ def checkpoint_sequential(
         TypeError: ``segments`` is neither an int nor a sequence of ints; ``functions`` are not callables; a
             layer cannot take the number of arguments it is given; no layer accepts a shared keyword argument.
         ValueError: ``segments`` is less than 1 or more than there are layers, or lengths do not sum to that
-        number. An error raised by the first layer of a segment (in a first pass) names the segment and its
-        layers.
+            number.
+
+    An error that the first layer of a segment raises in a first pass is raised again with a message that names
+    the segment and its layers.
     """
     layers = _layers(functions)
     if not inputs and "input" in shared:  # PyTorch's name for the only input

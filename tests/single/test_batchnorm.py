@@ -88,13 +88,18 @@ def batches(dimensions: int, count: int = 3) -> list[torch.Tensor]:
 
 
 def train(
-    module: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], dimensions: int, **autocast: Any
+    module: nn.Module,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    dimensions: int,
+    backward_passes: int = 2,
+    **autocast: Any,
 ) -> list[torch.Tensor | None]:
     for x in batches(dimensions):
         x.requires_grad_()
         with torch.autocast("cpu", **(autocast or {"enabled": False})):
             y = run(x)
-        y.float().square().sum().backward()
+        for index in range(backward_passes):
+            y.float().square().sum().backward(retain_graph=index < backward_passes - 1)
     return outcome(module, x.grad)
 
 
@@ -142,8 +147,25 @@ def through_a_global(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class Named:
+    pass
+
+
+HOLDER = Named()
+
+
+def through_a_global_object(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = HOLDER.block(x)  # type: ignore[attr-defined]
+    return out
+
+
+def through_another_function(x: torch.Tensor) -> torch.Tensor:
+    return through_a_global(x)
+
+
 def ways(block: nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Tensor]]:
     GLOBAL["block"] = block
+    HOLDER.block = block  # type: ignore[attr-defined]
     layers = [block]
 
     def run(function: Callable[..., Any], *more: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
@@ -167,6 +189,8 @@ def ways(block: nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Ten
         "argument": run(lambda x, m: m(x), block),
         "method of an object": run(Trainer(block).forward),
         "global": run(through_a_global),
+        "global object": run(through_a_global_object),
+        "another function": run(through_another_function),
         "nested function": run(lambda x: (lambda y: block(y))(x)),
         "checkpoint_sequential": lambda x, reentrant: checkpoint_sequential(
             layers, 1, x, use_reentrant=reentrant, keep_last=False
@@ -318,8 +342,47 @@ def test_selective_checkpointing() -> None:
         return nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
 
     plain, model = make(), make()
+    expected = train(plain, plain, 2, backward_passes=1)
+    run = functools.partial(checkpoint, model, context_fn=contexts)
+    assert_same(expected, train(model, run, 2, backward_passes=1))
+
+
+@VARIANTS
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_compiled(use_reentrant: bool, where: str) -> None:
+    plain, block = Block(nn.BatchNorm2d(4)), Block(nn.BatchNorm2d(4))
     expected = train(plain, plain, 2)
-    assert_same(expected, train(model, lambda x: checkpoint(model, x, context_fn=contexts), 2))
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(block, x, use_reentrant=use_reentrant)
+        return out
+
+    if where == "around":
+        run = torch.compile(around, backend="eager")
+    else:
+        compiled = torch.compile(block, backend="eager")
+        run = functools.partial(checkpoint, compiled, use_reentrant=use_reentrant)
+    assert_same(expected, train(block, run, 2))
+
+
+def test_statistics_loaded_between_two_passes() -> None:
+    def run(recompute: bool) -> list[torch.Tensor | None]:
+        norm = nn.BatchNorm2d(4, affine=False)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = norm.train()(x)
+            z: torch.Tensor = norm.eval()(y).sin()
+            return z
+
+        results = []
+        for index, x in enumerate(batches(2)):
+            norm.running_var.fill_(2.0 + index)  # type: ignore[union-attr]
+            x.requires_grad_()
+            (checkpoint(function, x) if recompute else function(x)).sum().backward()
+            results.append(x.grad)
+        return outcome(norm, *results)
+
+    assert_same(run(False), run(True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -444,7 +444,7 @@ def test_debug_shows_the_operators() -> None:
 def test_selective_checkpointing_with_a_replayed_value() -> None:
     # The replayed computation uses the same operators as the region, which selective checkpointing counts.
     def function(x: torch.Tensor) -> torch.Tensor:
-        scale = replay(lambda: (x.detach() @ x.detach()).mean())
+        scale = replay(lambda: (2 * x.detach() @ x.detach()).mean())
         return (x @ x).sin() @ x * scale
 
     def contexts() -> Any:
