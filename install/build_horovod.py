@@ -100,10 +100,21 @@ def _run_logged(
                     print(f"  {shown * 10:3d} %  {time.monotonic() - start:.0f} s", flush=True)
             return process.wait()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
             raise
+
+
+def _end(process: subprocess.Popen[str], patience: float = 5.0) -> None:
+    """End a build and everything it started: Ninja, asked to end, also ends its compilers, which it keeps apart."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)  # raises once the whole group is gone
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextlib.contextmanager

@@ -139,13 +139,24 @@ def test_a_wheel_without_the_extension_is_no_success(bench: Bench) -> None:
     assert bench.leftovers() == []
 
 
+SLOW = """
+import signal
+def stop(number, frame):
+    Path({folder!r}, "asked").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, stop)
+Path({folder!r}, "new").write_text(str(os.getpid()))
+os.rename(Path({folder!r}, "new"), Path({folder!r}, "started"))
+time.sleep(300)
+"""
+
+
 def start_slow_build(bench: Bench) -> tuple[subprocess.Popen[str], int]:
-    """A build that waits, and the process id of its compiler."""
+    """A build that waits, and the process id of its build tool, which notes when it is asked to end."""
     started = bench.folder / "started"
-    action = f"Path({str(started)!r} + '.new').write_text(str(os.getpid()))\n"
-    action += f"os.rename({str(started)!r} + '.new', {str(started)!r})\ntime.sleep(300)"
+    sdist = bench.write_sdist(SLOW.format(folder=str(bench.folder)))
     process = subprocess.Popen(
-        bench.command(bench.write_sdist(action)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        bench.command(sdist), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
     while not started.exists():
@@ -178,6 +189,7 @@ def test_an_interrupted_build_leaves_nothing(bench: Bench, number: signal.Signal
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
     assert bench.leftovers() == []
+    assert (bench.folder / "asked").exists(), "killed unasked: a build tool could not end its compilers"
     wait_until_gone(compiler)
 
 
