@@ -56,7 +56,7 @@ class _FlatRun:
         if self._first_pass is not None:
             args, kwargs = self._first_pass
             leaves, self.result_structure = pytree.tree_flatten(self._region(*args, **kwargs))
-            return _distinct(leaves)
+            return tuple(leaves)
         remaining = iter(tensors)
         leaves = [
             next(remaining) if is_tensor else constant
@@ -83,18 +83,6 @@ class _FlatRun:
             anchor = next(tensor for tensor in tensors if tensor.requires_grad)
             kept[index] = _Tie.apply(kept[index], anchor)  # type: ignore[no-untyped-call]
         return tuple(kept)
-
-
-def _distinct(leaves: list[Any]) -> tuple[Any, ...]:
-    """A tensor returned twice must leave as two tensors, or autograd routes both gradients to one place."""
-    seen: set[int] = set()
-    distinct = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
-            leaf = leaf.view_as(leaf)
-        seen.add(id(leaf))
-        distinct.append(leaf)
-    return tuple(distinct)
 
 
 class _ReentrantCheckpoint(_TorchFunction):
