@@ -1,0 +1,71 @@
+"""Trains a model with recomputation, a tied layer and dropout; prints a hash of the weights per run.
+
+    horovodrun -np 4 --gloo python hard_graph.py {hvd_ckpt|horovod} VARIANT [VARIANT ...]
+
+Each run is trained with one VARIANT: none, reentrant or nonreentrant. Stock Horovod can only reduce the last.
+"""
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+import hvd_ckpt as hc
+
+LIBRARY, VARIANTS = sys.argv[1], sys.argv[2:]
+STEPS = 6
+
+if LIBRARY == "hvd_ckpt":
+    hvd = hc
+    hvd.init()
+else:
+    import horovod.torch as hvd  # type: ignore[no-redef]
+    hvd.init()
+    torch.set_num_threads(1)
+
+
+class HardGraph(nn.Module):
+    """Small layers of many sizes, one of them used three times, dropout in all."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.variant = variant
+        self.tied = nn.Linear(64, 64)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 48 + 8 * (i % 5)), nn.Dropout(0.2), nn.Tanh(),
+                                                   nn.Linear(48 + 8 * (i % 5), 64)) for i in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        functions = [*self.layers[:4], self.tied, *self.layers[4:8], self.tied, *self.layers[8:], self.tied]
+        if self.variant == "none":
+            for function in functions:
+                x = function(x)
+            return x
+        if LIBRARY == "hvd_ckpt":
+            return hc.checkpoint_sequential(functions, 4, x, use_reentrant=self.variant == "reentrant")
+        return torch_checkpoint.checkpoint_sequential(functions, 4, x, use_reentrant=self.variant == "reentrant")
+
+
+def run(variant: str) -> str:
+    torch.manual_seed(11)
+    model = HardGraph(variant)
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), named_parameters=model.named_parameters(),
+                                         **({"bucket_cap_mb": 0.05} if LIBRARY == "hvd_ckpt" else {}))
+    torch.manual_seed(100 + hvd.rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (model(torch.randn(16, 64)) - 1).square().mean().backward()
+        optimizer.step()
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+hashes = [run(variant) for variant in VARIANTS]
+gathered = hvd.allgather_object(hashes)
+if hvd.rank() == 0:
+    print("RANKS-EQUAL", all(other == hashes for other in gathered), flush=True)
+    print("HASHES", *hashes, flush=True)
