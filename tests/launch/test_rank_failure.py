@@ -25,7 +25,7 @@ def test_a_rank_that_raises_ends_the_job(controller: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode != 0
