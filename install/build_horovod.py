@@ -160,40 +160,30 @@ def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
         f"Building Horovod {HOROVOD_VERSION} ({target.operations}) for torch {target.torch}: minutes, once."
     )
     print(f"  log: {log}", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    # In the cache, where the next build finds what a killed one left; its tools want a path without a space.
+    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=None if " " in str(cache) else cache))
+    finished = cache / f".building-{os.getpid()}"
     try:
         source = unpack_and_patch(obtain_sdist(cache, given, log), folder)
-        result = folder / "result"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "-v",
-            "--no-build-isolation",
-            "--no-deps",
-            "-w",
-            str(result),
-            ".",
-        ]
-        status = _run_logged(command, log, build_environment(target, folder), source)
-        wheels = list(result.glob("*.whl"))
+        environment = build_environment(target, folder)
+        command = [str(folder / "env" / "bin" / Path(sys.executable).name), "-m", "pip", "wheel", "-v"]
+        command += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(folder / "result"), "."]
+        status = _run_logged(command, log, environment, source)
+        wheels = list((folder / "result").glob("*.whl"))
         if status != 0 or len(wheels) != 1 or not _has_extension(wheels[0]):
             raise BuildError(
                 f"Horovod's build failed (exit status {status}); nothing was kept but its log, {log}."
             )
-        record = {
-            "wheel": wheels[0].name,
-            "sha256": sha256(wheels[0]),
-            "torch": target.torch,
-            "mpi": target.mpi,
-        }
-        (result / "build.json").write_text(json.dumps(record, indent=1))
+        finished.mkdir()
+        wheel = Path(shutil.copy(wheels[0], finished))
+        record = {"wheel": wheel.name, "sha256": sha256(wheel), "torch": target.torch, "mpi": target.mpi}
+        (finished / "build.json").write_text(json.dumps(record, indent=1))
         shutil.rmtree(cache / target.key, ignore_errors=True)
-        os.replace(result, cache / target.key)
-        return cache / target.key / wheels[0].name
+        os.replace(finished, cache / target.key)
+        return cache / target.key / wheel.name
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(finished, ignore_errors=True)
 
 
 def _has_extension(wheel: Path) -> bool:

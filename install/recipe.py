@@ -175,25 +175,44 @@ def unpack_and_patch(sdist: Path, folder: Path) -> Path:
     return source
 
 
+MPICXX = """#!{link}/bin/python -ES
+import subprocess, sys
+answer = subprocess.run([{mpicxx!r}, *sys.argv[1:]], capture_output=True, text=True)
+sys.stdout.write(answer.stdout.replace({prefix!r}, {link!r}))
+sys.stderr.write(answer.stderr)
+sys.exit(answer.returncode)
+"""
+
+
 def build_environment(target: Target, folder: Path) -> dict[str, str]:
-    """The environment of the build: the flags, the environment's own tools first, CUDA and NCCL if wanted."""
+    """The environment of the build: the flags, the environment's own tools first, CUDA and NCCL if wanted.
+
+    The build sees this Python environment as ``folder/env``, a link: MPI's compiler wrapper prints its paths
+    unquoted, so an environment in a path with a space could not be built for. The wrapper resolves links, hence
+    a wrapper around it. ``folder`` itself must have no space in its path.
+    """
+    link, tools = folder / "env", folder / "tools"
+    link.symlink_to(sys.prefix)
+    tools.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-    environment.update(FLAGS)
-    environment["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    )
-    environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(parallel_jobs())
+    path = [str(tools), str(link / "bin"), environment.get("PATH", os.defpath)]
+    environment.update(FLAGS, PATH=os.pathsep.join(path), CMAKE_BUILD_PARALLEL_LEVEL=str(parallel_jobs()))
+    mpicxx = shutil.which("mpicxx", path=environment["PATH"])
+    if mpicxx is not None:
+        prefix = os.path.realpath(sys.prefix)
+        (tools / "mpicxx").write_text(MPICXX.format(link=str(link), mpicxx=mpicxx, prefix=prefix))
+        (tools / "mpicxx").chmod(0o755)
     if target.cuda_home:
         include, library = find_nccl()
-        link = folder / "nccl"
-        link.mkdir()
-        (link / "libnccl.so").symlink_to(library)
+        (folder / "nccl").mkdir()
+        (folder / "nccl" / "libnccl.so").symlink_to(library)
+        (folder / "nccl" / "include").symlink_to(include)
         environment.update(
             HOROVOD_GPU_OPERATIONS="NCCL",
             HOROVOD_CUDA_HOME=target.cuda_home,
             CUDA_HOME=target.cuda_home,
-            HOROVOD_NCCL_INCLUDE=str(include),
-            HOROVOD_NCCL_LIB=str(link),
+            HOROVOD_NCCL_INCLUDE=str(folder / "nccl" / "include"),
+            HOROVOD_NCCL_LIB=str(folder / "nccl"),
             HOROVOD_NCCL_LINK="SHARED",
         )
     return environment

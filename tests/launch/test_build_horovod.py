@@ -57,7 +57,7 @@ class Bench:
 
     def __init__(self, folder: Path, recipe: ModuleType) -> None:
         self.folder = folder
-        self.cache = folder / "a cache"
+        self.cache = folder / "cache"
         self.recipe = recipe
 
     def write_sdist(self, action: str = "") -> Path:
@@ -113,6 +113,35 @@ def test_a_wheel_is_built_once(bench: Bench) -> None:
     third = bench.run(sdist)
     assert "Building Horovod" in third.stdout
     assert json.loads((wheel.parent / "build.json").read_text())["sha256"] == _sha256(wheel)
+
+
+def test_a_cache_in_a_path_with_a_space(bench: Bench) -> None:
+    bench.cache = bench.folder / "a cache"
+    action = "assert ' ' not in os.getcwd() + sys.prefix + os.environ['PATH'].split(':')[0], os.getcwd()"
+    result = bench.run(bench.write_sdist(action))
+    assert result.returncode == 0, result.stderr
+    assert bench.leftovers() == [Path(result.stdout.splitlines()[-1]).parent.name]
+
+
+def test_mpis_compiler_wrapper_names_no_path_with_a_space(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI's wrapper prints the path of its environment unquoted, where CMake would cut it at the space."""
+    recipe = modules[1]
+    environment, folder = tmp_path / "an environment", tmp_path / "build"
+    (environment / "bin").mkdir(parents=True)
+    folder.mkdir()
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    wrapper = environment / "bin" / "mpicxx"
+    wrapper.write_text(f'#!/bin/sh\necho "$1 -I{environment}/include"\nexit 3\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    build = recipe.build_environment(recipe.Target("2.13.0", None, "cp311", "linux", "4.1.8"), folder)
+    found = shutil.which("mpicxx", path=build["PATH"])
+    assert found is not None
+    answer = subprocess.run([found, "-showme"], capture_output=True, text=True, check=False)
+    assert answer.stdout == f"-showme -I{folder}/env/include\n"
+    assert answer.returncode == 3
 
 
 def _sha256(path: Path) -> str:
@@ -278,7 +307,7 @@ def test_a_cuda_build_takes_nccl_from_torchs_wheel(
     monkeypatch.setattr(recipe.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
     target = recipe.Target("2.13.0+cu130", "/opt/cuda", "cp311", "linux-x86_64", "4.1.8")
     with pytest.raises(recipe.BuildError, match="NCCL's header and library"):
-        recipe.build_environment(target, tmp_path)
+        recipe.find_nccl()
     for name in ("include/nccl.h", "lib/libnccl.so.2"):
         (nccl / name).parent.mkdir(parents=True, exist_ok=True)
         (nccl / name).touch()
