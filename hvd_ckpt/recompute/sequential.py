@@ -96,7 +96,7 @@ class CheckpointSequential(nn.Sequential):
     """An ``nn.Sequential`` whose forward pass is :func:`checkpoint_sequential`.
 
     It holds the same modules under the same names as the one it is made from, so a ``state_dict`` of either
-    loads into the other. In evaluation mode and under :class:`torch.no_grad` it simply runs. It can be called
+    loads into the other. Under :class:`torch.no_grad` it simply runs. It can be called
     with several inputs and with keyword arguments shared by the layers.
 
     Arguments:
@@ -129,7 +129,7 @@ class CheckpointSequential(nn.Sequential):
             inputs = (shared.pop("input"),)
         parts = _cut(layers, split(len(layers), self.segments), shared)
         recomputed = 0
-        if self.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             recomputed = len(parts) - 1 if self.keep_last else len(parts)
         return _run(parts, recomputed, inputs, shared, Options(self.use_reentrant, self.preserve_rng_state))
 

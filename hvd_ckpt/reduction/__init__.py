@@ -1,4 +1,5 @@
 """How gradients meet: each is allreduced once, in a fixed order."""
+
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression
 from .elastic import register as _register_elastic
@@ -7,5 +8,12 @@ from .stats import ReductionStats, StepStats
 
 _register_elastic()
 
-__all__ = ["Compression", "DistributedOptimizer", "ReductionStats", "StepStats", "broadcast_optimizer_state",
-           "broadcast_parameters", "join"]
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "ReductionStats",
+    "StepStats",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "join",
+]

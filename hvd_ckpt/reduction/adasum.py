@@ -4,6 +4,7 @@ As in Horovod (and Maleki et al. 2021, "Scaling distributed training with adapti
 gradients, and the difference it made to each parameter is combined with the others' by Adasum. It is no linear reduction, so it
 is done per tensor, when all gradients are final, in a fixed order; nothing is reduced during the backward pass.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,12 @@ def unavailable() -> str | None:
     return None
 
 
-def adasum_step(named_parameters: Sequence[tuple[str, torch.Tensor]], local_step: Callable[[], Any], identity: int,
-                compression: Any) -> Any:
+def adasum_step(
+    named_parameters: Sequence[tuple[str, torch.Tensor]],
+    local_step: Callable[[], Any],
+    identity: int,
+    compression: Any,
+) -> Any:
     """Runs ``local_step()`` and replaces every parameter's change by the Adasum of all ranks' changes.
 
     Args:
@@ -35,7 +40,9 @@ def adasum_step(named_parameters: Sequence[tuple[str, torch.Tensor]], local_step
         local_step: the wrapped optimizer's own step on this rank's gradients; its result is returned.
     """
     words = torch.tensor([float(parameter.grad is not None) for _, parameter in named_parameters])
-    used = mpi_ops.synchronize(mpi_ops.allreduce_async_(words, name=f"hvd_ckpt.{identity}.adasum.words", op=Sum)).tolist()
+    used = mpi_ops.synchronize(
+        mpi_ops.allreduce_async_(words, name=f"hvd_ckpt.{identity}.adasum.words", op=Sum)
+    ).tolist()
     moving = [(name, parameter) for (name, parameter), ranks in zip(named_parameters, used) if ranks]
     with torch.no_grad():
         starts = [parameter.detach().clone() for _, parameter in moving]
@@ -45,7 +52,9 @@ def adasum_step(named_parameters: Sequence[tuple[str, torch.Tensor]], local_step
             change = parameter.detach() - start
             flat = change.contiguous().view(-1)
             wire, context = wire_formats.encode(flat, compression)
-            mpi_ops.synchronize(mpi_ops.allreduce_async_(wire, name=f"hvd_ckpt.{identity}.adasum.{name}", op=Adasum))
+            mpi_ops.synchronize(
+                mpi_ops.allreduce_async_(wire, name=f"hvd_ckpt.{identity}.adasum.{name}", op=Adasum)
+            )
             wire_formats.decode(wire, context, compression, flat)
             parameter.copy_(start.add_(flat.view(change.shape)))
     return result

@@ -3,6 +3,7 @@
 An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
 has (a value, or an error), all ranks see all of it, and all of them go on or raise together.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -28,8 +29,14 @@ class ParameterFacts:
 
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor) -> ParameterFacts:
-        return cls(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype,
-                   parameter.device.type, parameter.requires_grad)
+        return cls(
+            name,
+            tuple(parameter.shape),
+            tuple(parameter.stride()),
+            parameter.dtype,
+            parameter.device.type,
+            parameter.requires_grad,
+        )
 
 
 def allgather_objects(value: Any, process_set: Any, name: str) -> list[Any]:
@@ -38,8 +45,9 @@ def allgather_objects(value: Any, process_set: Any, name: str) -> list[Any]:
     (Horovod's ``allgather_object`` takes no process set.)
     """
     payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = mpi_ops.allgather(torch.tensor([payload.numel()], dtype=torch.int64), name=f"{name}.sizes",
-                              process_set=process_set).tolist()
+    sizes = mpi_ops.allgather(
+        torch.tensor([payload.numel()], dtype=torch.int64), name=f"{name}.sizes", process_set=process_set
+    ).tolist()
     gathered = mpi_ops.allgather(payload, name=f"{name}.values", process_set=process_set)
     return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
 
@@ -91,10 +99,12 @@ def check_parameters(tables: Sequence[Sequence[ParameterFacts]]) -> None:
                 if first != other:
                     raise ValueError(
                         f"parameter {position} ('{ours.name}') differs between ranks: {field} is {first} on rank 0 and "
-                        f"{other} on rank {rank}; build the same model and the same optimizer on every rank")
+                        f"{other} on rank {rank}; build the same model and the same optimizer on every rank"
+                    )
         if len(table) != len(reference):
             longer, at = (reference, 0) if len(reference) > len(table) else (table, rank)
             extra = longer[min(len(table), len(reference))]
             raise ValueError(
                 f"rank 0 has {len(reference)} parameters and rank {rank} has {len(table)}: '{extra.name}' is on rank {at} "
-                f"only; build the same model and the same optimizer on every rank")
+                f"only; build the same model and the same optimizer on every rank"
+            )

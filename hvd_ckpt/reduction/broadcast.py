@@ -4,6 +4,7 @@ Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot 
 first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would change
 AdamW's weights before training has begun.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -33,18 +34,22 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         tensors = _named_tensors(params)
     except ValueError as exception:
         error = exception
-    expected = broadcast_from([_facts(*pair) for pair in tensors], root_rank, global_process_set, "hvd_ckpt.parameters")
+    expected = broadcast_from(
+        [_facts(*pair) for pair in tensors], root_rank, global_process_set, "hvd_ckpt.parameters"
+    )
     if error is None:
         error = _difference([_facts(*pair) for pair in tensors], expected, root_rank)
     raise_together(error, global_process_set, "hvd_ckpt.parameters.check")
     _broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
     """Gives every rank the optimizer state and options of one rank. Collective.
 
-    Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of tensors, numbers,
-    lists, tuples and dicts is sent, LBFGS's too.
+    Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of
+    tensors, numbers, lists, tuples and dicts is sent, LBFGS's too.
 
     Args:
         optimizer: a bare optimizer or a ``DistributedOptimizer``.
@@ -61,9 +66,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
     ours = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(states) for _, states in outline]
-    error = None if ours == theirs else ValueError(
-        f"the optimizer has parameter groups of {ours} parameters here and of {theirs} on rank {root_rank}; "
-        f"build the same optimizer on every rank")
+    error = (
+        None
+        if ours == theirs
+        else ValueError(
+            f"the optimizer has parameter groups of {ours} parameters here and of {theirs} on rank {root_rank}; "
+            f"build the same optimizer on every rank"
+        )
+    )
     raise_together(error, global_process_set, "hvd_ckpt.optimizer.check")
     if mpi_ops.rank() != root_rank:
         for group, (options, states) in zip(optimizer.param_groups, outline):
@@ -85,10 +95,15 @@ class _TensorOutline:
     beside_parameter: bool
 
 
-def _outline_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor]) -> tuple[Any, list[Any]]:
+def _outline_group(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor]
+) -> tuple[Any, list[Any]]:
     first = group["params"][0] if group["params"] else None
     options = _outline({key: value for key, value in group.items() if key != "params"}, tensors, first)
-    states = [_outline(dict(optimizer.state.get(parameter, {})), tensors, parameter) for parameter in group["params"]]
+    states = [
+        _outline(dict(optimizer.state.get(parameter, {})), tensors, parameter)
+        for parameter in group["params"]
+    ]
     return options, states
 
 
@@ -106,7 +121,9 @@ def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | 
 
 def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
     if isinstance(outline, _TensorOutline):
-        device = parameter.device if parameter is not None and outline.beside_parameter else torch.device("cpu")
+        device = (
+            parameter.device if parameter is not None and outline.beside_parameter else torch.device("cpu")
+        )
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))
         return tensors[-1]
     if isinstance(outline, dict):
@@ -123,7 +140,9 @@ def _broadcast_tensors(tensors: Iterable[torch.Tensor], root_rank: int, name: st
             if tensor.numel():
                 contiguous = tensor.detach().contiguous()
                 wire = contiguous.view(-1).view(torch.uint8)
-                pending.append((tensor, contiguous, mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}")))
+                pending.append(
+                    (tensor, contiguous, mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}"))
+                )
         for tensor, contiguous, handle in pending:
             mpi_ops.synchronize(handle)
             if contiguous.data_ptr() != tensor.data_ptr():
@@ -134,13 +153,17 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         items = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
-        items = [pair if isinstance(pair, tuple) else (f"{number}", pair) for number, pair in enumerate(params)]
+        items = [
+            pair if isinstance(pair, tuple) else (f"{number}", pair) for number, pair in enumerate(params)
+        ]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
     for name, tensor in items:
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
-                             f"use broadcast_object for it")
+            raise ValueError(
+                f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
+                f"use broadcast_object for it"
+            )
     return items
 
 
@@ -151,9 +174,13 @@ def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch
 def _difference(ours: list[Any], theirs: list[Any], root_rank: int) -> ValueError | None:
     for here, there in zip(ours, theirs):
         if here != there:
-            return ValueError(f"broadcast_parameters: '{here[0]}' of shape {here[1]} and {here[2]} here is '{there[0]}' of shape "
-                              f"{there[1]} and {there[2]} on rank {root_rank}; build the same model on every rank")
+            return ValueError(
+                f"broadcast_parameters: '{here[0]}' of shape {here[1]} and {here[2]} here is '{there[0]}' of shape "
+                f"{there[1]} and {there[2]} on rank {root_rank}; build the same model on every rank"
+            )
     if len(ours) != len(theirs):
-        return ValueError(f"broadcast_parameters: {len(ours)} tensors here, {len(theirs)} on rank {root_rank}; "
-                          f"build the same model on every rank")
+        return ValueError(
+            f"broadcast_parameters: {len(ours)} tensors here, {len(theirs)} on rank {root_rank}; "
+            f"build the same model on every rank"
+        )
     return None

@@ -3,6 +3,7 @@
 A bucket is one flat tensor of one dtype on one device; the gradient of each of its parameters is a view into it, so that
 backward accumulates where the allreduce reads and nothing is copied. Storage is allocated when a bucket is first filled.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +32,12 @@ class Slot:
         view = self.view
         if view is None or gradient.layout is not torch.strided or gradient.data_ptr() != self.pointer:
             return False
-        return (gradient.dtype is view.dtype and gradient.shape == view.shape and gradient.stride() == view.stride()
-                and gradient.device == view.device)
+        return (
+            gradient.dtype is view.dtype
+            and gradient.shape == view.shape
+            and gradient.stride() == view.stride()
+            and gradient.device == view.device
+        )
 
 
 @dataclass
@@ -56,7 +61,6 @@ class Bucket:
     # State of the current step.
     waiting: int = 0
     launched: bool = False
-    in_backward: bool = False
     void: bool = False
     version: int = 0
 
@@ -70,16 +74,24 @@ class Bucket:
         return self.numel * self.dtype.itemsize
 
     def allocate(self) -> torch.Tensor:
-        """The storage, made and cut into views if need be."""
+        """The storage, made if need be and cut into views."""
         if self.flat is None:
             self.flat = torch.empty(self.numel + self.words, dtype=self.dtype, device=self.device)
         for slot in self.slots:
-            expected = self.flat.data_ptr() + slot.offset * self.dtype.itemsize
-            if slot.view is None or slot.pointer != expected or slot.view.data_ptr() != expected or \
-                    slot.view.dtype is not self.dtype:
-                slot.view = _view_like(self.flat, slot.offset, slot.parameter)
-                slot.pointer = slot.view.data_ptr()
+            self.view(slot)
         return self.flat
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The part of the storage that belongs to a slot."""
+        flat, view = self.flat, slot.view
+        if flat is None:
+            flat = self.allocate()
+        expected = flat.data_ptr() + slot.offset * self.dtype.itemsize
+        # A conversion of the model (``Module.to``) moves the view object itself.
+        if view is None or view.data_ptr() != expected or view.dtype is not self.dtype:
+            view = slot.view = _view_like(flat, slot.offset, slot.parameter)
+            slot.pointer = view.data_ptr()
+        return view
 
     def free(self) -> None:
         """Forgets the storage; it lives on while some parameter's ``grad`` is still a view into it."""
@@ -90,15 +102,33 @@ class Bucket:
     def fits_parameters(self) -> bool:
         """False if a parameter changed its dtype, device or size since the bucket was laid out."""
         dtype, device = self.dtype, self.device
-        return all(slot.parameter.dtype is dtype and slot.parameter.device == device and slot.parameter.shape == slot.shape
-                   for slot in self.slots)
+        return all(
+            slot.parameter.dtype is dtype
+            and slot.parameter.device == device
+            and slot.parameter.shape == slot.shape
+            for slot in self.slots
+        )
 
-    def gather(self) -> None:
+    def adopt(self, index: int) -> None:
+        """Brings the gradient of one parameter into the storage, if it can lie there, and makes it its ``grad``."""
+        slot = next(slot for slot in self.slots if slot.index == index)
+        gradient = slot.parameter.grad
+        if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
+            return
+        if gradient.dtype is self.dtype and gradient.device == self.device and not slot.holds(gradient):
+            view = self.view(slot)
+            view.detach().copy_(gradient)
+            slot.parameter.grad = view
+
+    def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.
 
         A gradient that arrived elsewhere (after ``zero_grad(set_to_none=True)``, say) is copied in and let go.
+
+        Returns:
+            The storage: 1-D, control words at the end.
         """
-        self.allocate()
+        flat = self.allocate()
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
@@ -109,7 +139,9 @@ class Bucket:
             if gradient is None:
                 missing.append(view)
             elif not slot.holds(gradient):
-                sources.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach())
+                sources.append(
+                    gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
+                )
                 targets.append(view)
                 slot.parameter.grad = view
         with torch.no_grad():
@@ -117,6 +149,7 @@ class Bucket:
                 torch._foreach_copy_(targets, sources)
             if missing:
                 torch._foreach_zero_(missing)
+        return flat
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -125,7 +158,7 @@ def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torc
         numel = parameter.numel()
         if numel and _is_dense(parameter):
             return flat.as_strided(parameter.shape, parameter.stride(), offset)
-        return flat[offset:offset + numel].view(parameter.shape)
+        return flat[offset : offset + numel].view(parameter.shape)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -140,8 +173,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def lay_out(order: Sequence[int], parameters: Sequence[torch.Tensor], cap_bytes: float,
-            groups: Iterable[Sequence[int]] | int | None = None) -> list[Bucket]:
+def lay_out(
+    order: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    cap_bytes: float,
+    groups: Iterable[Sequence[int]] | int | None = None,
+) -> list[Bucket]:
     """Packs parameters into buckets.
 
     Args:
@@ -192,7 +229,9 @@ def _nbytes(parameter: torch.Tensor) -> int:
     return parameter.numel() * parameter.dtype.itemsize
 
 
-def _group_keys(order: Sequence[int], groups: Iterable[Sequence[int]] | int | None) -> dict[int, object] | None:
+def _group_keys(
+    order: Sequence[int], groups: Iterable[Sequence[int]] | int | None
+) -> dict[int, object] | None:
     if groups is None or groups == 0:
         return None
     if isinstance(groups, int):
@@ -202,7 +241,7 @@ def _group_keys(order: Sequence[int], groups: Iterable[Sequence[int]] | int | No
         start = 0
         for group in range(count):
             size = base + (group < longer)
-            for index in order[start:start + size]:
+            for index in order[start : start + size]:
                 keys[index] = group
             start += size
         return keys

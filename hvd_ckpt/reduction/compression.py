@@ -4,6 +4,7 @@ Horovod's ``Compression.none`` and ``Compression.fp16`` (and any class with thei
 On top of that every dtype that Horovod cannot reduce is given one that it can: bfloat16 travels as float32, complex numbers
 as pairs of reals.
 """
+
 from __future__ import annotations
 
 from typing import Any

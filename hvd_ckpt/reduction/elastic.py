@@ -1,8 +1,9 @@
 """Horovod Elastic around this library's optimizer.
 
-``horovod.torch.elastic.TorchState`` keeps a registry of what it knows how to save and send. This module adds the optimizer, so that a
-sync sends its state untouched and makes all ranks, old and new, learn order and counts anew.
+``horovod.torch.elastic.TorchState`` keeps a registry of what it knows how to save and send. This module adds the
+optimizer, so that a sync sends its state untouched and makes all ranks, old and new, learn order and counts anew.
 """
+
 from __future__ import annotations
 
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry

@@ -4,6 +4,7 @@ A rank that has new parameters, whose model was converted to another dtype or de
 while in flight, asks for a meeting through a control word. All ranks then gather their reports and either go on in the same
 way or raise the same error.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -59,8 +60,10 @@ class Meeting:
             different = sorted(names ^ sets[0])
             if different:
                 here, there = (rank, 0) if different[0] in names else (0, rank)
-                raise RuntimeError(f"parameter '{different[0]}' {what} on rank {here} but not on rank {there}; "
-                                   f"do the same on every rank")
+                raise RuntimeError(
+                    f"parameter '{different[0]}' {what} on rank {here} but not on rank {there}; "
+                    f"do the same on every rank"
+                )
 
     @property
     def to_reduce(self) -> set[str]:

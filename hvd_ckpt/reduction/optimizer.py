@@ -2,10 +2,9 @@
 
 Same arguments, same public methods, same way of use; what differs is when and how gradients are reduced (see :mod:`.reducer`).
 """
+
 from __future__ import annotations
 
-import itertools
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,13 +16,17 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
 from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
-from . import adasum
-from .agreement import ParameterFacts, allgather_objects, broadcast_from, check_parameters, digest, raise_first_failure
+from .adasum import adasum_step
+from .agreement import broadcast_from
+from .buckets import MEBIBYTE
 from .compression import Compression
-from .reducer import DEFAULT_BUCKET_CAP_MB, Reducer
+from .construction import agree_at_construction, check_options, is_elastic, name_parameters
+from .placement import Placement
+from .reducer import Reducer
 from .stats import ReductionStats
+from .wire import Wire
 
-_constructed = itertools.count(1)
+DEFAULT_BUCKET_CAP_MB = 25.0
 
 
 class ReducedOptimizer(torch.optim.Optimizer):
@@ -51,9 +54,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         ``step()`` does it too. Call it yourself to change the reduced gradients (clipping, say) before
         ``step()`` within :meth:`skip_synchronize`. Collective.
         """
-        if self._reducer is not None and self._op != Adasum:
-            if not self._synchronized or self._gradients_since():
-                self._reducer.synchronize()
+        reducer = self._reducer if self._op != Adasum else None
+        if reducer is not None and (not self._synchronized or self._gradients_since()):
+            reducer.synchronize()
         self._synchronized = True
 
     def _gradients_since(self) -> bool:
@@ -99,10 +102,12 @@ class ReducedOptimizer(torch.optim.Optimizer):
             closure = self._reduced_closure(closure)
         elif self._should_synchronize:
             if self._synchronized:
-                warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
-                              "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
-                              "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                              stacklevel=2)
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
             self.synchronize()
         self._synchronized = False
         return self._local_step(closure, *args, **kwargs)
@@ -122,9 +127,13 @@ class ReducedOptimizer(torch.optim.Optimizer):
             if loss is None:
                 return None
             mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1)
-            mean = mpi_ops.synchronize(mpi_ops.allreduce_async_(
-                mean, name=f"hvd_ckpt.{self._identity}.loss", op=Average, process_set=self._process_set))
+            mean = mpi_ops.synchronize(
+                mpi_ops.allreduce_async_(
+                    mean, name=f"hvd_ckpt.{self._identity}.loss", op=Average, process_set=self._process_set
+                )
+            )
             return mean.reshape(()).to(loss.dtype) if isinstance(loss, torch.Tensor) else mean.item()
+
         return reduced
 
     def _adasum_step(self, reducer: Reducer, closure: Callable[[], Any] | None) -> Any:
@@ -133,8 +142,12 @@ class ReducedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reducer.hook_parameters()
-        adasum.adasum_step(list(zip(reducer.names, reducer.parameters)), lambda: self._local_step(None), self._identity,
-                           self._compression)
+        adasum_step(
+            list(zip(reducer.placement.names, reducer.placement.parameters)),
+            lambda: self._local_step(None),
+            self._identity,
+            self._compression,
+        )
         reducer.abandon()
         return loss
 
@@ -146,8 +159,10 @@ class ReducedOptimizer(torch.optim.Optimizer):
         """
         if self._reducer is not None:
             if self._reducer.active and self._op != Adasum:
-                raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                                     "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+                raise AssertionError(
+                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                )
             self._reducer.hook_parameters()
         self._synchronized = False
         self._wrapped_class.zero_grad(self, set_to_none)
@@ -234,7 +249,8 @@ class ReducedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "torch.amp.GradScaler.step(optimizer) was called before optimizer.synchronize(): each rank would skip or take "
                 "the step by its own gradients; use hvd_ckpt.GradScaler, or call optimizer.synchronize() and "
-                "scaler.unscale_(optimizer) first, then scaler.step(optimizer) within optimizer.skip_synchronize()")
+                "scaler.unscale_(optimizer) first, then scaler.step(optimizer) within optimizer.skip_synchronize()"
+            )
         return self._wrapped_supports_amp_scaling
 
     def _set_supports_amp_scaling(self, value: bool) -> None:
@@ -243,18 +259,20 @@ class ReducedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = property(_get_supports_amp_scaling, _set_supports_amp_scaling)
 
 
-def DistributedOptimizer(optimizer: torch.optim.Optimizer,
-                         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-                         compression: Any = Compression.none,
-                         backward_passes_per_step: int = 1,
-                         op: int = Average,
-                         gradient_predivide_factor: float = 1.0,
-                         num_groups: int = 0,
-                         groups: Sequence[Sequence[torch.Tensor]] | int | None = None,
-                         sparse_as_dense: bool = False,
-                         process_set: Any = global_process_set,
-                         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
-                         keep_buckets: bool = True) -> ReducedOptimizer:
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Sequence[Sequence[torch.Tensor]] | int | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+    bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+    keep_buckets: bool = True,
+) -> ReducedOptimizer:
     """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
 
     The arguments up to ``process_set`` are those of ``horovod.torch.DistributedOptimizer``, with the same meaning. Any number
@@ -287,24 +305,43 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer,
     names_by_id: dict[int, str] = {}
     try:
         if num_groups:
-            warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2
+            )
             groups = num_groups if groups is None else groups
-        _check_options(optimizer, backward_passes_per_step, op, gradient_predivide_factor, groups, process_set, bucket_cap_mb)
-        named, names_by_id = _name_parameters(optimizer, named_parameters)
+        if isinstance(optimizer, ReducedOptimizer):
+            raise ValueError(
+                "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
+            )
+        check_options(
+            optimizer,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            groups,
+            process_set,
+            bucket_cap_mb,
+        )
+        named, names_by_id = name_parameters(optimizer, named_parameters)
     except (ValueError, TypeError, NotImplementedError) as exception:
         error = exception
     member = bool(process_set.included())
-    identity = _agree_at_construction(error, named, process_set if member else None)
+    identity = agree_at_construction(error, named, process_set if member else None)
 
     wrapped = type(optimizer)
-    methods = {name: value for name, value in vars(ReducedOptimizer).items()
-               if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__")}
+    methods = {
+        name: value
+        for name, value in vars(ReducedOptimizer).items()
+        if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__")
+    }
     # Horovod's own functions know its optimizers by their module.
     methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
     new: Any = object.__new__(type(wrapped.__name__, (wrapped, ReducedOptimizer), methods))
     # ``step`` is an instance attribute where a learning rate scheduler has patched it.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    supports_scaling = attributes.pop("_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False))
+    supports_scaling = attributes.pop(
+        "_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False)
+    )
     vars(new).update(attributes)
     new._wrapped_class = wrapped
     new._wrapped_supports_amp_scaling = supports_scaling
@@ -315,103 +352,23 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer,
     new._synchronized, new._should_synchronize, new._scaling_agreed = False, True, False
     new.backward_passes_per_step = backward_passes_per_step
     new._reducer = None
-    if member and (process_set.size() > 1 or _elastic()):
+    if member and (process_set.size() > 1 or is_elastic()):
         new._reducer = Reducer(
-            named, identity=identity, op=op, compression=compression, process_set=process_set,
-            prescale_factor=1.0 / gradient_predivide_factor if op == Average else 1.0,
-            postscale_factor=gradient_predivide_factor if op == Average else 1.0,
-            sparse_as_dense=sparse_as_dense, groups=groups, bucket_cap_mb=bucket_cap_mb, keep_buckets=keep_buckets)
+            Placement(named, bucket_cap_mb * MEBIBYTE, groups),
+            Wire(
+                f"hvd_ckpt.{identity}",
+                op,
+                prescale_factor=1.0 / gradient_predivide_factor if op == Average else 1.0,
+                postscale_factor=gradient_predivide_factor if op == Average else 1.0,
+                compression=compression,
+                process_set=process_set,
+            ),
+            sparse_as_dense,
+            keep_buckets,
+        )
         _live.append(weakref.ref(new))
     result: ReducedOptimizer = new
     return result
-
-
-def _elastic() -> bool:
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def _check_options(optimizer: Any, passes: int, op: int, predivide: float, groups: Any, process_set: Any,
-                   bucket_cap_mb: float) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, ReducedOptimizer):
-        raise ValueError("optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once")
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
-    if predivide != 1.0 and mpi_ops.rocm_built():
-        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-    if predivide != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
-    if op == Adasum and mpi_ops.size() > 1:
-        if process_set != global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        reason = adasum.unavailable()
-        if reason is not None:
-            raise ValueError(reason)
-    if groups is not None:
-        if isinstance(groups, bool) or not (isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)):
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        if isinstance(groups, list):
-            seen: set[int] = set()
-            for parameter in itertools.chain.from_iterable(groups):
-                if not isinstance(parameter, torch.Tensor):
-                    raise ValueError("groups must consist of torch.Tensor.")
-                if id(parameter) in seen:
-                    raise ValueError("A parameter can only appear once in groups.")
-                seen.add(id(parameter))
-
-
-def _name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Any) \
-        -> tuple[list[tuple[str, torch.Tensor]], dict[int, str]]:
-    """The optimizer's parameters with their names, in the optimizer's order; and all names, by ``id`` of the parameter."""
-    if named_parameters is None:
-        pairs = [(f"allreduce.noname.{i}.{j}", parameter)
-                 for i, group in enumerate(optimizer.param_groups) for j, parameter in enumerate(group["params"])]
-    else:
-        pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-                         "model.named_parameters().")
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if duplicates:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}")
-    names_by_id: dict[int, str] = {}
-    for name, parameter in pairs:
-        names_by_id.setdefault(id(parameter), name)
-    named, unnamed = [], []
-    for i, group in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(group["params"]):
-            if id(parameter) in names_by_id:
-                named.append((names_by_id[id(parameter)], parameter))
-            else:
-                unnamed.append(f"parameter {j} of group {i} (shape {tuple(parameter.shape)})")
-    if unnamed:
-        raise ValueError(f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}")
-    return named, names_by_id
-
-
-def _agree_at_construction(error: Exception | None, named: Sequence[tuple[str, torch.Tensor]], process_set: Any) -> int:
-    """Compares parameters and errors of all ranks; returns an identity that all ranks give this optimizer.
-
-    In an elastic job ranks do not construct at the same time: a new worker does while the others wait for it in
-    ``state.sync()``. There the comparison is left to Horovod's own checks.
-    """
-    number = next(_constructed)
-    if process_set is None or process_set.size() == 1 or _elastic():
-        if error is not None:
-            raise error
-        return number
-    table = [ParameterFacts.of(name, parameter) for name, parameter in named]
-    failure = None if error is None else str(error)
-    gathered = allgather_objects((failure, number, digest(table)), process_set, "hvd_ckpt.construct")
-    raise_first_failure(error, [failure for failure, _, _ in gathered])
-    if len({fingerprint for _, _, fingerprint in gathered}) > 1:
-        check_parameters(allgather_objects(table, process_set, "hvd_ckpt.construct.table"))
-    identities: list[int] = [number for _, number, _ in gathered]
-    return max(identities)
 
 
 _live: list[weakref.ref[ReducedOptimizer]] = []
@@ -434,7 +391,9 @@ def join(device: int = -1) -> int:
     for optimizer in [reference() for reference in _live]:
         reducer = None if optimizer is None else optimizer._reducer
         if optimizer is not None and reducer is not None and optimizer._process_set == global_process_set:
-            state = broadcast_from(reducer.state_dict(), last, global_process_set, f"hvd_ckpt.{optimizer._identity}.join")
+            state = broadcast_from(
+                reducer.state_dict(), last, global_process_set, f"hvd_ckpt.{optimizer._identity}.join"
+            )
             if mpi_ops.rank() != last:
                 reducer.follow(state)
     return last

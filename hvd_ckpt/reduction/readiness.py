@@ -3,6 +3,7 @@
 A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
 accumulations ("fires") between two synchronizations is learned, and a parameter is ready once it has fired that often.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ class FireCounts:
     def __init__(self, n: int) -> None:
         self.fired: list[int] = [0] * n
         self.expected: list[int] = [0] * n
-        self.last_fire: list[int] = [0] * n  # position in this step's sequence of fires, from 1; 0 if it did not fire
+        self.last_fire: list[int] = [
+            0
+        ] * n  # position in this step's sequence of fires, from 1; 0 if it did not fire
         self._lower: list[int] = [-1] * n
         self._clock = 0
         self.learned = False

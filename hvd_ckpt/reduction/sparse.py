@@ -1,4 +1,5 @@
 """Sparse gradients: gathered, not summed in place (after ``horovod.torch.sparse_allreduce_async``)."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +25,9 @@ def reduce_sparse(gradient: torch.Tensor, name: str, op: int, process_set: Any) 
     values = gradient.values()
     # Horovod gathers no bfloat16; an empty tensor and a longer one meet along the first dimension.
     wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
-    entries = mpi_ops.allgather_async(gradient.indices().t().contiguous(), name=f"{name}.indices", process_set=process_set)
+    entries = mpi_ops.allgather_async(
+        gradient.indices().t().contiguous(), name=f"{name}.indices", process_set=process_set
+    )
     parts = mpi_ops.allgather_async(wire.contiguous(), name=f"{name}.values", process_set=process_set)
     gathered = mpi_ops.synchronize(parts)
     indices = mpi_ops.synchronize(entries).t()

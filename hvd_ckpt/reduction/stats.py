@@ -1,4 +1,5 @@
 """Counts that show what the reducer did: the evidence for "once, in a fixed order, and overlapped"."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

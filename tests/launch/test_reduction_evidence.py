@@ -1,4 +1,5 @@
 """Evidence from whole jobs: once per step by Horovod's own timeline, the same bits in ten runs, gradients held once."""
+
 from __future__ import annotations
 
 import json
@@ -23,9 +24,15 @@ def launch(ranks: int, controller: str, *command: str, **environment: str) -> st
     launcher = find_launcher()
     assert launcher is not None
     result = subprocess.run(
-        [*launcher, "-np", str(ranks), f"--{controller}", sys.executable, *command], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
-        env={**os.environ, "OMPI_MCA_mpi_yield_when_idle": "1", **environment})
+        [*launcher, "-np", str(ranks), f"--{controller}", sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMPI_MCA_mpi_yield_when_idle": "1", **environment},
+    )
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -39,7 +46,11 @@ def hashes_of(output: str) -> list[str]:
 
 def test_ten_runs_end_in_one_hash(record_property: pytest.RecordProperty) -> None:
     script = str(SCRIPTS / "hard_graph.py")
-    ours = [digest for _ in range(2) for digest in hashes_of(launch(4, "gloo", script, "hvd_ckpt", *["reentrant"] * 5))]
+    ours = [
+        digest
+        for _ in range(2)
+        for digest in hashes_of(launch(4, "gloo", script, "hvd_ckpt", *["reentrant"] * 5))
+    ]
     assert len(ours) == 10 and len(set(ours)) == 1, ours
     stock = hashes_of(launch(4, "gloo", script, "horovod", *["nonreentrant"] * 10))
     record_property("hashes", {"hvd_ckpt": sorted(set(ours)), "horovod": sorted(set(stock))})
@@ -49,7 +60,9 @@ def test_ten_runs_end_in_one_hash(record_property: pytest.RecordProperty) -> Non
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_recomputation_changes_no_bit(ranks: int) -> None:
     variants = ["none", "nonreentrant", "none", "nonreentrant"]
-    assert len(set(hashes_of(launch(ranks, "gloo", str(SCRIPTS / "hard_graph.py"), "hvd_ckpt", *variants)))) == 1
+    assert (
+        len(set(hashes_of(launch(ranks, "gloo", str(SCRIPTS / "hard_graph.py"), "hvd_ckpt", *variants)))) == 1
+    )
 
 
 @CONTROLLERS
@@ -62,7 +75,9 @@ def test_each_bucket_is_reduced_once_per_step(controller: str, tmp_path: Path) -
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
     names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    reduced = Counter(names[event["pid"]] for event in events if event.get("ph") == "B" and event.get("name") == "ALLREDUCE")
+    reduced = Counter(
+        names[event["pid"]] for event in events if event.get("ph") == "B" and event.get("name") == "ALLREDUCE"
+    )
     ours = {name: count for name, count in reduced.items() if ".bucket." in name}
     assert len(ours) == buckets > 3
     assert set(ours.values()) == {steps}

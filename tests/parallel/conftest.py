@@ -3,6 +3,7 @@
 All ranks run the same tests in the same order. A failure ends the session at once (``-x``): the other ranks could otherwise wait in
 a collective that never comes.
 """
+
 from __future__ import annotations
 
 import faulthandler

@@ -2,6 +2,7 @@
 
 Every rank runs it by itself, without communication, and compares its own parameters with the result.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,11 +36,14 @@ class Scenario:
 
     build: Callable[[], torch.nn.Module]
     backward: Callable[[torch.nn.Module, int, int], Any]
-    between: Callable[[torch.nn.Module, torch.optim.Optimizer, int], Any] = lambda model, optimizer, step: None
+    between: Callable[[torch.nn.Module, torch.optim.Optimizer, int], Any] = lambda model, optimizer, step: (
+        None
+    )
     static: bool = True
     tolerance: float = 2e-6
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = \
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = lambda parameters: (
+        torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    )
     options: dict[str, Any] = field(default_factory=dict)
     clear: str = "none"  # how gradients are cleared: none | zero | model | never
     scale: float = 1.0  # of the averaged gradient
@@ -86,8 +90,11 @@ def train_one_process(scenario: Scenario, ranks: int) -> torch.nn.Module:
 
 def train_distributed(scenario: Scenario, **options: Any) -> tuple[torch.nn.Module, Any]:
     model = seeded_build(scenario)
-    optimizer = hc.DistributedOptimizer(scenario.optimizer(list(model.parameters())), named_parameters=model.named_parameters(),
-                                        **{**scenario.options, **options})
+    optimizer = hc.DistributedOptimizer(
+        scenario.optimizer(list(model.parameters())),
+        named_parameters=model.named_parameters(),
+        **{**scenario.options, **options},
+    )
     late_after_first = 0
     orders = []
     for step in range(scenario.steps):
@@ -103,7 +110,9 @@ def train_distributed(scenario: Scenario, **options: Any) -> tuple[torch.nn.Modu
         orders.append(optimizer.reduction_stats.last.launch_order)
     everywhere = hc.allgather_object((orders, fingerprint(model)))
     for order, weights in everywhere:
-        assert order == [sorted(launches) for launches in orders], "ranks launched buckets in different orders"
+        assert order == [sorted(launches) for launches in orders], (
+            "ranks launched buckets in different orders"
+        )
         assert weights == everywhere[0][1], "ranks differ"
     if scenario.static and hc.size() > 1:
         assert late_after_first == 0, f"{late_after_first} late gradients after step 1"

@@ -1,4 +1,5 @@
 """DistributedOptimizer as a Horovod user meets it: its methods, its arguments, its errors."""
+
 from __future__ import annotations
 
 import copy
@@ -19,12 +20,17 @@ alone = pytest.mark.skipif("hc.size() == 1", reason="one rank has nobody to diff
 
 def chain(layers: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(7)
-    return nn.Sequential(*[module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]).to(dtype)
+    return nn.Sequential(
+        *[module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    ).to(dtype)
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> Any:
-    return hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
-                                   named_parameters=model.named_parameters(), **options)
+    return hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        **options,
+    )
 
 
 def loss(model: nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
@@ -86,7 +92,9 @@ def test_step_after_synchronize_warns_and_reduces_no_second_time() -> None:
         warnings.simplefilter("always")
         optimizer.step()
     assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
-    assert all(torch.equal(before, parameter.grad) for before, parameter in zip(gradients, model.parameters()))
+    assert all(
+        torch.equal(before, parameter.grad) for before, parameter in zip(gradients, model.parameters())
+    )
     assert optimizer.reduction_stats.steps == 1
 
 
@@ -105,12 +113,14 @@ def test_zero_grad_before_step_is_an_error() -> None:
 def test_closures_are_evaluated_equally_often_everywhere() -> None:
     model, reference = chain(2, torch.float64), chain(2, torch.float64)
     calls = 0
-    options = dict(lr=0.5, max_iter=8, history_size=5, line_search_fn="strong_wolfe")
-    optimizer = hc.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **options),
-                                        named_parameters=model.named_parameters())
+    options = {"lr": 0.5, "max_iter": 8, "history_size": 5, "line_search_fn": "strong_wolfe"}
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), **options), named_parameters=model.named_parameters()
+    )
     plain = torch.optim.LBFGS(reference.parameters(), **options)
     for step in range(3):
-        def closure() -> torch.Tensor:
+
+        def closure(step: int = step) -> torch.Tensor:
             nonlocal calls
             calls += 1
             optimizer.zero_grad()
@@ -118,11 +128,14 @@ def test_closures_are_evaluated_equally_often_everywhere() -> None:
             value.backward()
             return value
 
-        def plain_closure() -> torch.Tensor:
+        def plain_closure(step: int = step) -> torch.Tensor:
             plain.zero_grad()
-            value = torch.stack([(reference(batch(step, rank).double()) - 0.3).square().mean() for rank in range(hc.size())]).mean()
+            value = torch.stack(
+                [(reference(batch(step, rank).double()) - 0.3).square().mean() for rank in range(hc.size())]
+            ).mean()
             value.backward()
             return value
+
         ours, theirs = optimizer.step(closure), plain.step(plain_closure)
         assert abs(ours.item() - theirs.item()) < 1e-9
     assert len(set(hc.allgather_object(calls))) == 1
@@ -146,7 +159,9 @@ def test_sparse_embeddings(as_dense: bool) -> None:
             hidden = hidden + model.sometimes(words).sum(0)
         model.out(hidden).square().sum().backward()
 
-    scenario = Scenario(Words, backward, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.002), tolerance=1e-6)
+    scenario = Scenario(
+        Words, backward, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.002), tolerance=1e-6
+    )
     for cap in (25.0, 0.0001):
         optimizer = check(scenario, sparse_as_dense=as_dense, bucket_cap_mb=cap)
         often, sometimes = optimizer.param_groups[0]["params"][:2]
@@ -180,7 +195,10 @@ def test_process_sets() -> None:
 
 
 def stock_process_sets() -> tuple[Any, Any]:
-    return (hc.add_process_set(list(range(0, hc.size(), 2))), hc.add_process_set(list(range(1, hc.size(), 2))))
+    return (
+        hc.add_process_set(list(range(0, hc.size(), 2))),
+        hc.add_process_set(list(range(1, hc.size(), 2))),
+    )
 
 
 @alone
@@ -190,8 +208,11 @@ def test_adasum() -> None:
         return
     model, other = chain(), chain()
     optimizer = sgd(model, op=hc.Adasum)
-    theirs = stock.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9),
-                                        named_parameters=other.named_parameters(), op=stock.Adasum)
+    theirs = stock.DistributedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=other.named_parameters(),
+        op=stock.Adasum,
+    )
     for step in range(5):
         for net, opt in ((model, optimizer), (other, theirs)):
             opt.zero_grad()
@@ -206,7 +227,10 @@ def test_uneven_data_with_join() -> None:
     """Rank r has r extra batches; every step's mean still divides by all ranks, as in Horovod."""
     size = hc.size()
     model, reference = chain(), chain()
-    optimizer, plain = sgd(model, bucket_cap_mb=0.0003), torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    optimizer, plain = (
+        sgd(model, bucket_cap_mb=0.0003),
+        torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9),
+    )
     for epoch in range(2):
         for step in range(3 + hc.rank()):
             optimizer.zero_grad()
@@ -257,7 +281,11 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 def test_state_moves_between_stock_and_this_library() -> None:
     unbroken, model = chain(), chain()
     adam = lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)  # noqa: E731
-    train(unbroken, hc.DistributedOptimizer(adam(unbroken), named_parameters=unbroken.named_parameters()), range(9))
+    train(
+        unbroken,
+        hc.DistributedOptimizer(adam(unbroken), named_parameters=unbroken.named_parameters()),
+        range(9),
+    )
     state = None
     for part, library in enumerate((hc, stock, hc)):
         optimizer = library.DistributedOptimizer(adam(model), named_parameters=model.named_parameters())
@@ -318,7 +346,9 @@ def test_reduction_state_resumes_bit_for_bit() -> None:
         optimizer = sgd(model, bucket_cap_mb=0.0006)
         train(model, optimizer, range(3))
         if stop:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), optimizer.reduction_state_dict()))
+            saved = copy.deepcopy(
+                (model.state_dict(), optimizer.state_dict(), optimizer.reduction_state_dict())
+            )
             model = chain(6)
             optimizer = sgd(model, bucket_cap_mb=25.0)
             model.load_state_dict(saved[0])
@@ -326,8 +356,16 @@ def test_reduction_state_resumes_bit_for_bit() -> None:
             optimizer.load_reduction_state_dict(saved[2])
         train(model, optimizer, range(3, 6))
         return fingerprint(model), optimizer.reduction_stats.last
+
     assert run(stop=False) == run(stop=True)
-    state = {"version": 1, "order": ["elsewhere"], "sparse": {}, "densified": [], "bucket_cap_bytes": 1.0, "counts": None}
+    state = {
+        "version": 1,
+        "order": ["elsewhere"],
+        "sparse": {},
+        "densified": [],
+        "bucket_cap_bytes": 1.0,
+        "counts": None,
+    }
     with pytest.raises(ValueError, match="'elsewhere'"):
         sgd(chain()).load_reduction_state_dict(state)
     with pytest.raises(ValueError, match="version 7"):
@@ -349,7 +387,9 @@ def test_add_param_group_in_mid_training() -> None:
         optimizer.step()
         plain.zero_grad()
         values = [reference(batch(step, rank)) for rank in range(hc.size())]
-        torch.stack([(reference_head(v) if step >= 3 else v).square().mean() for v in values]).mean().backward()
+        torch.stack(
+            [(reference_head(v) if step >= 3 else v).square().mean() for v in values]
+        ).mean().backward()
         plain.step()
     assert difference(model, reference) < 1e-6 and difference(head, reference_head) < 1e-6
     same_everywhere(head)
@@ -373,17 +413,20 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
     assert all("step" not in state or float(state["step"]) == 0 for state in optimizer.state.values())
     torch.optim.Optimizer.zero_grad(optimizer)
     if hc.rank() == 0:  # only the root has a state
+
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             value = model(batch(0, 0)).square().mean()
             value.backward()
             return value
+
         if kind == "LBFGS":
             optimizer.step(closure)
         else:
             closure()
-            type(optimizer)._wrapped_class.step(optimizer) if hasattr(type(optimizer), "_wrapped_class") \
-                else super(type(optimizer), optimizer).step()
+            type(optimizer)._wrapped_class.step(optimizer) if hasattr(
+                type(optimizer), "_wrapped_class"
+            ) else super(type(optimizer), optimizer).step()
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     states = hc.allgather_object(optimizer.state_dict())
     assert all(str(state) == str(states[0]) for state in states)
@@ -392,9 +435,15 @@ def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> 
 
 def test_broadcast_parameters_of_every_dtype_and_shape() -> None:
     torch.manual_seed(hc.rank())
-    state = {"half": torch.randn(3).half(), "brain": torch.randn(2, 2).bfloat16(), "flag": torch.rand(5) > 0.5,
-             "count": torch.tensor(hc.rank()), "complex": torch.randn(2, dtype=torch.complex64), "empty": torch.empty(0),
-             "turned": torch.randn(3, 4).t()}
+    state = {
+        "half": torch.randn(3).half(),
+        "brain": torch.randn(2, 2).bfloat16(),
+        "flag": torch.rand(5) > 0.5,
+        "count": torch.tensor(hc.rank()),
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "empty": torch.empty(0),
+        "turned": torch.randn(3, 4).t(),
+    }
     hc.broadcast_parameters(state, root_rank=hc.size() - 1)
     everywhere = hc.allgather_object(state)
     assert all(torch.equal(other[name], everywhere[-1][name]) for other in everywhere for name in state)
@@ -406,14 +455,19 @@ def test_broadcast_parameters_of_every_dtype_and_shape() -> None:
 @alone
 def test_broadcast_parameters_of_different_models_is_an_error_everywhere() -> None:
     model = nn.Linear(3, 4 if hc.rank() == 0 else 5)
-    raises_everywhere(ValueError, "weight|bias", lambda: hc.broadcast_parameters(model.state_dict(), root_rank=0))
+    raises_everywhere(
+        ValueError, "weight|bias", lambda: hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    )
 
 
 def test_elastic_state_around_the_optimizer() -> None:
     torch.manual_seed(hc.rank())
     model = chain()
-    optimizer = hc.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), named_parameters=model.named_parameters(),
-                                        bucket_cap_mb=0.0003)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        bucket_cap_mb=0.0003,
+    )
     state = hc.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
     before = fingerprint(model)
     state.sync()
@@ -436,7 +490,10 @@ def test_elastic_state_around_the_optimizer() -> None:
 
 
 def _restore(raw: list[bytes], like: nn.Module) -> list[torch.Tensor]:
-    return [torch.frombuffer(bytearray(data), dtype=p.dtype).view(p.shape) for data, p in zip(raw, like.parameters())]
+    return [
+        torch.frombuffer(bytearray(data), dtype=p.dtype).view(p.shape)
+        for data, p in zip(raw, like.parameters())
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- errors
@@ -461,8 +518,13 @@ def test_models_that_differ_between_ranks(what: str) -> None:
     if what != "name":
         names = dict(model.named_parameters())
     where = "8.weight" if what == "count" else "2.weight"
-    raises_everywhere(ValueError, where, lambda: hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=names.items()))
+    raises_everywhere(
+        ValueError,
+        where,
+        lambda: hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=names.items()
+        ),
+    )
 
 
 @alone
@@ -471,25 +533,37 @@ def test_an_error_of_one_rank_at_construction_is_raised_on_all() -> None:
     names = list(model.named_parameters())
     if hc.rank() == 0:
         names[1] = (names[0][0], names[1][1])
-    raises_everywhere(ValueError, "Found duplicates: 0.weight", lambda: hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=names))
+    raises_everywhere(
+        ValueError,
+        "Found duplicates: 0.weight",
+        lambda: hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=names),
+    )
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0, not 0"),
-    ({"gradient_predivide_factor": 2.0, "op": hc.Sum}, "gradient_predivide_factor"),
-    ({"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
-    ({"groups": -1}, "groups should be"),
-    ({"groups": [["x"]]}, "groups must consist of torch.Tensor"),
-], ids=str)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0, not 0"),
+        ({"gradient_predivide_factor": 2.0, "op": hc.Sum}, "gradient_predivide_factor"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
+        ({"groups": -1}, "groups should be"),
+        ({"groups": [["x"]]}, "groups must consist of torch.Tensor"),
+    ],
+    ids=str,
+)
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     raises_everywhere(ValueError, message, lambda: sgd(chain(), **options))
 
 
 def test_unnamed_parameters_and_wrapping_twice() -> None:
     model = chain()
-    raises_everywhere(ValueError, r"not named: parameter 2 of group 0 \(shape \(8, 8\)\)", lambda: hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=list(model.named_parameters())[:2]))
+    raises_everywhere(
+        ValueError,
+        r"not named: parameter 2 of group 0 \(shape \(8, 8\)\)",
+        lambda: hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=list(model.named_parameters())[:2]
+        ),
+    )
     raises_everywhere(ValueError, "already", lambda: hc.DistributedOptimizer(sgd(model)))
 
 
@@ -507,7 +581,9 @@ def test_a_gradient_scaled_in_flight_is_an_error_everywhere() -> None:
     loss(model, 2).backward()
     if hc.rank() == 0:
         model[6].weight.grad.mul_(0.5)
-    raises_everywhere(RuntimeError, r"changed in place between backward\(\) and synchronize\(\)", optimizer.step)
+    raises_everywhere(
+        RuntimeError, r"changed in place between backward\(\) and synchronize\(\)", optimizer.step
+    )
 
 
 @alone
@@ -523,8 +599,11 @@ def test_a_gradient_replaced_in_flight_is_reduced_or_an_error_everywhere() -> No
     loss(model, 2).backward()
     if hc.rank() == 0:
         model[6].weight.grad = torch.zeros_like(model[6].weight)
-    raises_everywhere(RuntimeError, "'6.weight' had its gradient replaced .* on rank 0 but not on rank 1|on rank 1 but not on rank 0",
-                      optimizer.step)
+    raises_everywhere(
+        RuntimeError,
+        "'6.weight' had its gradient replaced .* on rank 0 but not on rank 1|on rank 1 but not on rank 0",
+        optimizer.step,
+    )
 
 
 @alone
@@ -533,7 +612,9 @@ def test_a_model_converted_on_one_rank_is_an_error_everywhere() -> None:
     if hc.rank() == 0:
         model.double()
     (model(batch(2, hc.rank()).to(model[0].weight.dtype)) - 0.3).square().mean().backward()
-    raises_everywhere(ValueError, "dtype is torch.float64 on rank 0 and torch.float32 on rank 1", optimizer.step)
+    raises_everywhere(
+        ValueError, "dtype is torch.float64 on rank 0 and torch.float32 on rank 1", optimizer.step
+    )
 
 
 @alone
@@ -544,7 +625,11 @@ def test_a_model_converted_in_mid_backward() -> None:
     hidden.register_hook(lambda gradient: model[6].double() and None)
     (model[4:](hidden) - 0.3).square().mean().backward()
     optimizer.synchronize()
-    (torch.stack([(reference(batch(2, rank).double()) - 0.3).square().mean() for rank in range(hc.size())]).mean()).backward()
+    (
+        torch.stack(
+            [(reference(batch(2, rank).double()) - 0.3).square().mean() for rank in range(hc.size())]
+        ).mean()
+    ).backward()
     assert model[6].weight.grad.dtype is torch.float64
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-6)
@@ -580,3 +665,23 @@ def test_gradients_of_gans_flow_through_two_optimizers() -> None:
             optimizer.step()
     same_everywhere(generator)
     same_everywhere(critic)
+
+
+@alone
+def test_other_operations_reduce_at_the_end() -> None:
+    model = chain()
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        op=hc.Max,
+        bucket_cap_mb=0.0003,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        own = hc.allgather_object([parameter.grad.clone() for parameter in model.parameters()])
+        optimizer.step()
+        for parameter, *gradients in zip(model.parameters(), *own):
+            assert torch.equal(parameter.grad, torch.stack(gradients).max(0).values)
+        assert optimizer.reduction_stats.last.launches_in_backward == 0
+    same_everywhere(model)

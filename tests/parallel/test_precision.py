@@ -1,4 +1,5 @@
 """Mixed precision over ranks: an overflow anywhere is an overflow everywhere."""
+
 from __future__ import annotations
 
 import sys
@@ -30,8 +31,12 @@ def forward(model: Any, step: int, rank: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def wrapped(model: nn.Module, **options: Any) -> Any:
-    return hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                                   named_parameters=model.named_parameters(), bucket_cap_mb=0.0003, **options)
+    return hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        bucket_cap_mb=0.0003,
+        **options,
+    )
 
 
 def reference(dtype: torch.dtype, clip: float | None = None) -> tuple[nn.Module, float]:
@@ -160,7 +165,10 @@ def test_precision_recipes(name: str) -> None:
         for part in range(2):
             with precision.autocast():
                 output = model(batch(step, hc.rank(), part))
-            assert output.dtype is {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name] or part > 1
+            assert (
+                output.dtype is {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+                or part > 1
+            )
             precision.backward((output.float() - 0.3).square().mean(), optimizer, last=part == 1)
         precision.unscale(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -194,6 +202,7 @@ def test_apex_recipe_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad /= 4
+
     amp.initialize, amp.scale_loss = initialize, scale_loss  # type: ignore[attr-defined]
     apex = types.ModuleType("apex")
     apex.__spec__, amp.__spec__ = types.SimpleNamespace(), types.SimpleNamespace()  # type: ignore[assignment]

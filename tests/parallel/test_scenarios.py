@@ -1,4 +1,5 @@
 """Every graph that breaks other tools ends in the reference's weights: once, in one order, with one bucket and with many."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -37,11 +38,15 @@ class Tied:
     @staticmethod
     def build() -> nn.Module:
         shared = nn.Linear(WIDTH, WIDTH)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH), shared, nn.Tanh(), shared)
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH), shared, nn.Tanh(), shared
+        )
 
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
-        loss_of(hc.checkpoint_sequential(model, 4, batch(step, rank), use_reentrant=reentrant, keep_last=False)).backward()
+        loss_of(
+            hc.checkpoint_sequential(model, 4, batch(step, rank), use_reentrant=reentrant, keep_last=False)
+        ).backward()
 
 
 class Nested:
@@ -54,7 +59,10 @@ class Nested:
 
         def outer(x: torch.Tensor) -> torch.Tensor:
             return model[3](hc.checkpoint(inner, model[2](x), use_reentrant=reentrant))
-        loss_of(model[5](model[4](hc.checkpoint(outer, batch(step, rank), use_reentrant=reentrant)))).backward()
+
+        loss_of(
+            model[5](model[4](hc.checkpoint(outer, batch(step, rank), use_reentrant=reentrant)))
+        ).backward()
 
 
 class Unused:
@@ -85,7 +93,9 @@ class Accumulation:
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
         for part in range(2):
-            loss_of(hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant)).backward()
+            loss_of(
+                hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant)
+            ).backward()
 
 
 class ShortLastGroup:
@@ -97,7 +107,9 @@ class ShortLastGroup:
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
         for part in range(1 if step % 3 == 2 else 3):
-            loss_of(hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant)).backward()
+            loss_of(
+                hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant)
+            ).backward()
 
 
 class ChangingGraph:
@@ -133,7 +145,10 @@ class TwoForwards:
 
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
-        outputs = [hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant) for part in range(2)]
+        outputs = [
+            hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant)
+            for part in range(2)
+        ]
         (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
 
 
@@ -179,7 +194,9 @@ class ExplicitParameters:
 class Dropout:
     @staticmethod
     def build() -> nn.Module:
-        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(5)])
+        return nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(5)]
+        )
 
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
@@ -194,8 +211,12 @@ class MixedDtypes:
 
     @staticmethod
     def build() -> nn.Module:
-        return nn.ModuleList([nn.Linear(WIDTH, WIDTH).to(dtype)
-                              for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)])
+        return nn.ModuleList(
+            [
+                nn.Linear(WIDTH, WIDTH).to(dtype)
+                for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
+            ]
+        )
 
     @staticmethod
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -283,21 +304,49 @@ class GradInsideBackward:
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
         x = hc.checkpoint_sequential(model[:3], 2, batch(step, rank), use_reentrant=reentrant)
         if x.requires_grad:
+
             def during(gradient: torch.Tensor) -> None:
                 with torch.enable_grad():
                     torch.autograd.grad(loss_of(model[5](batch(step, rank))), list(model[5].parameters()))
+
             x.register_hook(during)
         loss_of(model[3:](x)).backward()
 
 
-SCENARIOS = [Plain, Tied, Nested, Unused, UnusedOnOneRank, Accumulation, ShortLastGroup, ChangingGraph, LateOnOneRank, TwoForwards,
-             TwoBackwards, ForwardWithoutGrad, ExplicitParameters, Dropout, MixedDtypes, Frozen, Converted, GradientsByHand,
-             GradInsideBackward]
+SCENARIOS = [
+    Plain,
+    Tied,
+    Nested,
+    Unused,
+    UnusedOnOneRank,
+    Accumulation,
+    ShortLastGroup,
+    ChangingGraph,
+    LateOnOneRank,
+    TwoForwards,
+    TwoBackwards,
+    ForwardWithoutGrad,
+    ExplicitParameters,
+    Dropout,
+    MixedDtypes,
+    Frozen,
+    Converted,
+    GradientsByHand,
+    GradInsideBackward,
+]
 
 
 def make(case: Any, reentrant: bool, **changes: Any) -> Scenario:
-    options = {name: getattr(case, name) for name in ("static", "tolerance", "steps", "between", "optimizer") if hasattr(case, name)}
-    return Scenario(case.build, lambda model, step, rank: case.backward(model, step, rank, reentrant), **{**options, **changes})
+    options = {
+        name: getattr(case, name)
+        for name in ("static", "tolerance", "steps", "between", "optimizer")
+        if hasattr(case, name)
+    }
+    return Scenario(
+        case.build,
+        lambda model, step, rank: case.backward(model, step, rank, reentrant),
+        **{**options, **changes},
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
@@ -314,14 +363,28 @@ def test_equals_one_process(case: Any, reentrant: bool) -> None:
 @pytest.mark.parametrize("clear", ["none", "zero", "model", "never"])
 @pytest.mark.parametrize("case", [Plain, Tied, UnusedOnOneRank, Accumulation], ids=lambda case: case.__name__)
 def test_any_way_to_clear_gradients(case: Any, clear: str) -> None:
-    scenario = make(case, True, clear=clear, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    scenario = make(
+        case, True, clear=clear, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+    )
     check(scenario, bucket_cap_mb=MANY_BUCKETS)
 
 
-@pytest.mark.parametrize("options", [{"op": hc.Sum}, {"gradient_predivide_factor": 4.0}, {"groups": 2}, {"num_groups": 3},
-                                     {"keep_buckets": False}, {"compression": hc.Compression.fp16},
-                                     {"backward_passes_per_step": 2}], ids=str)
-@pytest.mark.parametrize("case", [Tied, UnusedOnOneRank, LateOnOneRank, Accumulation], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hc.Sum},
+        {"gradient_predivide_factor": 4.0},
+        {"groups": 2},
+        {"num_groups": 3},
+        {"keep_buckets": False},
+        {"compression": hc.Compression.fp16},
+        {"backward_passes_per_step": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "case", [Tied, UnusedOnOneRank, LateOnOneRank, Accumulation], ids=lambda case: case.__name__
+)
 @pytest.mark.filterwarnings("ignore:Parameter `num_groups`")
 def test_horovods_arguments(case: Any, options: dict[str, Any]) -> None:
     changes: dict[str, Any] = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.02)}
@@ -335,20 +398,26 @@ def test_horovods_arguments(case: Any, options: dict[str, Any]) -> None:
 def test_groups_as_lists_of_parameters() -> None:
     class Grouped(Plain):
         pass
+
     for pick in (slice(0, 4), slice(6, 12)):
         torch.manual_seed(7)
         model = linear_chain()
         parameters = list(model.parameters())
         scenario = make(Grouped, False)
         scenario.build = lambda model=model: model  # type: ignore[misc]
-        optimizer = hc.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), named_parameters=model.named_parameters(),
-                                            groups=[parameters[pick]])
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.1),
+            named_parameters=model.named_parameters(),
+            groups=[parameters[pick]],
+        )
         for step in range(3):
             optimizer.zero_grad()
             scenario.backward(model, step, hc.rank())
             optimizer.step()
         if hc.size() > 1:
-            assert len(optimizer.reduction_stats.last.launch_order) == 1 + len(parameters) - len(parameters[pick])
+            assert len(optimizer.reduction_stats.last.launch_order) == 1 + len(parameters) - len(
+                parameters[pick]
+            )
 
 
 def test_late_gradients_heal_and_are_learned() -> None:

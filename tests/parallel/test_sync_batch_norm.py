@@ -2,6 +2,7 @@
 
 Run on every rank: ``horovodrun -np 2 python -m pytest tests/parallel/test_sync_batch_norm.py``.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -238,7 +239,9 @@ def with_parameters(block: nn.Module, x: Tensor) -> Tensor:
 def nested(outer: bool, inner: bool) -> Callable[[nn.Module, Tensor], Tensor]:
     def call(block: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(
-            lambda x: checkpoint(block, x.sin().asin(), use_reentrant=inner).sin().asin(), x, use_reentrant=outer
+            lambda x: checkpoint(block, x.sin().asin(), use_reentrant=inner).sin().asin(),
+            x,
+            use_reentrant=outer,
         )
         return out
 

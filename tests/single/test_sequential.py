@@ -1,4 +1,5 @@
 """checkpoint_sequential and CheckpointSequential: chains of layers, cut into segments."""
+
 from __future__ import annotations
 
 import copy
@@ -49,7 +50,14 @@ def recomputed(model: nn.Sequential) -> list[int]:
 
 @pytest.mark.parametrize(
     "layers, segments, expected",
-    [(5, 2, [3, 2]), (7, 3, [3, 2, 2]), (4, 4, [1, 1, 1, 1]), (4, 1, [4]), (5, [1, 3, 1], [1, 3, 1]), (3, (1, 2), [1, 2])],
+    [
+        (5, 2, [3, 2]),
+        (7, 3, [3, 2, 2]),
+        (4, 4, [1, 1, 1, 1]),
+        (4, 1, [4]),
+        (5, [1, 3, 1], [1, 3, 1]),
+        (3, (1, 2), [1, 2]),
+    ],
 )
 def test_split(layers: int, segments: Any, expected: list[int]) -> None:
     assert split(layers, segments) == expected
@@ -143,7 +151,11 @@ class Last(nn.Module):
 @VARIANTS
 def test_the_last_layer_may_return_a_tuple(use_reentrant: bool) -> None:
     out = checkpoint_sequential(
-        [torch.cos, Last()], 2, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant, keep_last=False
+        [torch.cos, Last()],
+        2,
+        torch.ones(2, requires_grad=True),
+        use_reentrant=use_reentrant,
+        keep_last=False,
     )
     assert isinstance(out, tuple) and out[1] is None
     out[0].sum().backward()
@@ -186,7 +198,8 @@ def test_shapes_that_do_not_fit_name_the_segment(use_reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2), nn.Tanh())
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(
-        RuntimeError, match=r"segment 2 of 2 \(layers 2 to 3: Linear, Tanh\).*float32 tensor of shape \(3, 4\)"
+        RuntimeError,
+        match=r"segment 2 of 2 \(layers 2 to 3: Linear, Tanh\).*float32 tensor of shape \(3, 4\)",
     ) as caught:
         checkpoint_sequential(model, 2, x, use_reentrant=use_reentrant)
     assert "multiplied" in str(caught.value.__cause__)
@@ -198,7 +211,9 @@ def test_shapes_that_do_not_fit_name_the_segment(use_reentrant: bool) -> None:
 def test_wrong_number_of_values_names_the_segment(use_reentrant: bool) -> None:
     x = torch.randn(4, requires_grad=True)
     two = Fork()
-    with pytest.raises(TypeError, match=r"segment 2 of 2 \(layer 1: Fork\).*the layer before it returns 3 values"):
+    with pytest.raises(
+        TypeError, match=r"segment 2 of 2 \(layer 1: Fork\).*the layer before it returns 3 values"
+    ):
         checkpoint_sequential([two, two], 2, x, 1, use_reentrant=use_reentrant)
     with pytest.raises(TypeError, match=r"segment 1 of 2.*the model was given 3 values"):
         checkpoint_sequential([two, two], 2, x, 1, 2, use_reentrant=use_reentrant)
@@ -227,7 +242,9 @@ def test_an_error_in_the_recomputation_passes_unchanged(use_reentrant: bool) -> 
             raise error
         return x.sin()
 
-    y = checkpoint_sequential([fail, torch.cos], 2, torch.randn(2, requires_grad=True), use_reentrant=use_reentrant)
+    y = checkpoint_sequential(
+        [fail, torch.cos], 2, torch.randn(2, requires_grad=True), use_reentrant=use_reentrant
+    )
     with pytest.raises(ValueError, match="only the second time") as caught:
         y.sum().backward()
     assert caught.value is error
@@ -235,7 +252,11 @@ def test_an_error_in_the_recomputation_passes_unchanged(use_reentrant: bool) -> 
 
 def named() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(stem=nn.Linear(4, 4), act=nn.Tanh(), body=nn.Sequential(nn.Linear(4, 4)), head=nn.Sigmoid()))
+    return nn.Sequential(
+        OrderedDict(
+            stem=nn.Linear(4, 4), act=nn.Tanh(), body=nn.Sequential(nn.Linear(4, 4)), head=nn.Sigmoid()
+        )
+    )
 
 
 def test_module_keeps_names_and_state() -> None:
@@ -265,15 +286,16 @@ def test_module_with_a_layer_used_twice() -> None:
 
 
 @VARIANTS
-def test_module_recomputes_in_training_only(use_reentrant: bool) -> None:
+def test_module_recomputes_wherever_gradients_are_wanted(use_reentrant: bool) -> None:
     model = CheckpointSequential(chain(), 2, use_reentrant=use_reentrant)
     x = torch.randn(3, 4)
     model(x).sum().backward()
     assert recomputed(model) == [1, 1, 1, 0, 0]
-    model.eval()(x).sum().backward()
     with torch.no_grad():
-        model.train()(x)
+        model(x)
     assert recomputed(model) == [1, 1, 1, 0, 0]
+    model.eval()(x).sum().backward()  # fine-tuning with frozen statistics
+    assert recomputed(model) == [2, 2, 2, 0, 0]
 
 
 def test_module_takes_several_inputs_and_keywords() -> None:

@@ -1,0 +1,131 @@
+"""What must hold before an optimizer is wrapped: right arguments, named parameters, and the same on every rank.
+
+Checks collect an error instead of raising it, so that :func:`agree_at_construction` can raise it everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Adasum, Average, global_process_set
+
+from . import adasum
+from .agreement import ParameterFacts, allgather_objects, check_parameters, digest, raise_first_failure
+
+_constructed = itertools.count(1)
+
+
+def is_elastic() -> bool:
+    """True in a job of Horovod Elastic, where ranks come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def check_options(
+    optimizer: Any,
+    passes: int,
+    op: int,
+    predivide: float,
+    groups: Any,
+    process_set: Any,
+    bucket_cap_mb: float,
+) -> None:
+    """Raises ValueError, TypeError or NotImplementedError for the first argument that is wrong on this rank."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
+    if predivide != 1.0 and mpi_ops.rocm_built():
+        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
+    if op == Adasum and mpi_ops.size() > 1:
+        if process_set != global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        reason = adasum.unavailable()
+        if reason is not None:
+            raise ValueError(reason)
+    if groups is not None:
+        if isinstance(groups, bool) or not (
+            isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)
+        ):
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        if isinstance(groups, list):
+            seen: set[int] = set()
+            for parameter in itertools.chain.from_iterable(groups):
+                if not isinstance(parameter, torch.Tensor):
+                    raise ValueError("groups must consist of torch.Tensor.")
+                if id(parameter) in seen:
+                    raise ValueError("A parameter can only appear once in groups.")
+                seen.add(id(parameter))
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Any
+) -> tuple[list[tuple[str, torch.Tensor]], dict[int, str]]:
+    """The optimizer's parameters with their names, in the optimizer's order; and all names, by ``id`` of the parameter."""
+    if named_parameters is None:
+        pairs = [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    else:
+        pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    names_by_id: dict[int, str] = {}
+    for name, parameter in pairs:
+        names_by_id.setdefault(id(parameter), name)
+    named, unnamed = [], []
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) in names_by_id:
+                named.append((names_by_id[id(parameter)], parameter))
+            else:
+                unnamed.append(f"parameter {j} of group {i} (shape {tuple(parameter.shape)})")
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}"
+        )
+    return named, names_by_id
+
+
+def agree_at_construction(
+    error: Exception | None, named: Sequence[tuple[str, torch.Tensor]], process_set: Any
+) -> int:
+    """Compares parameters and errors of all ranks; returns an identity that all ranks give this optimizer.
+
+    In an elastic job ranks do not construct at the same time: a new worker does while the others wait for it in
+    ``state.sync()``. There the comparison is left to Horovod's own checks.
+    """
+    number = next(_constructed)
+    if process_set is None or process_set.size() == 1 or is_elastic():
+        if error is not None:
+            raise error
+        return number
+    table = [ParameterFacts.of(name, parameter) for name, parameter in named]
+    failure = None if error is None else str(error)
+    gathered = allgather_objects((failure, number, digest(table)), process_set, "hvd_ckpt.construct")
+    raise_first_failure(error, [failure for failure, _, _ in gathered])
+    if len({fingerprint for _, _, fingerprint in gathered}) > 1:
+        check_parameters(allgather_objects(table, process_set, "hvd_ckpt.construct.table"))
+    identities: list[int] = [number for _, number, _ in gathered]
+    return max(identities)

@@ -1,0 +1,105 @@
+"""The collectives of one optimizer: how its tensors reach the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Average, Sum
+
+from . import compression as wire_formats
+from .agreement import allgather_objects
+from .buckets import Bucket
+from .sparse import reduce_sparse
+
+
+@dataclass
+class Flight:
+    """A bucket on its way: ``wire`` travels, and is written back to ``flat`` on arrival."""
+
+    bucket: Bucket
+    handle: int
+    flat: torch.Tensor
+    wire: torch.Tensor
+    context: Any
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How tensors are reduced.
+
+    Attributes:
+        name: prefix of all tensor names, unique to the optimizer and the same on every rank.
+        op, prescale_factor, postscale_factor, compression, process_set: as in Horovod.
+    """
+
+    name: str
+    op: int
+    prescale_factor: float
+    postscale_factor: float
+    compression: Any
+    process_set: Any
+
+    @property
+    def linear(self) -> bool:
+        """A late part can be added to what has been reduced already."""
+        return self.op in (Average, Sum)
+
+    @property
+    def is_leader(self) -> bool:
+        """This is the rank whose order of gradients counts."""
+        return bool(self.process_set.rank() == 0)
+
+    def carries_words(self, bucket: Bucket) -> bool:
+        """True if control words, which are float32 and summed, can travel in the bucket's own storage."""
+        as_is = wire_formats.travels_as_is(bucket.dtype, self.compression)
+        return self.linear and bucket.dtype is torch.float32 and as_is
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> Flight:
+        """Launches a bucket's allreduce."""
+        wire, context = wire_formats.encode(flat, self.compression)
+        return Flight(bucket, self._allreduce(wire, f"bucket.{bucket.position}"), flat, wire, context)
+
+    def receive(self, flight: Flight) -> None:
+        """Waits for a bucket's allreduce."""
+        mpi_ops.synchronize(flight.handle)
+        with torch.no_grad():
+            wire_formats.decode(flight.wire, flight.context, self.compression, flight.flat)
+
+    def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Reduces one gradient by itself; returns a dense tensor of its own."""
+        with torch.no_grad():
+            dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
+            result = dense.clone(memory_format=torch.preserve_format)
+            flat = result.contiguous().view(-1)
+            wire, context = wire_formats.encode(flat, self.compression)
+            mpi_ops.synchronize(self._allreduce(wire, f"single.{index}"))
+            wire_formats.decode(wire, context, self.compression, flat)
+            return result.copy_(flat.view(result.shape))
+
+    def reduce_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Reduces one sparse gradient by itself."""
+        return reduce_sparse(gradient, f"{self.name}.sparse.{index}", self.op, self.process_set)
+
+    def sum(self, values: torch.Tensor, what: str) -> Any:
+        """The sum of a small tensor over the ranks, as (nested) lists of floats."""
+        name = f"{self.name}.{what}.{values.numel()}"
+        handle = mpi_ops.allreduce_async_(values, name=name, op=Sum, process_set=self.process_set)
+        return mpi_ops.synchronize(handle).tolist()
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """One picklable value of each rank."""
+        return allgather_objects(value, self.process_set, f"{self.name}.{what}")
+
+    def _allreduce(self, tensor: torch.Tensor, what: str) -> int:
+        handle: int = mpi_ops.allreduce_async_(
+            tensor,
+            name=f"{self.name}.{what}",
+            op=self.op,
+            prescale_factor=self.prescale_factor,
+            postscale_factor=self.postscale_factor,
+            process_set=self.process_set,
+        )
+        return handle
