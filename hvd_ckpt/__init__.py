@@ -2,6 +2,7 @@
 
 ``import hvd_ckpt as hvd`` serves as the one changed import of a Horovod script: every public name of ``horovod.torch`` is here.
 """
+
 from horovod.torch import (
     Adasum,
     Average,

@@ -3,6 +3,7 @@
 An overflow on one rank must make all ranks skip the same step, or their weights and loss scales drift apart. Here gradients are
 reduced before they are unscaled: an inf or nan on one rank survives the sum, so all see it.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -39,8 +40,15 @@ class GradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in ``torch.amp.GradScaler``.
     """
 
-    def __init__(self, device: str | None = None, init_scale: float = 2.0**16, growth_factor: float = 2.0,
-                 backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -101,10 +109,14 @@ class Precision:
         if name.startswith("apex-"):
             reason = apex_unavailable()
             if reason is not None:
-                raise RuntimeError(f"precision '{name}' cannot be used: {reason}; use --precision fp16 or bf16 instead")
+                raise RuntimeError(
+                    f"precision '{name}' cannot be used: {reason}; use --precision fp16 or bf16 instead"
+                )
             self._amp = importlib.import_module("apex.amp")
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Makes model and optimizer ready; the optimizer must be a ``DistributedOptimizer`` already.
 
         Apex's O2 puts float32 master weights into the optimizer and converts the model to float16, O3 converts it only. The
@@ -116,9 +128,13 @@ class Precision:
         if self._amp is None:
             return model, optimizer
         if not isinstance(optimizer, ReducedOptimizer):
-            raise RuntimeError(f"precision '{self.name}': wrap the optimizer with DistributedOptimizer before Precision.prepare(); "
-                               f"Apex may replace its parameters by master weights, whose gradients are not the ones to reduce")
-        model, optimizer = self._amp.initialize(model, optimizer, opt_level=self.name.removeprefix("apex-"), verbosity=0)
+            raise RuntimeError(
+                f"precision '{self.name}': wrap the optimizer with DistributedOptimizer before Precision.prepare(); "
+                f"Apex may replace its parameters by master weights, whose gradients are not the ones to reduce"
+            )
+        model, optimizer = self._amp.initialize(
+            model, optimizer, opt_level=self.name.removeprefix("apex-"), verbosity=0
+        )
         return model, optimizer
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -170,8 +186,10 @@ def apex_unavailable() -> str | None:
     try:
         amp = importlib.import_module("apex.amp")
     except Exception as error:
-        return (f"the installed 'apex' has no apex.amp ({type(error).__name__}: {error}): it is another project of that name, "
-                f"or NVIDIA Apex after 25.05")
+        return (
+            f"the installed 'apex' has no apex.amp ({type(error).__name__}: {error}): it is another project of that name, "
+            f"or NVIDIA Apex after 25.05"
+        )
     if not hasattr(amp, "initialize"):
         return "the installed 'apex' has no apex.amp.initialize: it is not NVIDIA Apex up to 25.05"
     if not torch.cuda.is_available():

@@ -1,7 +1,8 @@
 """Prints the peak bytes of training steps, with gradients as the largest part: run under horovodrun or alone.
 
-    horovodrun -np 2 --gloo python gradient_memory.py {hvd_ckpt|horovod|one_process}
+horovodrun -np 2 --gloo python gradient_memory.py {hvd_ckpt|horovod|one_process}
 """
+
 from __future__ import annotations
 
 import sys
@@ -17,6 +18,7 @@ WIDTH, LAYERS, CAP_MB = 512, 16, 4.0
 
 if LIBRARY == "horovod":
     import horovod.torch as hvd
+
     hvd.init()
 else:
     hc.init()

@@ -4,6 +4,7 @@
 
 Each run is trained with one VARIANT: none, reentrant or nonreentrant. Stock Horovod can only reduce the last.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -23,6 +24,7 @@ if LIBRARY == "hvd_ckpt":
     hvd.init()
 else:
     import horovod.torch as hvd  # type: ignore[no-redef]
+
     hvd.init()
     torch.set_num_threads(1)
 
@@ -34,8 +36,17 @@ class HardGraph(nn.Module):
         super().__init__()
         self.variant = variant
         self.tied = nn.Linear(64, 64)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 48 + 8 * (i % 5)), nn.Dropout(0.2), nn.Tanh(),
-                                                   nn.Linear(48 + 8 * (i % 5), 64)) for i in range(12)])
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.Linear(64, 48 + 8 * (i % 5)),
+                    nn.Dropout(0.2),
+                    nn.Tanh(),
+                    nn.Linear(48 + 8 * (i % 5), 64),
+                )
+                for i in range(12)
+            ]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         functions = [*self.layers[:4], self.tied, *self.layers[4:8], self.tied, *self.layers[8:], self.tied]
@@ -45,14 +56,19 @@ class HardGraph(nn.Module):
             return x
         if LIBRARY == "hvd_ckpt":
             return hc.checkpoint_sequential(functions, 4, x, use_reentrant=self.variant == "reentrant")
-        return torch_checkpoint.checkpoint_sequential(functions, 4, x, use_reentrant=self.variant == "reentrant")
+        return torch_checkpoint.checkpoint_sequential(
+            functions, 4, x, use_reentrant=self.variant == "reentrant"
+        )
 
 
 def run(variant: str) -> str:
     torch.manual_seed(11)
     model = HardGraph(variant)
-    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), named_parameters=model.named_parameters(),
-                                         **({"bucket_cap_mb": 0.05} if LIBRARY == "hvd_ckpt" else {}))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        named_parameters=model.named_parameters(),
+        **({"bucket_cap_mb": 0.05} if LIBRARY == "hvd_ckpt" else {}),
+    )
     torch.manual_seed(100 + hvd.rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
