@@ -175,9 +175,10 @@ def unpack_and_patch(sdist: Path, folder: Path) -> Path:
     return source
 
 
-MPICXX = """#!{link}/bin/python -ES
+MPI_WRAPPERS = ("mpicc", "mpicxx", "mpic++", "mpiCC")
+MPI_WRAPPER = """#!{link}/bin/python -ES
 import subprocess, sys
-answer = subprocess.run([{mpicxx!r}, *sys.argv[1:]], capture_output=True, text=True)
+answer = subprocess.run([{wrapper!r}, *sys.argv[1:]], capture_output=True, text=True)
 sys.stdout.write(answer.stdout.replace({prefix!r}, {link!r}))
 sys.stderr.write(answer.stderr)
 sys.exit(answer.returncode)
@@ -187,21 +188,27 @@ sys.exit(answer.returncode)
 def build_environment(target: Target, folder: Path) -> dict[str, str]:
     """The environment of the build: the flags, the environment's own tools first, CUDA and NCCL if wanted.
 
-    The build sees this Python environment as ``folder/env``, a link: MPI's compiler wrapper prints its paths
-    unquoted, so an environment in a path with a space could not be built for. The wrapper resolves links, hence
-    a wrapper around it. ``folder`` itself must have no space in its path.
+    The build sees this Python environment as ``folder/env``, a link: MPI's compiler wrappers print their paths
+    unquoted, so an environment in a path with a space could not be built for. They resolve links, hence a wrapper
+    around each. ``folder`` itself must have no space in its path.
     """
-    link, tools = folder / "env", folder / "tools"
+    link, tools = folder / "env", folder / "tools" / "bin"
     link.symlink_to(sys.prefix)
-    tools.mkdir()
+    tools.mkdir(parents=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-    path = [str(tools), str(link / "bin"), environment.get("PATH", os.defpath)]
-    environment.update(FLAGS, PATH=os.pathsep.join(path), CMAKE_BUILD_PARALLEL_LEVEL=str(parallel_jobs()))
-    mpicxx = shutil.which("mpicxx", path=environment["PATH"])
-    if mpicxx is not None:
-        prefix = os.path.realpath(sys.prefix)
-        (tools / "mpicxx").write_text(MPICXX.format(link=str(link), mpicxx=mpicxx, prefix=prefix))
-        (tools / "mpicxx").chmod(0o755)
+    path = os.pathsep.join([str(link / "bin"), environment.get("PATH", os.defpath)])
+    for name in MPI_WRAPPERS:
+        wrapper = shutil.which(name, path=path)
+        if wrapper is not None:
+            text = MPI_WRAPPER.format(link=str(link), wrapper=wrapper, prefix=os.path.realpath(sys.prefix))
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+    launcher = shutil.which("mpiexec", path=path)
+    if launcher is not None:
+        (tools / "mpiexec").symlink_to(launcher)  # CMake looks for the wrappers beside it
+    environment.update(
+        FLAGS, PATH=f"{tools}{os.pathsep}{path}", CMAKE_BUILD_PARALLEL_LEVEL=str(parallel_jobs())
+    )
     if target.cuda_home:
         include, library = find_nccl()
         (folder / "nccl").mkdir()
