@@ -23,7 +23,7 @@ from hvd_ckpt.comparison.job import Job
 
 __all__ = ["Failure", "Launcher", "Outcome"]
 
-START_SECONDS = 180.0  # imports and rendezvous, on a machine that is busy
+START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 10.0  # after an error on one rank, for the others to end by themselves
 POLL_SECONDS = 0.1
 WORKER = "hvd_ckpt.comparison.worker"
@@ -40,7 +40,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What a job, with its fresh starts, gave: the events of all ranks, and the cells that failed."""
+    """What a job gave with its fresh starts: the events of cells that all ranks finished, and the failures."""
 
     events: list[Event] = field(default_factory=list)
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -74,11 +74,8 @@ class Launcher:
 
     def reference(self, job: Job) -> Outcome:
         """Compute the references of a job's workloads, in one process."""
-        outcome = Outcome()
-        failure = self._launch(job, [sys.executable, "-m", REFERENCE, str(job.file)], 1, outcome)
-        if failure:
-            outcome.failures["reference"] = failure
-        return outcome
+        events, failure = self._launch(job, [sys.executable, "-m", REFERENCE, str(job.file)], 1)
+        return Outcome(events, {"reference": failure} if failure else {})
 
     def train(self, job: Job) -> Outcome:
         """Train a job's cells, with a fresh start after each one that fails."""
@@ -90,24 +87,22 @@ class Launcher:
             part = dataclasses.replace(job, folder=folder, cells=tuple(left))
             horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", str(job.size)]
             command = [*horovodrun, f"--{self._controller}", sys.executable, "-m", WORKER, str(part.file)]
-            seen = len(outcome.events)
-            failure = self._launch(part, command, job.size, outcome)
-            events = outcome.events[seen:]
+            events, failure = self._launch(part, command, job.size)
+            finished = {key for key in left if _finished(key, events, job.size)}
+            outcome.events += [event for event in events if event.get("cell") in finished]
             if failure is None:
                 break
-            if not any(
-                event["event"] == "ready" for event in events
-            ):  # a fresh start would fail the same way
+            if _ranks(events, "ready") == 0:  # a fresh start would fail the same way
                 outcome.failures.update(dict.fromkeys(left, failure))
                 break
-            unfinished = [key for key in left if not _finished(key, events, job.size)]
-            failed = unfinished[0] if unfinished else left[-1]
+            unfinished = [key for key in left if key not in finished]
+            failed = unfinished[0] if unfinished else left[-1]  # the last: the job did not end as it should
             outcome.failures[failed] = failure
             left = unfinished[1:]
         return outcome
 
-    def _launch(self, job: Job, command: list[str], processes: int, outcome: Outcome) -> Failure | None:
-        """Start one command and wait for its end, or for a reason to end it; adds its events to the outcome."""
+    def _launch(self, job: Job, command: list[str], processes: int) -> tuple[list[Event], Failure | None]:
+        """Start one command and wait for its end, or for a reason to end it; returns its events and what failed."""
         job.save()
         reader = EventReader(job.folder)
         log_file = job.folder / "log.txt"
@@ -125,15 +120,16 @@ class Launcher:
                 hang = self._watch(process, reader, processes, events)
             finally:
                 _end(process, events)
-                outcome.events += events
-        if hang:
-            return Failure("hang", hang)
+        failure = None
         errors = [event for event in events if event["event"] == "error"]
-        if errors:
-            return Failure("error", f"{errors[0]['kind']}: {errors[0]['message']}")
-        if process.returncode != 0:
-            return Failure("error", f"the job ended with status {process.returncode}{_last_words(log_file)}")
-        return None
+        if hang:
+            failure = Failure("hang", hang)
+        elif errors:
+            failure = Failure("error", f"{errors[0]['kind']}: {errors[0]['message']}")
+        elif process.returncode != 0:
+            words = f"the job ended with status {process.returncode}{_last_words(log_file)}"
+            failure = Failure("error", words)
+        return events, failure
 
     def _watch(
         self, process: subprocess.Popen[bytes], reader: EventReader, processes: int, events: list[Event]
@@ -155,19 +151,20 @@ class Launcher:
             failing = failing or any(event["event"] == "error" for event in new)
             if failing and quiet > GRACE_SECONDS:
                 return ""
-            ready = (
-                len({event["rank"] for event in events if event["event"] in ("ready", "reference")})
-                == processes
-            )
-            limit = self._timeout if ready else max(self._timeout, START_SECONDS)
+            training = _ranks(events, "ready") == processes and _ranks(events, "done") < processes
+            limit = self._timeout if training else max(self._timeout, START_SECONDS)
             if quiet > limit:
                 return f"no rank did a step for {limit:.0f} s; {_whereabouts(events)}"
             time.sleep(POLL_SECONDS)
 
 
+def _ranks(events: list[Event], name: str) -> int:
+    """How many ranks have written an event."""
+    return len({event["rank"] for event in events if event["event"] == name})
+
+
 def _finished(key: str, events: list[Event], size: int) -> bool:
-    ranks = {event["rank"] for event in events if event["event"] == "finished" and event["cell"] == key}
-    return len(ranks) == size
+    return _ranks([event for event in events if event.get("cell") == key], "finished") == size
 
 
 def _whereabouts(events: list[Event]) -> str:

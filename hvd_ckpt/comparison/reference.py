@@ -11,7 +11,7 @@ per workload into the job's folder of references.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -54,7 +54,14 @@ class Reference:
         return cls(**torch.load(path, weights_only=True))
 
 
-def make_reference(workload: Workload, *, size: int, steps: int, seed: int) -> Reference:
+def make_reference(
+    workload: Workload,
+    *,
+    size: int,
+    steps: int,
+    seed: int,
+    after_step: Callable[[int], object] = lambda step: None,
+) -> Reference:
     """Train ``workload`` for ``steps`` steps as ``size`` ranks should, in this process."""
     torch.manual_seed(build_seed(seed, 0))
     chain = workload.model()
@@ -84,6 +91,7 @@ def make_reference(workload: Workload, *, size: int, steps: int, seed: int) -> R
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = None if total is None else total / size
         optimizer.step()
+        after_step(step)
 
     return Reference(start, _copy(dict(chain.named_parameters())), buffers, losses, len(chain))
 
@@ -133,14 +141,21 @@ def main(job_file: str) -> None:
     job = Job.load(Path(job_file))
     torch.use_deterministic_algorithms(True)
     with EventWriter(job.folder, rank=0) as events:
-        for name in job.workloads:
-            workload = make_workload(name, job.scale, job.seed, job.text)
-            reference = make_reference(workload, size=job.size, steps=job.steps, seed=job.seed)
+        workloads = {name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads}
+        events.write("ready")
+        for name, workload in workloads.items():
+            reference = make_reference(
+                workload,
+                size=job.size,
+                steps=job.steps,
+                seed=job.seed,
+                after_step=lambda step: events.write("step", step=step),
+            )
             reference.save(job.reference_file(name))
             means = [sum(losses) / job.size for losses in zip(*reference.losses, strict=True)]
-            events.write(
-                "reference", workload=name, layers=reference.layers, losses=means, line=workload.model_line
-            )
+            line = workload.model_line
+            events.write("reference", workload=name, layers=reference.layers, losses=means, line=line)
+        events.write("done")
 
 
 if __name__ == "__main__":

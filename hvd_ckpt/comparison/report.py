@@ -169,7 +169,7 @@ def _row(result: Result) -> tuple[str, ...]:
     return (
         result.workload,
         _recomputed(result),
-        result.engine,
+        result.engine.rpartition(":")[2],
         _told(result.ranks_equal, "equal", "DIFFER"),
         _distance(result.difference, result.weights_right),
         _distance(result.buffer_difference, result.buffers_right),

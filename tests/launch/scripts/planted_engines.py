@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 
-from torch import nn
-
 from hvd_ckpt.comparison.engines import Engine, launched_rank_and_size
 
 
 class Alone(Engine):
-    """Reduces nothing: every rank goes its own way."""
+    """Reduces nothing and starts nowhere in particular: every rank goes its own way."""
 
     title = "alone"
 
@@ -21,32 +19,20 @@ class Alone(Engine):
         return model, optimizer
 
 
-class Forgetful(Alone):
-    """Starts every rank at equal weights, then trains on each alone."""
+class Faulty(Alone):
+    """Rank 1 never ends its second step with the reentrant variant; with the other it raises, on two lines."""
 
-    def wrap(self, model, optimizer):
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, 0.01)
-        return model, optimizer
+    calls = 0
 
-
-class Sleeper(Alone):
-    """Rank 1 never comes back from its second step of a recomputed cell."""
-
-    def checkpoint_sequential(self, functions, segments, *inputs, **keywords):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.rank == 1 and self.calls == 2:
-            time.sleep(3600)
-        return super().checkpoint_sequential(functions, segments, *inputs, **keywords)
-
-
-class Raiser(Alone):
-    """Rank 1 raises, on several lines, in a recomputed cell; rank 0 waits for it."""
-
-    def checkpoint_sequential(self, functions, segments, *inputs, **keywords):
-        if self.rank == 1:
+    def checkpoint_sequential(self, functions, segments, *inputs, use_reentrant, **shared):
+        self.calls += 1
+        if not use_reentrant and self.rank == 1:
             raise ArithmeticError("planted on rank 1\nand more that nobody wants in a table")
-        time.sleep(3600)
+        if not use_reentrant or (self.rank == 1 and self.calls == 2):
+            time.sleep(3600)
+        return super().checkpoint_sequential(
+            functions, segments, *inputs, use_reentrant=use_reentrant, **shared
+        )
 
 
 class Broken(Alone):
