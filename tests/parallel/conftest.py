@@ -23,6 +23,9 @@ _status = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     config.option.maxfail = 1
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    os.environ.setdefault(
+        "HOROVOD_CYCLE_TIME", "5"
+    )  # ms; with more ranks than cores, idle cycles cost the others
     hc.init()
     if hc.rank() != 0:
         config.option.verbose = -1

@@ -47,7 +47,7 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     clear: str = "none"  # how gradients are cleared: none | zero | model | never
     scale: float = 1.0  # of the averaged gradient
-    steps: int = 6
+    steps: int = 5
 
 
 def clear_gradients(how: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

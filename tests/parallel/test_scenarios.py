@@ -11,7 +11,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 
-ONE_BUCKET, MANY_BUCKETS = 25.0, 0.0002
+ONE_BUCKET, MANY_BUCKETS = 25.0, 0.0006  # MiB: everything together, or about two layers each
 
 
 def linear_chain(layers: int = 6) -> nn.Sequential:
@@ -125,7 +125,7 @@ class ChangingGraph:
 
 
 class LateOnOneRank:
-    """From step 3 on one rank uses the first layer more often than it has learned, in parts that come late."""
+    """From step 3 on one rank uses the last layer, whose bucket leaves first, once more: recomputed, or in a second pass."""
 
     build = staticmethod(linear_chain)
     static = False
@@ -133,9 +133,12 @@ class LateOnOneRank:
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
         x = batch(step, rank)
-        if step in (3, 4, 5) and rank == 0:
-            x = model[5](x)  # the last layer, whose gradient is final first, once more at the front
+        late = step >= 3 and rank == 0
+        if late and reentrant:
+            x = hc.checkpoint(model[5], x, use_reentrant=True)
         loss_of(hc.checkpoint_sequential(model, 3, x, use_reentrant=reentrant)).backward()
+        if late and not reentrant:
+            loss_of(model[5](batch(step, rank, 1))).backward()
 
 
 class TwoForwards:
@@ -336,6 +339,11 @@ SCENARIOS = [
 ]
 
 
+def hardest_on_four_ranks(case: Any) -> None:
+    if hc.size() >= 4 and case not in (Tied, UnusedOnOneRank):
+        pytest.skip("with four ranks, where a step takes long, the hardest graphs only")
+
+
 def make(case: Any, reentrant: bool, **changes: Any) -> Scenario:
     options = {
         name: getattr(case, name)
@@ -352,11 +360,12 @@ def make(case: Any, reentrant: bool, **changes: Any) -> Scenario:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 @pytest.mark.parametrize("case", SCENARIOS, ids=lambda case: case.__name__)
 def test_equals_one_process(case: Any, reentrant: bool) -> None:
-    for cap in (ONE_BUCKET, MANY_BUCKETS):
+    # On four ranks, where a step takes long, the harder of the two is enough.
+    for cap in (ONE_BUCKET, MANY_BUCKETS) if hc.size() < 4 else (MANY_BUCKETS,):
         optimizer = check(make(case, reentrant), bucket_cap_mb=cap)
         stats = optimizer.reduction_stats
         if hc.size() > 1 and cap == MANY_BUCKETS and case in (Plain, Tied, Nested, Accumulation, Dropout):
-            assert stats.last.launches_in_backward == len(stats.last.launch_order) - 1 > 1
+            assert stats.last.launches_in_backward == len(stats.last.launch_order) - 1 >= 1
             assert stats.last.control_messages == 0
 
 
@@ -387,6 +396,7 @@ def test_any_way_to_clear_gradients(case: Any, clear: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Parameter `num_groups`")
 def test_horovods_arguments(case: Any, options: dict[str, Any]) -> None:
+    hardest_on_four_ranks(case)
     changes: dict[str, Any] = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.02)}
     if "compression" in options:
         changes.update(tolerance=1e-4, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3))
@@ -420,16 +430,15 @@ def test_groups_as_lists_of_parameters() -> None:
             )
 
 
-def test_late_gradients_heal_and_are_learned() -> None:
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_late_gradients_heal_and_are_learned(reentrant: bool) -> None:
     if hc.size() == 1:
         pytest.skip("one rank reduces nothing")
-    scenario = make(LateOnOneRank, False, steps=4)
-    optimizer = check(scenario, bucket_cap_mb=MANY_BUCKETS)
-    assert len(optimizer.reduction_stats.last.late_gradients) == 2  # weight and bias, in step 4 of 4
-    optimizer = check(make(LateOnOneRank, False, steps=5), bucket_cap_mb=MANY_BUCKETS)
-    assert optimizer.reduction_stats.late_gradients == 2
-    assert optimizer.reduction_stats.last.late_gradients == []
-    assert optimizer.reduction_stats.last.single_reductions == []
+    stats = check(make(LateOnOneRank, reentrant, steps=4), bucket_cap_mb=MANY_BUCKETS).reduction_stats
+    assert stats.last.late_gradients == ["5.0.weight", "5.0.bias"] == stats.last.single_reductions
+    stats = check(make(LateOnOneRank, reentrant, steps=5), bucket_cap_mb=MANY_BUCKETS).reduction_stats
+    assert stats.late_gradients == 2
+    assert stats.last.late_gradients == [] == stats.last.single_reductions
 
 
 def test_unused_parameter_keeps_no_gradient_and_no_storage() -> None:
