@@ -50,7 +50,7 @@ class Run:
         if not self.controller:
             return worker
         launcher = str(Path(sys.executable).parent / "horovodrun")
-        return [launcher, "-np", str(self.ranks), f"--{self.controller}", *worker]
+        return [launcher, "-np", str(self.ranks), f"--{self.controller}", *worker, "--color=no"]
 
 
 RUNS = (
