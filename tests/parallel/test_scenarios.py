@@ -33,20 +33,17 @@ class Plain:
 
 
 class Tied:
-    """One layer in three segments."""
+    """One layer in three segments, and layers before it, so that its bucket could leave too early."""
 
     @staticmethod
     def build() -> nn.Module:
-        shared = nn.Linear(WIDTH, WIDTH)
-        return nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH), shared, nn.Tanh(), shared
-        )
+        shared, (first, second, third, fourth) = nn.Linear(WIDTH, WIDTH), linear_chain(4)
+        return nn.Sequential(first, second, third, shared, nn.Tanh(), fourth, shared, nn.Tanh(), shared)
 
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
-        loss_of(
-            hc.checkpoint_sequential(model, 4, batch(step, rank), use_reentrant=reentrant, keep_last=False)
-        ).backward()
+        x = batch(step, rank)
+        loss_of(hc.checkpoint_sequential(model, 5, x, use_reentrant=reentrant, keep_last=False)).backward()
 
 
 class Nested:
@@ -189,7 +186,7 @@ class ExplicitParameters:
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
         x = batch(step, rank).requires_grad_()
-        for part in (model[:3], model[3:6], model[6:]):
+        for part in (model[:4], model[4:7], model[7:]):
             x = hc.CheckpointFunction.apply(part, 1, x, *part.parameters())
         loss_of(x).backward()
 
@@ -367,6 +364,8 @@ def test_equals_one_process(case: Any, reentrant: bool) -> None:
         if hc.size() > 1 and cap == MANY_BUCKETS and case in (Plain, Tied, Nested, Accumulation, Dropout):
             assert stats.last.launches_in_backward == len(stats.last.launch_order) - 1 >= 1
             assert stats.last.control_messages == 0
+        if hc.size() > 1 and case is Frozen:  # unfrozen layers are in a bucket and waited for, as all others
+            assert stats.last.single_reductions == [] and stats.last.control_messages == 0
 
 
 @pytest.mark.parametrize("clear", ["none", "zero", "model", "never"])
