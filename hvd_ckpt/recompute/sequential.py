@@ -37,7 +37,7 @@ def checkpoint_sequential(
         functions: an ``nn.Sequential`` or several callables. A plain tuple that a layer returns becomes the
             positional arguments of the next layer; a layer after the first that cannot take that many but can
             take one gets the tuple as it is.
-        segments: how many segments of equal length (the first ones are longer by one layer where it does not
+        segments: how many segments of equal length (as in PyTorch, the last one takes the rest where it does not
             divide), or the number of layers in each.
         inputs: what the first layer takes; tensors with or without gradients, or anything else.
         use_reentrant, preserve_rng_state: as in :func:`hvd_ckpt.checkpoint`.
@@ -63,7 +63,7 @@ def checkpoint_sequential(
 
 
 def split(layers: int, segments: int | Sequence[int]) -> list[int]:
-    """The number of layers in each segment, longer ones first.
+    """The number of layers in each segment; an int is split as PyTorch does, the last segment taking the rest.
 
     Raises:
         TypeError, ValueError: as :func:`checkpoint_sequential`.
@@ -73,8 +73,8 @@ def split(layers: int, segments: int | Sequence[int]) -> list[int]:
             raise ValueError(f"segments must be at least 1, got {segments}.")
         if segments > layers:
             raise ValueError(f"segments must be at most the number of layers, {layers}, got {segments}.")
-        length, longer = divmod(layers, segments)
-        return [length + 1] * longer + [length] * (segments - longer)
+        length = layers // segments
+        return [length] * (segments - 1) + [layers - length * (segments - 1)]
     if not isinstance(segments, (list, tuple)):
         raise TypeError(
             f"segments must be an int or the number of layers in each segment, got {segments!r} of type "
