@@ -45,8 +45,8 @@ class Preset:
 
 PRESETS = {
     "quick": Preset(steps=3, passes=1, chunks="2", timeout=60),
-    "default": Preset(steps=7, passes=2, chunks="1,2,4", timeout=90),
-    "full": Preset(steps=7, passes=2, chunks="1,2,4", timeout=900),
+    "default": Preset(steps=5, passes=2, chunks="1,2,4", timeout=90),
+    "full": Preset(steps=5, passes=2, chunks="1,2,4", timeout=900),
 }
 
 
@@ -75,7 +75,7 @@ class OneLineErrors(click.Command):
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
 @click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
 @click.option(
-    "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 7]"
+    "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 5]"
 )
 @click.option(
     "--passes", type=click.IntRange(1), default=None, help="Jobs per engine, alternating.  [default: 2]"
