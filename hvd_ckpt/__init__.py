@@ -3,95 +3,132 @@
 ``import hvd_ckpt as hvd`` serves as the one changed import of a Horovod script: every public name of ``horovod.torch`` is here.
 """
 
-from horovod.torch import (
-    Adasum,
-    Average,
-    HorovodInternalError,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-    ccl_built,
-    check_extension,
-    compression,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    elastic,
-    functions,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_lib_v2,
-    mpi_ops,
-    mpi_threads_supported,
-    nccl_built,
-    optimizer,
-    poll,
-    rank,
-    reducescatter,
-    reducescatter_async,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-    sync_batch_norm,
-    synchronize,
-)
+from __future__ import annotations
 
-from hvd_ckpt.precision import GradScaler, Precision
-from hvd_ckpt.recompute import (
-    CheckpointFunction,
-    CheckpointSequential,
-    SyncBatchNorm,
-    checkpoint,
-    checkpoint_sequential,
-    is_checkpointing,
-    is_recomputing,
-)
-from hvd_ckpt.reduction import (
-    Compression,
-    DistributedOptimizer,
-    ReductionStats,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    join,
-)
-from hvd_ckpt.runtime import controller, init, mpi_communicator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from horovod.torch import (
+        Adasum,
+        Average,
+        HorovodInternalError,
+        Max,
+        Min,
+        ProcessSet,
+        Product,
+        Sum,
+        add_process_set,
+        allgather,
+        allgather_async,
+        allgather_object,
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        alltoall,
+        alltoall_async,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+        broadcast_object,
+        ccl_built,
+        check_extension,
+        compression,
+        cross_rank,
+        cross_size,
+        cuda_built,
+        ddl_built,
+        elastic,
+        functions,
+        global_process_set,
+        gloo_built,
+        gloo_enabled,
+        grouped_allgather,
+        grouped_allgather_async,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        is_initialized,
+        local_rank,
+        local_size,
+        mpi_built,
+        mpi_enabled,
+        mpi_lib_v2,
+        mpi_ops,
+        mpi_threads_supported,
+        nccl_built,
+        optimizer,
+        poll,
+        rank,
+        reducescatter,
+        reducescatter_async,
+        remove_process_set,
+        rocm_built,
+        shutdown,
+        size,
+        sparse_allreduce_async,
+        start_timeline,
+        stop_timeline,
+        sync_batch_norm,
+        synchronize,
+    )
+
+    from hvd_ckpt.precision import GradScaler, Precision
+    from hvd_ckpt.recompute import (
+        CheckpointFunction,
+        CheckpointSequential,
+        SyncBatchNorm,
+        checkpoint,
+        checkpoint_sequential,
+        is_checkpointing,
+        is_recomputing,
+    )
+    from hvd_ckpt.reduction import (
+        Compression,
+        DistributedOptimizer,
+        ReductionStats,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        join,
+    )
+    from hvd_ckpt.runtime import controller, init, mpi_communicator
+
+# Names are imported when they are first used: `hvd-ckpt --help` then needs no PyTorch, and `hvd-ckpt doctor` no working Horovod.
+_OWN = {
+    "hvd_ckpt.precision": (
+        "GradScaler",
+        "Precision",
+    ),
+    "hvd_ckpt.recompute": (
+        "CheckpointFunction",
+        "CheckpointSequential",
+        "SyncBatchNorm",
+        "checkpoint",
+        "checkpoint_sequential",
+        "is_checkpointing",
+        "is_recomputing",
+    ),
+    "hvd_ckpt.reduction": (
+        "Compression",
+        "DistributedOptimizer",
+        "ReductionStats",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "join",
+    ),
+    "hvd_ckpt.runtime": (
+        "controller",
+        "init",
+        "mpi_communicator",
+    ),
+}
+_HOMES = {name: module for module, names in _OWN.items() for name in names}
 
 __all__ = [
     "Adasum",
@@ -180,3 +217,15 @@ __all__ = [
     "sync_batch_norm",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'hvd_ckpt' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "horovod.torch")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """Runs every test: what `bash main.sh test` calls.
 
-tests/single and tests/launch run under plain pytest; tests/parallel runs under horovodrun, with 2 and with 4 ranks, over
+tests/single and tests/launch run under plain pytest; tests/parallel runs under horovodrun, with 1, 2 and 4 ranks, over
 each controller that works here. Each rank leaves a JUnit file. A test of tests/parallel failed if it failed on any rank,
 and a run that crashed, hung or collected nothing counts as one failure. The last line sums all runs.
 
@@ -55,6 +55,7 @@ class Run:
 
 RUNS = (
     Run("tests/single"),
+    Run("tests/parallel", 1, "gloo"),
     *(Run("tests/parallel", ranks, controller) for controller in ("gloo", "mpi") for ranks in (2, 4)),
     Run("tests/launch"),
 )
