@@ -55,20 +55,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduces the gradients over the ranks, unless that is done, and divides them by the scale."""
-        if not self._enabled or not isinstance(optimizer, ReducedOptimizer):
-            super().unscale_(optimizer)
-            return
-        optimizer.reduce_once()
+        if isinstance(optimizer, ReducedOptimizer):
+            optimizer.reduce_once()
         super().unscale_(optimizer)
-        if optimizer.reduces_updates:
+        if self._enabled and isinstance(optimizer, ReducedOptimizer) and optimizer.reduces_updates:
             # Adasum combines updates: the gradients are each rank's own, so what was found in them must be exchanged.
+            # A rank without gradients has found nothing, and takes part all the same.
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            anywhere = torch.tensor([float(any(bool(value) for value in found.values()))])
+            mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf")
+            found.setdefault(torch.device("cpu"), torch.zeros(()))
             for value in found.values():
-                mpi_ops.allreduce_(value, op=Max, name="hvd_ckpt.found_inf")
+                value.fill_(anywhere.item())
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank."""
-        if not self._enabled or not isinstance(optimizer, ReducedOptimizer):
+        if not isinstance(optimizer, ReducedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.reduce_once()
         with optimizer.reduced_by_caller():

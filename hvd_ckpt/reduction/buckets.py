@@ -23,9 +23,14 @@ class Slot:
     parameter: torch.Tensor
     offset: int
     shape: torch.Size
+    stride: tuple[int, ...]
     view: torch.Tensor | None = None
     pointer: int = 0
     filled: bool = False  # there was a gradient when the bucket was last gathered
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """True if ``gradient`` lies here. Compares memory, not identity: ``Module.to`` keeps the tensor object and moves it."""
@@ -65,7 +70,7 @@ class Bucket:
     version: int = 0
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
-        self.slots.append(Slot(index, parameter, self.numel, parameter.shape))
+        self.slots.append(Slot(index, parameter, self.numel, parameter.shape, parameter.stride()))
         self.numel += parameter.numel()
 
     @property
@@ -89,7 +94,7 @@ class Bucket:
         expected = flat.data_ptr() + slot.offset * self.dtype.itemsize
         # A conversion of the model (``Module.to``) moves the view object itself.
         if view is None or view.data_ptr() != expected or view.dtype is not self.dtype:
-            view = slot.view = _view_like(flat, slot.offset, slot.parameter)
+            view = slot.view = _view(flat, slot)
             slot.pointer = view.data_ptr()
         return view
 
@@ -100,22 +105,29 @@ class Bucket:
             slot.view = None
 
     def fits_parameters(self) -> bool:
-        """False if a parameter changed its dtype, device or size since the bucket was laid out."""
+        """False if a parameter changed its dtype, device, size or layout since the bucket was laid out."""
         dtype, device = self.dtype, self.device
         return all(
             slot.parameter.dtype is dtype
             and slot.parameter.device == device
             and slot.parameter.shape == slot.shape
+            and slot.parameter.stride() == slot.stride
             for slot in self.slots
         )
 
-    def adopt(self, index: int) -> None:
+    def has_graph(self) -> bool:
+        """True if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph."""
+        gradients = (slot.parameter.grad for slot in self.slots)
+        return any(gradient is not None and gradient.requires_grad for gradient in gradients)
+
+    def adopt(self, slot: Slot) -> None:
         """Brings the gradient of one parameter into the storage, if it can lie there, and makes it its ``grad``."""
-        slot = next(slot for slot in self.slots if slot.index == index)
         gradient = slot.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             return
-        if gradient.dtype is self.dtype and gradient.device == self.device and not slot.holds(gradient):
+        if gradient.dtype is not self.dtype or gradient.device != self.device or gradient.shape != slot.shape:
+            return
+        if not slot.holds(gradient):
             view = self.view(slot)
             view.detach().copy_(gradient)
             slot.parameter.grad = view
@@ -152,19 +164,18 @@ class Bucket:
         return flat
 
 
-def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of ``flat`` shaped as ``parameter``, with its strides where they are dense (channels-last weights, say)."""
+def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A slot's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say)."""
     with torch.no_grad():
-        numel = parameter.numel()
-        if numel and _is_dense(parameter):
-            return flat.as_strided(parameter.shape, parameter.stride(), offset)
-        return flat[offset : offset + numel].view(parameter.shape)
+        if slot.numel and _is_dense(slot.shape, slot.stride):
+            return flat.as_strided(slot.shape, slot.stride, slot.offset)
+        return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements fill numel consecutive places, in whatever order of dimensions."""
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if the elements fill consecutive places, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+    for stride, size in sorted(zip(strides, shape)):
         if size == 1:
             continue
         if stride != expected:

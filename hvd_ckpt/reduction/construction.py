@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, global_process_set
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import adasum
 from .agreement import ParameterFacts, allgather_objects, check_parameters, digest, raise_first_failure
@@ -68,8 +69,8 @@ def check_options(
 
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Any
-) -> tuple[list[tuple[str, torch.Tensor]], dict[int, str]]:
-    """The optimizer's parameters with their names, in the optimizer's order; and all names, by ``id`` of the parameter."""
+) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+    """The optimizer's parameters with their names, in its order; and a weak dictionary of all names by parameter."""
     if named_parameters is None:
         pairs = [
             (f"allreduce.noname.{i}.{j}", parameter)
@@ -91,27 +92,45 @@ def name_parameters(
         raise ValueError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
         )
-    names_by_id: dict[int, str] = {}
+    known_names: Any = WeakTensorKeyDictionary()
     for name, parameter in pairs:
-        names_by_id.setdefault(id(parameter), name)
+        if parameter not in known_names:
+            known_names[parameter] = name
     named, unnamed = [], []
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):
-            if id(parameter) in names_by_id:
-                named.append((names_by_id[id(parameter)], parameter))
+            if parameter in known_names:
+                named.append((known_names[parameter], parameter))
             else:
                 unnamed.append(f"parameter {j} of group {i} (shape {tuple(parameter.shape)})")
     if unnamed:
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}"
         )
-    return named, names_by_id
+    for name, parameter in named:
+        grad_dtype = getattr(parameter, "grad_dtype", None)
+        if grad_dtype is not None and grad_dtype is not parameter.dtype:
+            raise ValueError(
+                f"parameter '{name}' of {parameter.dtype} asks for gradients of {grad_dtype}, which cannot lie in a bucket "
+                f"of its own dtype; leave grad_dtype alone"
+            )
+    return named, known_names
+
+
+def describe_groups(groups: Any, known_names: Any) -> Any:
+    """``groups`` with names for parameters, so that ranks can compare it."""
+    if not isinstance(groups, list) or known_names is None:
+        return groups
+    return [[known_names.get(parameter, "?") for parameter in group] for group in groups]
 
 
 def agree_at_construction(
-    error: Exception | None, named: Sequence[tuple[str, torch.Tensor]], process_set: Any
+    error: Exception | None,
+    named: Sequence[tuple[str, torch.Tensor]],
+    options: dict[str, Any],
+    process_set: Any,
 ) -> int:
-    """Compares parameters and errors of all ranks; returns an identity that all ranks give this optimizer.
+    """Compares parameters, options and errors of all ranks; returns an identity that all ranks give this optimizer.
 
     In an elastic job ranks do not construct at the same time: a new worker does while the others wait for it in
     ``state.sync()``. There the comparison is left to Horovod's own checks.
@@ -123,9 +142,23 @@ def agree_at_construction(
         return number
     table = [ParameterFacts.of(name, parameter) for name, parameter in named]
     failure = None if error is None else str(error)
-    gathered = allgather_objects((failure, number, digest(table)), process_set, "hvd_ckpt.construct")
+    gathered = allgather_objects(
+        (failure, number, digest((table, options))), process_set, "hvd_ckpt.construct"
+    )
     raise_first_failure(error, [failure for failure, _, _ in gathered])
     if len({fingerprint for _, _, fingerprint in gathered}) > 1:
-        check_parameters(allgather_objects(table, process_set, "hvd_ckpt.construct.table"))
+        everything = allgather_objects((table, options), process_set, "hvd_ckpt.construct.table")
+        check_parameters([facts for facts, _ in everything])
+        _check_options_equal([others for _, others in everything])
     identities: list[int] = [number for _, number, _ in gathered]
     return max(identities)
+
+
+def _check_options_equal(options: Sequence[dict[str, Any]]) -> None:
+    for rank, others in enumerate(options):
+        for name, value in options[0].items():
+            if others[name] != value:
+                raise ValueError(
+                    f"{name} differs between ranks: {value} on rank 0 and {others[name]} on rank {rank}; "
+                    f"pass DistributedOptimizer the same arguments on every rank"
+                )

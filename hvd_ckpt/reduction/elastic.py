@@ -23,6 +23,7 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
 
     def sync(self) -> None:
         self.value.reset_reduction()
+        self.value.agree_on_naming()
         broadcast_optimizer_state(self.value, root_rank=0)
 
 

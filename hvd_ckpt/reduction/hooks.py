@@ -22,6 +22,8 @@ class Listener(Protocol):
 
     def after_accumulation(self, index: int) -> None: ...
 
+    def is_shared(self, index: int) -> None: ...
+
 
 _newest: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to the hooks that count it
 
@@ -51,7 +53,9 @@ class GradientHooks:
                 continue
             other = _newest.get(parameter)
             if other is not None and other() is not None:
+                # Both may synchronize after one backward pass: neither may have the gradient in flight by then.
                 other().release(parameter)
+                self._tell_shared(index)
             _newest[parameter] = weakref.ref(self)
             self._handles[index] = [
                 parameter.register_hook(_before(self._listener, index)),  # type: ignore[no-untyped-call]
@@ -64,6 +68,12 @@ class GradientHooks:
         for index in [index for index in self._handles if self._parameters[index] is parameter]:
             for handle in self._handles.pop(index):
                 handle.remove()
+            self._tell_shared(index)
+
+    def _tell_shared(self, index: int) -> None:
+        hears = self._listener()
+        if hears is not None:
+            hears.is_shared(index)
 
 
 def _before(listener: weakref.ref[Listener], index: int) -> Callable[[torch.Tensor], None]:

@@ -17,10 +17,10 @@ from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
 from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
 from .adasum import adasum_step
-from .agreement import broadcast_from
+from .agreement import allgather_objects, broadcast_from
 from .buckets import MEBIBYTE
 from .compression import Compression
-from .construction import agree_at_construction, check_options, is_elastic, name_parameters
+from .construction import agree_at_construction, check_options, describe_groups, is_elastic, name_parameters
 from .placement import Placement
 from .reducer import Reducer
 from .stats import ReductionStats
@@ -29,13 +29,22 @@ from .wire import Wire
 DEFAULT_BUCKET_CAP_MB = 25.0
 
 
-class ReducedOptimizer(torch.optim.Optimizer):
+class _IsReduced(type):
+    """``isinstance`` by what a class has: as a base class it would catch the ``super()`` calls of the wrapped one."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(type(instance), "_reduced_by_hvd_ckpt")
+
+
+class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
     """What :func:`DistributedOptimizer` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
+
+    _reduced_by_hvd_ckpt = True
 
     _wrapped_class: type[torch.optim.Optimizer]
     _reducer: Reducer | None
     _parameter_names: dict[torch.Tensor, str]
-    _names_by_id: dict[int, str]
+    _known_names: Any
     _identity: int
     _op: int
     _compression: Any
@@ -148,7 +157,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._identity,
             self._compression,
         )
-        reducer.abandon()
+        reducer.forget_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -181,7 +190,7 @@ class ReducedOptimizer(torch.optim.Optimizer):
         group = len(self.param_groups) - 1
         named = []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
-            name = self._names_by_id.get(id(parameter), f"allreduce.noname.{group}.{position}")
+            name = self._known_names.get(parameter, f"allreduce.noname.{group}.{position}")
             self._parameter_names[parameter] = name
             named.append((name, parameter))
         if self._reducer is not None:
@@ -231,7 +240,14 @@ class ReducedOptimizer(torch.optim.Optimizer):
             self._should_synchronize, self._scaling_agreed = should_synchronize, False
             self._synchronized = False
             if self.reduces_updates and self._reducer is not None:
-                self._reducer.abandon()
+                self._reducer.forget_step()
+
+    def agree_on_naming(self) -> None:
+        """Gives this optimizer's tensors names that are the same on every rank and new. Collective."""
+        if self._reducer is not None:
+            namings = allgather_objects(self._reducer.naming, self._process_set, "hvd_ckpt.naming")
+            self._identity = max(identity for identity, _ in namings)
+            self._reducer.rename(self._identity, 1 + max(generation for _, generation in namings))
 
     def reset_reduction(self) -> None:
         """Forgets order, layout and counts; the next step learns them from rank 0. To be called on every rank.
@@ -257,6 +273,9 @@ class ReducedOptimizer(torch.optim.Optimizer):
         self._wrapped_supports_amp_scaling = value
 
     _step_supports_amp_scaling = property(_get_supports_amp_scaling, _set_supports_amp_scaling)
+
+    # The wrapped class's step() runs the step hooks already; torch must not add them here.
+    step.hooked = True  # type: ignore[attr-defined]
 
 
 def DistributedOptimizer(
@@ -302,7 +321,7 @@ def DistributedOptimizer(
     """
     error: Exception | None = None
     named: list[tuple[str, torch.Tensor]] = []
-    names_by_id: dict[int, str] = {}
+    known_names: Any = None
     try:
         if num_groups:
             warnings.warn(
@@ -322,11 +341,19 @@ def DistributedOptimizer(
             process_set,
             bucket_cap_mb,
         )
-        named, names_by_id = name_parameters(optimizer, named_parameters)
-    except (ValueError, TypeError, NotImplementedError) as exception:
+        named, known_names = name_parameters(optimizer, named_parameters)
+    except Exception as exception:  # whatever it is, this rank must not miss the meeting below
         error = exception
     member = bool(process_set.included())
-    identity = agree_at_construction(error, named, process_set if member else None)
+    options = {
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "compression": getattr(compression, "__name__", str(compression)),
+        "sparse_as_dense": sparse_as_dense,
+        "bucket_cap_mb": bucket_cap_mb,
+        "groups": describe_groups(groups, known_names),
+    }
+    identity = agree_at_construction(error, named, options, process_set if member else None)
 
     wrapped = type(optimizer)
     methods = {
@@ -336,7 +363,7 @@ def DistributedOptimizer(
     }
     # Horovod's own functions know its optimizers by their module.
     methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
-    new: Any = object.__new__(type(wrapped.__name__, (wrapped, ReducedOptimizer), methods))
+    new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
     # ``step`` is an instance attribute where a learning rate scheduler has patched it.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
     supports_scaling = attributes.pop(
@@ -346,7 +373,7 @@ def DistributedOptimizer(
     new._wrapped_class = wrapped
     new._wrapped_supports_amp_scaling = supports_scaling
     new._parameter_names = {parameter: name for name, parameter in named}
-    new._names_by_id = names_by_id
+    new._known_names = known_names
     new._identity = identity
     new._op, new._compression, new._process_set = op, compression, process_set
     new._synchronized, new._should_synchronize, new._scaling_agreed = False, True, False
@@ -356,13 +383,14 @@ def DistributedOptimizer(
         new._reducer = Reducer(
             Placement(named, bucket_cap_mb * MEBIBYTE, groups),
             Wire(
-                f"hvd_ckpt.{identity}",
+                "",
                 op,
                 prescale_factor=1.0 / gradient_predivide_factor if op == Average else 1.0,
                 postscale_factor=gradient_predivide_factor if op == Average else 1.0,
                 compression=compression,
                 process_set=process_set,
             ),
+            identity,
             sparse_as_dense,
             keep_buckets,
         )
@@ -388,12 +416,20 @@ def join(device: int = -1) -> int:
     """
     last: int = mpi_ops.join(device)
     _live[:] = [reference for reference in _live if reference() is not None]
+    reducers = {}
     for optimizer in [reference() for reference in _live]:
-        reducer = None if optimizer is None else optimizer._reducer
-        if optimizer is not None and reducer is not None and optimizer._process_set == global_process_set:
-            state = broadcast_from(
-                reducer.state_dict(), last, global_process_set, f"hvd_ckpt.{optimizer._identity}.join"
-            )
-            if mpi_ops.rank() != last:
-                reducer.follow(state)
+        if optimizer is not None and optimizer._process_set == global_process_set and optimizer._reducer:
+            reducers[optimizer._identity] = optimizer._reducer
+    # A rank may have collected an optimizer that others still have.
+    known = [
+        set(identities)
+        for identities in allgather_objects(list(reducers), global_process_set, "hvd_ckpt.join")
+    ]
+    for identity in sorted(set.intersection(*known)):
+        reducer = reducers[identity]
+        own = (reducer.state_dict(), reducer.naming)
+        state, (_, generation) = broadcast_from(own, last, global_process_set, f"hvd_ckpt.join.{identity}")
+        if mpi_ops.rank() != last:
+            reducer.follow(state)
+        reducer.rename(identity, generation + 1)
     return last

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .buckets import Bucket, lay_out
+from .buckets import Bucket, Slot, lay_out
 
 VERSION = 1
 
@@ -21,7 +21,7 @@ class Placement:
         sparse: those whose gradients are sparse, with their number of sparse dimensions; gathered, in no bucket.
         densified: those whose gradients are sparse but travel dense, in a bucket.
         buckets: in launch order.
-        bucket_of: the bucket of each parameter, or None.
+        bucket_of, slot_of: the bucket of each parameter and its place in it, or None.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Placement:
         self.names.append(name)
         self.parameters.append(parameter)
         self.bucket_of.append(None)
+        self.slot_of.append(None)
         return index
 
     def has(self, index: int) -> bool:
@@ -68,9 +69,11 @@ class Placement:
             groups = [[known[id(one)] for one in group if id(one) in known] for group in self.groups]
         self.buckets: list[Bucket] = lay_out(self.order, self.parameters, self.cap_bytes, groups)
         self.bucket_of: list[Bucket | None] = [None] * len(self.parameters)
+        self.slot_of: list[Slot | None] = [None] * len(self.parameters)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self.bucket_of[slot.index] = bucket
+                self.slot_of[slot.index] = slot
 
     def state_dict(self, counts: Sequence[int] | None) -> dict[str, Any]:
         """Everything as plain data, by name; ``counts`` are the learned fires of each parameter, if they are."""

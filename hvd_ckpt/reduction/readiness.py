@@ -39,10 +39,6 @@ class FireCounts:
         self.fired[index] += 1
         return self.fired[index]
 
-    @property
-    def any_fired(self) -> bool:
-        return self._clock > 0
-
     def close_step(self, learn: bool = True) -> None:
         """Learns from this step's fires (unless told not to) and starts the next step."""
         if learn and self._clock:

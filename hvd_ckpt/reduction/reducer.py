@@ -18,6 +18,7 @@ ranks that have called ``join()`` can be absent.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class Reducer:
     Args:
         placement: the parameters, the same on every rank and in the same order; frozen ones included.
         wire: how tensors are reduced.
+        identity: a number that no other live optimizer on these ranks has.
         sparse_as_dense: reduce sparse gradients in buckets.
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
 
@@ -49,18 +51,23 @@ class Reducer:
         active: a gradient has arrived since the last synchronization.
     """
 
-    def __init__(self, placement: Placement, wire: Wire, sparse_as_dense: bool, keep_buckets: bool) -> None:
+    def __init__(
+        self, placement: Placement, wire: Wire, identity: int, sparse_as_dense: bool, keep_buckets: bool
+    ) -> None:
         self.placement = placement
         self.stats = ReductionStats()
         self.active = False
         self._wire = wire
+        self.rename(identity, generation=0)
         self._sparse_as_dense = sparse_as_dense
         self._keep_buckets = keep_buckets
         self._counts = FireCounts(len(placement.parameters))
         self._known = len(placement.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
+        self._shared: set[int] = set()  # parameters that another optimizer reduces, too
         self._late: set[int] = set()
         self._diverted: set[int] = set()
+        self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
         self._late_parts: dict[int, torch.Tensor] = {}
         self._flights: list[Flight] = []
         self._next = 0
@@ -89,40 +96,52 @@ class Reducer:
     def before_accumulation(self, index: int) -> None:
         """Keeps a late gradient out of the buffer in flight: it goes to a fresh tensor."""
         bucket = self.placement.bucket_of[index]
-        if bucket is not None and bucket.launched and index not in self._diverted:
-            with self._lock:
+        if bucket is None or not bucket.launched or index in self._diverted or index in self._cleared:
+            return
+        with self._lock:
+            slot, parameter = self.placement.slot_of[index], self.placement.parameters[index]
+            assert slot is not None
+            if slot.filled and (parameter.grad is None or not slot.holds(parameter.grad)):
+                self._cleared.add(index)
+            else:
                 self._diverted.add(index)
-                self.placement.parameters[index].grad = None
+                parameter.grad = None
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become final."""
         with self._lock:
             self.active = True
             fired = self._counts.fire(index)
-            bucket = self.placement.bucket_of[index]
-            if bucket is None:
+            bucket, slot = self.placement.bucket_of[index], self.placement.slot_of[index]
+            if bucket is None or slot is None:
                 return
             if bucket.launched:
-                self._late.add(index)
+                if index not in self._cleared:
+                    self._late.add(index)
             elif fired == self._counts.expected[index]:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._complete(bucket)
             elif fired == 1:
                 # More parts are to come: accumulate them in the bucket rather than beside it.
-                bucket.adopt(index)
+                bucket.adopt(slot)
 
     def _complete(self, bucket: Bucket) -> None:
-        """All gradients of the bucket have arrived: launch it, and those behind it that were waiting for it."""
-        if bucket.position != self._next:
-            if bucket.fits_parameters():
-                bucket.gather()
-            return
+        """All gradients of the bucket have arrived: launch what can leave, and keep it in its storage if it cannot."""
         buckets = self.placement.buckets
         may_leave = self._counts.learned and self._wire.linear
         while may_leave and self._next < len(buckets) - 1 and buckets[self._next].waiting == 0:
+            if buckets[self._next].has_graph():
+                break
             self._launch()
             self._step.launches_in_backward += 1
+        if not bucket.launched and bucket.fits_parameters() and not bucket.has_graph():
+            bucket.gather()
+
+    def is_shared(self, index: int) -> None:
+        """Another optimizer reduces this parameter, too: its bucket leaves in :meth:`synchronize` only."""
+        self._shared.add(index)
+        self._prepare_buckets()
 
     # ---------------------------------------------------------------------------------- synchronization
 
@@ -193,6 +212,8 @@ class Reducer:
         return replaced
 
     def _is_replaced(self, slot: Slot, bucket: Bucket) -> bool:
+        if slot.index in self._cleared:
+            return True
         if slot.index in self._late:
             return False
         gradient = slot.parameter.grad
@@ -362,7 +383,10 @@ class Reducer:
         """All ranks compare what has changed, and raise or go on together; returns the parameters in use."""
         names, parameters = self.placement.names, self.placement.parameters
         report = self._report
-        report.table = [ParameterFacts.of(name, parameter) for name, parameter in zip(names, parameters)]
+        facts = (ParameterFacts.of(name, parameter) for name, parameter in zip(names, parameters))
+        report.table = [
+            dataclasses.replace(fact, requires_grad=True) for fact in facts
+        ]  # ranks may freeze differently
         report.replaced = [names[index] for index in replaced]
         report.used = [parameter.grad is not None for parameter in parameters]
         meeting = Meeting(self._wire.gather(report, "meeting"))
@@ -388,19 +412,49 @@ class Reducer:
         self._report = Report()
         self._late.clear()
         self._diverted.clear()
+        self._cleared.clear()
         self._late_parts.clear()
         self._flights.clear()
         self._next = 0
         self.active = False
         for bucket in self.placement.buckets:
             bucket.launched = bucket.void = False
-            bucket.waiting = sum(self._counts.expected[slot.index] > 0 for slot in bucket.slots)
+        self._prepare_buckets()
+
+    def _prepare_buckets(self) -> None:
+        """Sets what each bucket waits for. One with a shared parameter waits for :meth:`synchronize`."""
+        for bucket in self.placement.buckets:
+            indices = [slot.index for slot in bucket.slots]
+            bucket.waiting = sum(self._counts.expected[index] > 0 for index in indices)
+            bucket.waiting += not self._shared.isdisjoint(indices)
+
+    def forget_step(self) -> None:
+        """Forgets the fires of a step whose gradients are reduced elsewhere."""
+        self._end_step(learn=False)
 
     def abandon(self) -> None:
-        """Forgets the step that has begun (after an error, or when a state is loaded)."""
+        """Drops the step that has begun (after an error, or when a state is loaded). To be called on every rank.
+
+        What is in flight goes on in memory and under names that are not used again.
+        """
         for flight in self._flights:
             mpi_ops._handle_map.pop(flight.handle, None)
+            for slot in flight.bucket.slots:
+                slot.parameter.grad = None
+            flight.bucket.free()
+        self._generation += 1
+        self.rename(self._identity, self._generation)
         self._end_step(learn=False)
+
+    def rename(self, identity: int, generation: int) -> None:
+        """Names this optimizer's tensors; the same on every rank."""
+        self._identity, self._generation = identity, generation
+        self._wire = dataclasses.replace(self._wire, name=f"hvd_ckpt.{identity}.{generation}")
+
+    @property
+    def naming(self) -> tuple[int, int]:
+        """Identity and generation: what :meth:`rename` has set."""
+        return self._identity, self._generation
 
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""

@@ -31,7 +31,8 @@ class Wire:
     """How tensors are reduced.
 
     Attributes:
-        name: prefix of all tensor names, unique to the optimizer and the same on every rank.
+        name: prefix of all tensor names, unique to the optimizer and the same on every rank. It changes when a step is
+            abandoned, since its tensors may still be on their way.
         op, prescale_factor, postscale_factor, compression, process_set: as in Horovod.
     """
 
