@@ -7,6 +7,7 @@ counted a batch in the first pass get scratch copies of their buffers, with the 
 pass, for as long as a recomputation runs. Nothing is patched and no hook stays behind: the real buffers come
 back whatever the recomputation raises.
 """
+
 from __future__ import annotations
 
 import contextlib

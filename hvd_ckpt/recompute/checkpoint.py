@@ -4,6 +4,7 @@ Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016
 PyTorch's (:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once
 (running statistics, collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -42,7 +43,9 @@ class Options:
         if self.use_reentrant not in (None, True, False):
             raise TypeError(f"use_reentrant must be True or False, got {self.use_reentrant!r}.")
         if self.use_reentrant and (self.context_fn is not noop_context_fn or self.debug):
-            raise ValueError("context_fn and debug need use_reentrant=False: the reentrant variant has neither.")
+            raise ValueError(
+                "context_fn and debug need use_reentrant=False: the reentrant variant has neither."
+            )
 
 
 def checkpoint(

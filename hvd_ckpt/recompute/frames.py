@@ -6,6 +6,7 @@ frame lies on a stack of this thread. The stack is per thread because autograd r
 of its own, and it is a stack because regions nest: an inner region runs its first pass inside the
 recomputation of an outer one.
 """
+
 from __future__ import annotations
 
 import enum

@@ -5,6 +5,7 @@ that several regions use is accumulated once per region. Here the recomputation 
 gradients like those of any other input; autograd adds them up and every parameter's gradient is final when it
 is first touched. The idea, the name and the call are those of the pytorch-checkpoint project (csrhddlam).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -94,7 +95,10 @@ class CheckpointFunction(torch.autograd.Function):
             ctx.checked = True
         with _without_hooks(ends):
             found = torch.autograd.grad(
-                [output for output, _ in pairs], targets, [gradient for _, gradient in pairs], allow_unused=True
+                [output for output, _ in pairs],
+                targets,
+                [gradient for _, gradient in pairs],
+                allow_unused=True,
             )
         for index, gradient in zip(wanted, found):
             result[2 + index] = gradient
@@ -119,7 +123,9 @@ class _Environment:
             stack.enter_context(torch.random.fork_rng(self.devices, device_type=self.device_type))
             torch.set_rng_state(self.cpu_state)
             if self.devices:
-                torch_checkpoint.set_device_states(self.devices, self.device_states, device_type=self.device_type)
+                torch_checkpoint.set_device_states(
+                    self.devices, self.device_states, device_type=self.device_type
+                )
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device_type, **self.autocast))
             stack.enter_context(torch.autocast("cpu", **self.cpu_autocast))
@@ -153,7 +159,9 @@ def _check(function: Any, n: Any, args: Sequence[Any]) -> None:
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"The number of inputs must be an int, got {n!r}.")
     if not 0 <= n <= len(args):
-        raise ValueError(f"The number of inputs must be between 0 and the {len(args)} arguments given, got {n}.")
+        raise ValueError(
+            f"The number of inputs must be between 0 and the {len(args)} arguments given, got {n}."
+        )
     for position, arg in enumerate(args[n:]):
         if not isinstance(arg, torch.Tensor):
             raise TypeError(

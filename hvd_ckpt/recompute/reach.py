@@ -4,6 +4,7 @@ A checkpointed function is often not a module but something around one: a bound 
 ``partial``, a list of layers. What a recomputation must protect (the running statistics of batch norm) and
 what needs gradients (the parameters) is found by looking into those, without running them.
 """
+
 from __future__ import annotations
 
 import functools

@@ -5,6 +5,7 @@ and hands zeros instead of nothing to the parameters behind an output that nobod
 results may be nested structures with tensors anywhere in them, and gradients come out as they would without
 recomputation.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -5,6 +5,7 @@ Both of PyTorch's checkpoint variants, and this library's own :class:`Checkpoint
 once in the forward pass and again for the backward pass. Wrapping the function is therefore all that is
 needed to know which run is which; the caller's own ``context_fn`` and ``debug`` stay free for the caller.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

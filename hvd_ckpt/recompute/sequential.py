@@ -4,6 +4,7 @@ A chain of n layers cut into about sqrt(n) segments needs memory for the inputs 
 activations of one of them (Chen, Xu, Zhang, Guestrin, 2016). The last segment is kept rather than recomputed:
 its activations are needed the moment the backward pass begins.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -82,7 +83,9 @@ def split(layers: int, segments: int | Sequence[int]) -> list[int]:
         )
     for length in segments:
         if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(f"The number of layers in a segment must be an int, got {length!r} in {segments!r}.")
+            raise TypeError(
+                f"The number of layers in a segment must be an int, got {length!r} in {segments!r}."
+            )
         if length < 1:
             raise ValueError(f"Each segment must have at least 1 layer, got {length} in {segments!r}.")
     if sum(segments) != layers:
@@ -143,7 +146,11 @@ class CheckpointSequential(nn.Sequential):
 
 
 def _run(
-    parts: Sequence[_Segment], recomputed: int, inputs: tuple[Any, ...], shared: dict[str, Any], options: Options
+    parts: Sequence[_Segment],
+    recomputed: int,
+    inputs: tuple[Any, ...],
+    shared: dict[str, Any],
+    options: Options,
 ) -> Any:
     result: Any = None
     for index, part in enumerate(parts):
@@ -219,7 +226,9 @@ def _is_misfit(error: Exception) -> bool:
     if type(error) not in (TypeError, ValueError, IndexError, RuntimeError):
         return False
     message = str(error).lower()
-    return "out of memory" not in message and "allocate memory" not in message and "alloc_failed" not in message
+    return (
+        "out of memory" not in message and "allocate memory" not in message and "alloc_failed" not in message
+    )
 
 
 def _layers(functions: nn.Sequential | Iterable[Layer]) -> list[Layer]:
@@ -310,4 +319,8 @@ def _described(values: Sequence[Any]) -> str:
 
 
 def _name(layer: Layer) -> str:
-    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+    return (
+        type(layer).__name__
+        if isinstance(layer, nn.Module)
+        else getattr(layer, "__name__", type(layer).__name__)
+    )

@@ -6,6 +6,7 @@ sample variances", 1979), so ranks may have batches of different sizes. The back
 one allreduce. A recomputation does not communicate: it reads the statistics that the first pass left in its
 frame.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -195,7 +196,9 @@ class _Normalize(torch.autograd.Function):
         grad_bias = sums[0].clone() if need_bias else None
         grad_input = None
         if need_input:
-            totals = hvd.allreduce(sums, op=hvd.Sum, name=_collective_name("backward", sums)) / count.to(mean.dtype)
+            totals = hvd.allreduce(sums, op=hvd.Sum, name=_collective_name("backward", sums)) / count.to(
+                mean.dtype
+            )
             slope = totals[1] * inverse_deviation**2
             scale = inverse_deviation if weight is None else inverse_deviation * weight.to(mean.dtype)
             grad_input = gradient - totals[0].view(shape) - centered * slope.view(shape)

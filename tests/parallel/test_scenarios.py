@@ -45,7 +45,9 @@ class Tied:
     @staticmethod
     def backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
         x = batch(step, rank)
-        loss_of(hc.checkpoint_sequential(model, [2, 2, 2, 2, 1], x, use_reentrant=reentrant, keep_last=False)).backward()
+        loss_of(
+            hc.checkpoint_sequential(model, [2, 2, 2, 2, 1], x, use_reentrant=reentrant, keep_last=False)
+        ).backward()
 
 
 class Nested:

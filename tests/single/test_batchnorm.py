@@ -1,4 +1,5 @@
 """Running statistics after training with recomputation are those of training without, bit for bit."""
+
 from __future__ import annotations
 
 import copy
@@ -213,7 +214,9 @@ def test_every_way_to_hold_the_module(use_reentrant: bool, way: str) -> None:
 
 @VARIANTS
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, SyncBatchNorm])
-def test_two_backward_passes_through_one_region(use_reentrant: bool, norm: Callable[[int], nn.Module]) -> None:
+def test_two_backward_passes_through_one_region(
+    use_reentrant: bool, norm: Callable[[int], nn.Module]
+) -> None:
     def run(recompute: bool) -> list[torch.Tensor | None]:
         block = Block(norm(4))
         (x,) = batches(2, 1)
@@ -232,7 +235,8 @@ def test_two_forward_passes_before_the_backward_pass(use_reentrant: bool) -> Non
         block = Block(nn.BatchNorm2d(4, momentum=None))
         first, second = batches(2, 2)
         y, z = (
-            checkpoint(block, x, use_reentrant=use_reentrant) if recompute else block(x) for x in (first, second)
+            checkpoint(block, x, use_reentrant=use_reentrant) if recompute else block(x)
+            for x in (first, second)
         )
         (y.sum() * 2 + z.square().sum()).backward()
         return outcome(block.norm)  # the scale is used twice: its gradient equals to rounding only
@@ -252,7 +256,9 @@ def test_nested(outer: bool, inner: bool) -> None:
             hidden = checkpoint(second, hidden, use_reentrant=inner) if recompute else second(hidden)
             return hidden.tanh().sin()
 
-        return train(both, lambda x: checkpoint(outside, x, use_reentrant=outer) if recompute else outside(x), 2)
+        return train(
+            both, lambda x: checkpoint(outside, x, use_reentrant=outer) if recompute else outside(x), 2
+        )
 
     assert_same(run(False), run(True))
 
@@ -273,7 +279,9 @@ def test_module_used_twice_and_modes_mixed_in_one_region(use_reentrant: bool) ->
             return y
 
         def call(x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = checkpoint(function, x, use_reentrant=use_reentrant) if recompute else function(x)
+            out: torch.Tensor = (
+                checkpoint(function, x, use_reentrant=use_reentrant) if recompute else function(x)
+            )
             return out
 
         return train(nn.ModuleList([norm, frozen]), call, 2)
@@ -390,7 +398,8 @@ def test_statistics_loaded_between_two_passes() -> None:
 def test_sync_batch_norm_on_one_rank_is_batch_norm(dtype: torch.dtype, kind: dict[str, Any]) -> None:
     plain, synchronized = nn.BatchNorm2d(4, dtype=dtype, **kind), SyncBatchNorm(4, dtype=dtype, **kind)
     assert_same(
-        train(plain, lambda x: plain(x.to(dtype)), 2), train(synchronized, lambda x: synchronized(x.to(dtype)), 2)
+        train(plain, lambda x: plain(x.to(dtype)), 2),
+        train(synchronized, lambda x: synchronized(x.to(dtype)), 2),
     )
     (x,) = batches(2, 1)
     assert torch.equal(plain.eval()(x.to(dtype)), synchronized.eval()(x.to(dtype)))

@@ -1,4 +1,5 @@
 """checkpoint(): the same numbers with less memory, whatever the function takes and returns."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,5 @@
 """CheckpointFunction: a recomputation whose parameters are inputs of one autograd node."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -85,7 +86,9 @@ def test_several_outputs_and_non_tensors() -> None:
 
         args = (x, 3, other, "name")
         first, second, index, _ = (
-            CheckpointFunction.apply(function, 4, *args, *module.parameters()) if recompute else function(*args)
+            CheckpointFunction.apply(function, 4, *args, *module.parameters())
+            if recompute
+            else function(*args)
         )
         assert not index.requires_grad
         (first.sum() + second.sum()).backward()
