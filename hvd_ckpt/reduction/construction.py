@@ -35,7 +35,7 @@ def check_options(
     process_set: Any,
     bucket_cap_mb: float,
 ) -> None:
-    """Raises ValueError, TypeError or NotImplementedError for the first argument that is wrong on this rank."""
+    """Raises ValueError or TypeError for the first argument that is wrong on this rank."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if passes <= 0:
@@ -48,7 +48,9 @@ def check_options(
         raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
     if op == Adasum and mpi_ops.size() > 1:
         if process_set != global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+            raise ValueError(
+                "op=Adasum works on all ranks only, not on a process set; use op=Average, or the global process set"
+            )
         reason = adasum.unavailable()
         if reason is not None:
             raise ValueError(reason)

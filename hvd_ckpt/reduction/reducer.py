@@ -27,13 +27,14 @@ import torch
 from horovod.torch import mpi_ops
 
 from .agreement import ParameterFacts
-from .buckets import Bucket, Slot
+from .buckets import Bucket
 from .hooks import GradientHooks
 from .meeting import Meeting, Report
 from .placement import Placement
 from .readiness import FireCounts
 from .sparse import empty_sparse_like
 from .stats import ReductionStats, StepStats
+from .tampering import HiddenGradients, find_changes
 from .wire import Flight, Wire
 
 
@@ -162,7 +163,9 @@ class Reducer:
     def _synchronize(self) -> None:
         placement = self.placement
         self._hooks.attach()
-        replaced = self._inspect_flights()
+        hidden = HiddenGradients(self._late, self._diverted, self._cleared)
+        replaced, self._report.error = find_changes(placement, hidden)
+        self._report.wanted |= self._report.error is not None
         self._report.wanted |= bool(replaced) or len(placement.parameters) != self._known
         words = self._reduce_buckets()
 
@@ -191,38 +194,6 @@ class Reducer:
         words: list[float] = self._sum(self._control_words(), "words")
         self._arrive()
         return words
-
-    def _inspect_flights(self) -> list[int]:
-        """Finds gradients that were changed by hand while in flight; returns those replaced by another tensor."""
-        replaced: list[int] = []
-        for bucket in self.placement.buckets:
-            if not bucket.launched or bucket.void:
-                continue
-            if bucket.flat is not None and bucket.flat._version != bucket.version:
-                first, last = (
-                    self.placement.names[slot.index] for slot in (bucket.slots[0], bucket.slots[-1])
-                )
-                self._report.wanted = True
-                self._report.error = (
-                    f"a gradient was changed in place between backward() and synchronize(), while it was being reduced "
-                    f"(one of '{first}' to '{last}'); call optimizer.synchronize() first, then change gradients, then "
-                    f"step() within optimizer.skip_synchronize()"
-                )
-            replaced.extend(slot.index for slot in bucket.slots if self._is_replaced(slot, bucket))
-        return replaced
-
-    def _is_replaced(self, slot: Slot, bucket: Bucket) -> bool:
-        if slot.index in self._cleared:
-            return True
-        if slot.index in self._late:
-            return False
-        gradient = slot.parameter.grad
-        if gradient is None:
-            return slot.filled and slot.index not in self._diverted
-        same_kind = (
-            slot.parameter.dtype is bucket.dtype
-        )  # else the model was converted, and its gradients moved
-        return bool(slot.parameter.numel()) and same_kind and not slot.holds(gradient)
 
     def _control_words(self) -> torch.Tensor:
         """This rank's words, float32: [is used] * n + [has a late gradient] * n + [wants a meeting]."""
