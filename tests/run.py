@@ -111,7 +111,11 @@ def execute(run: Run, paths: list[str], options: list[str]) -> Counter[str]:
 
 def _call(command: list[str], timeout: float) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    # Without it a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
+    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **os.environ}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
