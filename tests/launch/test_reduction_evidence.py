@@ -74,10 +74,10 @@ def test_each_bucket_is_reduced_once_per_step(controller: str, tmp_path: Path) -
     steps, buckets = int(found.group(1)), int(found.group(2))
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
-    names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    reduced = Counter(
-        names[event["pid"]] for event in events if event.get("ph") == "B" and event.get("name") == "ALLREDUCE"
-    )
+    named = [event for event in events if event.get("name") == "process_name" and "name" in event["args"]]
+    names = {event["pid"]: event["args"]["name"] for event in named}
+    started = [event for event in events if event.get("ph") == "B" and event.get("name") == "ALLREDUCE"]
+    reduced = Counter(names[event["pid"]] for event in started)
     ours = {name: count for name, count in reduced.items() if ".bucket." in name}
     assert len(ours) == buckets > 3
     assert set(ours.values()) == {steps}
