@@ -185,7 +185,12 @@ def start_slow_build(bench: Bench) -> tuple[subprocess.Popen[str], int]:
     started = bench.folder / "started"
     sdist = bench.write_sdist(SLOW.format(folder=str(bench.folder)))
     process = subprocess.Popen(
-        bench.command(sdist), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        bench.command(sdist),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job in the background ignores SIGINT, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not started.exists():

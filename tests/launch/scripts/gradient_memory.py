@@ -47,4 +47,5 @@ optimizer.zero_grad()
 later = [measure_peak(step).peak_bytes for _ in range(3)]
 gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
 if LIBRARY == "one_process" or hc.rank() == 0:
-    print("GRADIENTS", gradients, "FIRST", first, "LATER", *later, "BUCKET", int(CAP_MB * 2**20), flush=True)
+    peaks = " ".join(map(str, later))
+    print(f"GRADIENTS {gradients} FIRST {first} LATER {peaks} BUCKET {int(CAP_MB * 2**20)}", flush=True)

@@ -83,5 +83,5 @@ def run(variant: str) -> str:
 hashes = [run(variant) for variant in VARIANTS]
 gathered = hvd.allgather_object(hashes)
 if hvd.rank() == 0:
-    print("RANKS-EQUAL", all(other == hashes for other in gathered), flush=True)
-    print("HASHES", *hashes, flush=True)
+    print(f"RANKS-EQUAL {all(other == hashes for other in gathered)}", flush=True)
+    print(" ".join(["HASHES", *hashes]), flush=True)

@@ -25,6 +25,6 @@ for _ in range(steps):
     optimizer.step()
     optimizer.zero_grad()
 if hc.rank() == 0:
-    print("STEPS", steps, "BUCKETS", len(optimizer.reduction_stats.last.launch_order), flush=True)
+    print(f"STEPS {steps} BUCKETS {len(optimizer.reduction_stats.last.launch_order)}", flush=True)
 hc.barrier()
 hc.shutdown()
