@@ -1,0 +1,71 @@
+"""A job: what the launcher tells the ranks it starts, and what each of them answers, as JSON files in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Answer", "Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine's ranks, started together, timing one workload after the other.
+
+    Attributes:
+        folder: of this job alone.
+        engine: a name in the registry of engines, or ``module:Class``.
+        size: number of ranks.
+        workloads: in this order.
+        steps: timed steps; None for each workload's own number.
+        memory: also count the bytes held for gradients.
+    """
+
+    folder: Path
+    engine: str
+    size: int
+    workloads: tuple[str, ...]
+    steps: int | None
+    memory: bool
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "job.json"
+
+    def answer_file(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.json"
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True)
+        values = {**dataclasses.asdict(self), "folder": str(self.folder)}
+        self.file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> Job:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values.update(folder=Path(values["folder"]), workloads=tuple(values["workloads"]))
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank measured.
+
+    Attributes:
+        threads: CPU threads that PyTorch used.
+        seconds: for each workload, the time of every timed step.
+        gradient_bytes: for each workload, the bytes held for gradients after a step; empty if not asked for.
+    """
+
+    threads: int
+    seconds: dict[str, list[float]]
+    gradient_bytes: dict[str, int]
+
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> Answer:
+        return cls(**json.loads(file.read_text(encoding="utf-8")))

@@ -1,0 +1,78 @@
+"""Starts a job's ranks on this machine, waits for them and ends those that hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_ckpt.benchmark.job import Answer, Job
+
+__all__ = ["JobError", "rank_environment", "run_job"]
+
+WORKER = "hvd_ckpt.benchmark.worker"
+GRACE_SECONDS = 10.0
+
+
+class JobError(Exception):
+    """A job ended without an answer of every rank; the message says why in one line."""
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    """The environment of every rank, whatever its engine: this process's, with the same number of CPU threads for all."""
+    binaries = str(Path(sys.executable).parent)  # horovodrun looks for mpirun there
+    path = os.pathsep.join([binaries, os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(threads)}
+
+
+def run_job(job: Job, controller: str, environment: Mapping[str, str], timeout: float) -> list[Answer]:
+    """Launch ``job`` over ``controller`` and return the answer of each rank, in rank order.
+
+    Raises:
+        JobError: a rank failed, or the job took longer than ``timeout`` seconds.
+    """
+    job.save()
+    log_file = job.folder / "log.txt"
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(job.size), f"--{controller}"]
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [*launcher, sys.executable, "-m", WORKER, str(job.file)],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    if status is None:
+        raise JobError(f"no end after {timeout:.0f} s (log: {log_file})")
+    if status != 0 or not all(job.answer_file(rank).exists() for rank in range(job.size)):
+        raise JobError(f"{_error_line(log_file)} (status {status}, log: {log_file})")
+    return [Answer.load(job.answer_file(rank)) for rank in range(job.size)]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Make sure that a launcher is gone; on SIGTERM it ends the ranks it has started."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, ending)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+
+
+def _error_line(log_file: Path) -> str:
+    """The line of a log that says what went wrong: the end of a traceback where there is one, else its last line."""
+    lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line]
+    return (errors or lines or ["the launcher said nothing"])[-1 if not errors else 0]
