@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["VARIANTS", "Cell", "Variant", "make_cells"]
@@ -10,19 +10,29 @@ __all__ = ["VARIANTS", "Cell", "Variant", "make_cells"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A checkpoint variant: ``use_reentrant`` as PyTorch's argument of that name, None where nothing is recomputed."""
+    """A way to recompute.
+
+    Attributes:
+        name: what it is called on the command line.
+        recomputes: whether anything is recomputed.
+        use_reentrant: PyTorch's argument of that name.
+        explicit: by ``CheckpointFunction``, which gets the parameters as arguments.
+    """
 
     name: str
-    use_reentrant: bool | None
-
-    @property
-    def recomputes(self) -> bool:
-        return self.use_reentrant is not None
+    recomputes: bool = True
+    use_reentrant: bool = False
+    explicit: bool = False
 
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
-    for variant in (Variant("none", None), Variant("reentrant", True), Variant("non-reentrant", False))
+    for variant in (
+        Variant("none", recomputes=False),
+        Variant("reentrant", use_reentrant=True),
+        Variant("non-reentrant"),
+        Variant("explicit", explicit=True),
+    )
 }
 
 
@@ -45,11 +55,20 @@ class Cell:
         return cls(workload, variant, int(chunks))
 
 
-def make_cells(workloads: Iterable[str], variants: Sequence[str], chunks: Sequence[int]) -> list[Cell]:
-    """Every combination, once; chunks mean nothing to a variant that recomputes nothing, so it gives one cell."""
+def make_cells(
+    workloads: Mapping[str, Sequence[str]], variants: Sequence[str], chunks: Sequence[int]
+) -> list[Cell]:
+    """Every combination, once; chunks mean nothing to a variant that recomputes nothing, so it gives one cell.
+
+    Args:
+        workloads: for each workload the variants that mean something for it.
+        variants: those that are wanted.
+        chunks: numbers of segments.
+    """
     return [
         Cell(workload, variant, count)
-        for workload in workloads
+        for workload, meaningful in workloads.items()
         for variant in variants
+        if variant in meaningful
         for count in (chunks if VARIANTS[variant].recomputes else (0,))
     ]

@@ -15,22 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hvd_ckpt import runtime
+from hvd_ckpt.comparison.catalog import CATALOG
 from hvd_ckpt.comparison.cells import VARIANTS, make_cells
 from hvd_ckpt.comparison.comparison import Comparison, ComparisonError
 from hvd_ckpt.comparison.data import check_text
 from hvd_ckpt.comparison.engines import ENGINES, find_engine
 from hvd_ckpt.comparison.events import Event
+from hvd_ckpt.comparison.mixed import PRECISIONS
 from hvd_ckpt.comparison.report import Report
+from hvd_ckpt.comparison.scenarios import SCENARIOS
 from hvd_ckpt.comparison.workloads import WORKLOADS
+from hvd_ckpt.precision import apex_unavailable
 
 __all__ = ["compare"]
 
 SUBJECT = "hvd_ckpt"
-WIDTH = 120  # of the table where the output is not a terminal
+WIDTH = 150  # of the table where the output is not a terminal
+NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Preset:
 
 
 PRESETS = {
-    "quick": Preset(steps=3, passes=1, chunks="2", timeout=60),
+    "quick": Preset(steps=4, passes=1, chunks="2", timeout=60),
     "default": Preset(steps=5, passes=2, chunks="1,2,4", timeout=90),
     "full": Preset(steps=5, passes=2, chunks="1,2,4", timeout=900),
 }
@@ -71,16 +77,25 @@ class OneLineErrors(click.Command):
 @click.option(
     "--engines", default=",".join(ENGINES), show_default=True, help="Engines, or module:Class of your own."
 )
-@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="What is trained.")
+@click.option(
+    "--workloads", default=",".join(WORKLOADS), show_default=True, help="Models on real data, or 'nothing'."
+)
+@click.option(
+    "--scenarios", default=",".join(SCENARIOS), show_default=True, help="Small hard models, or 'nothing'."
+)
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
 @click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
 @click.option(
     "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 5]"
 )
 @click.option(
-    "--passes", type=click.IntRange(1), default=None, help="Jobs per engine, alternating.  [default: 2]"
+    "--passes", type=click.IntRange(0), default=None, help="Timed jobs per engine, alternating.  [default: 2]"
 )
-@click.option("--quick", is_flag=True, help="Tiny models, one pass: does it work at all?")
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--quick", is_flag=True, help="Tiny models, two segments, one timed pass.")
 @click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
 @click.option("--text", metavar="FILE", default=None, help="Text to learn instead of Python's own source.")
 @click.option(
@@ -100,10 +115,13 @@ def compare(
     controller: str,
     engines: str,
     workloads: str,
+    scenarios: str,
     variants: str,
     chunks: str | None,
     steps: int | None,
     passes: int | None,
+    precision: str,
+    device: str,
     quick: bool,
     full: bool,
     text: str | None,
@@ -112,10 +130,11 @@ def compare(
     subject: str,
     output: str | None,
 ) -> None:
-    """Train real workloads with each engine and each way to recompute, and compare with one process.
+    """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
 
-    Says for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, the time of
-    a step, and the peak memory. The exit status is 0 only if this library is right everywhere.
+    Says for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
+    which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
+    is right everywhere.
     """
     if quick and full:
         raise BadArgument("--quick and --full exclude each other: give one")
@@ -135,21 +154,31 @@ def compare(
         resolved_text = str(check_text(text).resolve()) if text is not None else None
     except ValueError as error:
         raise BadArgument(f"--text: {error}") from None
+    _check_precision(precision, device)
+    trained = [
+        *_names("--workloads", workloads, (*WORKLOADS, NOTHING)),
+        *_names("--scenarios", scenarios, (*SCENARIOS, NOTHING)),
+    ]
+    cells = make_cells(
+        {name: CATALOG[name].variants for name in trained if name != NOTHING},
+        _names("--variants", variants, VARIANTS),
+        [_count("--chunks", count) for count in _names("--chunks", chunks or preset.chunks)],
+    )
+    if not cells:
+        raise BadArgument(
+            f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no --variants {variants}"
+        )
     comparison = Comparison(
         engines=tuple(chosen),
-        cells=tuple(
-            make_cells(
-                _names("--workloads", workloads, WORKLOADS),
-                _names("--variants", variants, VARIANTS),
-                [_count("--chunks", count) for count in _names("--chunks", chunks or preset.chunks)],
-            )
-        ),
+        cells=tuple(cells),
         subject=subject,
         size=size,
         controller=_controller(controller),
         threads=runtime.threads_per_rank(size),
         steps=steps or preset.steps,
-        passes=passes or preset.passes,
+        passes=preset.passes if passes is None else passes,
+        precision=precision,
+        device=device,
         scale=scale,
         seed=seed,
         text=resolved_text,
@@ -186,7 +215,7 @@ def _run(comparison: Comparison) -> Report:
                 return
             cell = f": {event['cell']}" if "cell" in event else ""
             progress.update(
-                task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured")
+                task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured", "timed")
             )
 
         return comparison.run(show)
@@ -225,6 +254,16 @@ def _controller(name: str) -> str:
     if not build[name]:
         raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
     return name
+
+
+def _check_precision(precision: str, device: str) -> None:
+    """Refuse what this machine cannot do."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadArgument("--device cuda: PyTorch finds no CUDA GPU here; see `hvd-ckpt doctor`")
+    if precision.startswith("apex"):
+        reason = apex_unavailable()
+        if reason is not None:
+            raise BadArgument(f"--precision {precision}: {reason}; --precision fp16 needs no Apex")
 
 
 def _output_folder(name: str | None) -> Path:

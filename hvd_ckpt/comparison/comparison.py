@@ -1,4 +1,4 @@
-"""One comparison from settings to report: the reference first, then each engine's jobs in alternating order."""
+"""One comparison from settings to report: the reference, each engine's checks, then timed jobs in alternating order."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_ckpt.comparison.catalog import CATALOG
 from hvd_ckpt.comparison.cells import Cell
+from hvd_ckpt.comparison.engines import find_engine
 from hvd_ckpt.comparison.events import Event
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.launch import Failure, Launcher
 from hvd_ckpt.comparison.report import Report, machine_facts
-from hvd_ckpt.comparison.verdict import add_ratios, judge
-from hvd_ckpt.comparison.workloads import WORKLOADS
+from hvd_ckpt.comparison.verdict import Result, add_ratios, judge
 
 __all__ = ["Comparison", "ComparisonError"]
+
+Listener = Callable[[str, Event], object]
 
 
 class ComparisonError(Exception):
@@ -36,7 +39,9 @@ class Comparison:
         controller: ``gloo`` or ``mpi``.
         threads: CPU threads of each rank.
         steps: steps of each training run.
-        passes: jobs per engine; the last one also measures memory. Engines alternate: A B C, C B A, ...
+        passes: timed jobs per engine, in alternating order: A B C, C B A, ... Scenarios are timed once.
+        precision: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
+        device: ``cpu`` or ``cuda``.
         scale, seed, text: of the workloads.
         timeout: seconds without a step after which a job hangs.
         folder: where everything is written.
@@ -50,6 +55,8 @@ class Comparison:
     threads: int
     steps: int
     passes: int
+    precision: str
+    device: str
     scale: str
     seed: int
     text: str | None
@@ -58,35 +65,34 @@ class Comparison:
 
     @property
     def trainings(self) -> int:
-        """How many training runs the comparison takes: each cell once per pass, and once more for memory."""
-        return len(self.engines) * len(self.cells) * (self.passes + 1)
+        """How many training runs the comparison takes: each cell twice to check it, and once in each timed pass."""
+        small = sum(CATALOG[cell.workload].small for cell in self.cells)
+        large = len(self.cells) - small
+        timed = large * self.passes + small * min(self.passes, 1)
+        return len(self.engines) * (2 * len(self.cells) + timed)
 
-    def run(self, listener: Callable[[str, Event], object] = lambda where, event: None) -> Report:
+    def run(self, listener: Listener = lambda where, event: None) -> Report:
         """Make the comparison and write its report; ``listener`` hears of every event and where it happens.
 
         Raises:
-            ComparisonError: the reference cannot be computed, or a chain has fewer blocks than segments asked for.
+            ComparisonError: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
+                subject cannot run here.
         """
         start = time.monotonic()
-        workloads = self._references(listener)
-        passes: dict[str, list[list[Event]]] = {engine: [] for engine in self.engines}
-        failures: dict[str, dict[str, Failure]] = {engine: {} for engine in self.engines}
-        for number in range(1, self.passes + 1):
-            order = self.engines if number % 2 else self.engines[::-1]
-            for engine in order:
-                cells = [cell.key for cell in self.cells if cell.key not in failures[engine]]
-                job = self._job(
-                    f"pass{number}-{_folder_name(engine)}", engine, cells, memory=number == self.passes
-                )
-                where = f"pass {number} of {self.passes}, {engine}"
-                launcher = self._launcher(functools.partial(listener, where))
-                outcome = launcher.train(job)
-                passes[engine].append(outcome.events)
-                failures[engine].update(outcome.failures)
+        absent = {engine: find_engine(engine).unavailable() for engine in self.engines}
+        if absent[self.subject] is not None:
+            raise ComparisonError(f"{self.subject} cannot run here: {absent[self.subject]}")
+        present = [engine for engine in self.engines if absent[engine] is None]
+        environment = {"OMP_NUM_THREADS": str(self.threads)}
+        jobs = self.folder / "jobs"
+        with Launcher(self.controller, self.size, self.timeout, jobs, environment) as launcher:
+            workloads = self._references(launcher, listener)
+            checks, failures = self._check(launcher, present, listener)
+            timed = self._time(launcher, present, failures, listener)
         results = [
-            judge(cell, engine, passes[engine], failures[engine].get(cell.key), self.size)
+            judge(cell, engine, checks[engine], timed[engine], failures[engine].get(cell.key), self.size)
             for cell in self.cells
-            for engine in self.engines
+            for engine in present
         ]
         add_ratios(results)
         report = Report(
@@ -94,16 +100,17 @@ class Comparison:
             facts=machine_facts(self.threads),
             workloads=workloads,
             results=results,
+            absent={engine: reason for engine, reason in absent.items() if reason is not None},
             subject=self.subject,
             seconds=time.monotonic() - start,
         )
         report.save(self.folder)
         return report
 
-    def _references(self, listener: Callable[[str, Event], object]) -> dict[str, dict[str, Any]]:
+    def _references(self, launcher: Launcher, listener: Listener) -> dict[str, dict[str, Any]]:
         """Compute the references; returns what they tell about each workload."""
-        job = self._job("reference", "reference", [cell.key for cell in self.cells], memory=False)
-        outcome = self._launcher(functools.partial(listener, "reference")).reference(job)
+        job = self._job("reference", "reference", list(self.cells))
+        outcome = launcher.reference(job, functools.partial(listener, "reference"))
         if outcome.failures:
             failure = outcome.failures["reference"]
             raise ComparisonError(
@@ -112,36 +119,77 @@ class Comparison:
         facts = {event["workload"]: event for event in outcome.events if event["event"] == "reference"}
         for cell in self.cells:
             layers = facts[cell.workload]["layers"]
-            if cell.chunks > layers:
+            if cell.chunks > layers and not CATALOG[cell.workload].small:
                 raise ComparisonError(
                     f"{cell.chunks} chunks are too many for {cell.workload}: it has {layers} blocks"
                 )
         return {
-            name: {"title": WORKLOADS[name].title, "line": fact["line"], "losses": fact["losses"]}
+            name: {
+                "title": CATALOG[name].title,
+                "line": fact["line"],
+                "losses": fact["losses"],
+                "small": CATALOG[name].small,
+            }
             for name, fact in facts.items()
         }
 
-    def _job(self, name: str, engine: str, cells: list[str], *, memory: bool) -> Job:
+    def _check(
+        self, launcher: Launcher, engines: list[str], listener: Listener
+    ) -> tuple[dict[str, list[Event]], dict[str, dict[str, Failure]]]:
+        """Train every cell twice with each engine, looking closely; returns the events and what failed."""
+        events, failures = {}, {}
+        for engine in engines:
+            job = self._job(f"check-{_folder_name(engine)}", engine, list(self.cells), checks=True)
+            outcome = launcher.train(job, functools.partial(listener, f"checking {engine}"))
+            events[engine], failures[engine] = outcome.events, outcome.failures
+        return events, failures
+
+    def _time(
+        self,
+        launcher: Launcher,
+        engines: list[str],
+        failures: dict[str, dict[str, Failure]],
+        listener: Listener,
+    ) -> dict[str, list[list[Event]]]:
+        """Time the cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
+        passes: dict[str, list[list[Event]]] = {engine: [] for engine in engines}
+        for number in range(1, self.passes + 1):
+            order = engines if number % 2 else engines[::-1]
+            for engine in order:
+                cells = [
+                    cell
+                    for cell in self.cells
+                    if cell.key not in failures[engine] and (number == 1 or not CATALOG[cell.workload].small)
+                ]
+                job = self._job(f"time{number}-{_folder_name(engine)}", engine, cells)
+                where = f"timing {engine}, pass {number} of {self.passes}"
+                outcome = launcher.train(job, functools.partial(listener, where))
+                passes[engine].append(outcome.events)
+                failures[engine].update(outcome.failures)
+        return passes
+
+    def _job(self, name: str, engine: str, cells: list[Cell], *, checks: bool = False) -> Job:
         return Job(
             folder=self.folder / "jobs" / name,
             references=self.folder / "jobs" / "reference",
             engine=engine,
-            cells=tuple(cells),
+            cells=tuple(cell.key for cell in cells),
             size=self.size,
             steps=self.steps,
             seed=self.seed,
             scale=self.scale,
             text=self.text,
-            memory=memory,
+            precision=self.precision,
+            device=self.device,
+            checks=checks,
         )
-
-    def _launcher(self, listener: Callable[[Event], object]) -> Launcher:
-        return Launcher(self.controller, self.timeout, {"OMP_NUM_THREADS": str(self.threads)}, listener)
 
     def _settings(self) -> dict[str, Any]:
         return {
             "np": self.size,
             "controller": self.controller,
+            "precision": self.precision,
+            "device": self.device,
             "engines": ", ".join(self.engines),
             "scale": self.scale,
             "steps": self.steps,
@@ -152,4 +200,4 @@ class Comparison:
 
 
 def _folder_name(engine: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in engine)
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in engine)

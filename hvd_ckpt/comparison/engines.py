@@ -11,13 +11,19 @@ import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hvd_ckpt.comparison.recording import Recording
 
 __all__ = ["ENGINES", "Engine", "find_engine", "launched_rank_and_size"]
 
@@ -29,21 +35,37 @@ class Engine(ABC):
 
     Attributes:
         title: the name in tables.
+        uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
+        wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
     """
 
     title: ClassVar[str]
+    uses_horovod: ClassVar[bool] = False
+    wraps_after_apex: ClassVar[bool] = True
     rank: int
     size: int
 
-    @abstractmethod
-    def start(self, folder: Path) -> None:
-        """Join the other ranks. ``folder`` is empty, the same on all ranks, and free to use."""
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why it cannot run here, in a clause; None where it can."""
+        return None
 
     @abstractmethod
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Make every rank's weights rank 0's, and training reduce gradients; returns what to train with."""
+    def start(self, folder: Path) -> None:
+        """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        """Make every rank's weights rank 0's, and training reduce gradients; returns what to train with.
+
+        ``passes`` is the most backward passes before an update.
+        """
+
+    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
+        """Apply ``function``, recomputed: PyTorch's own unless the engine brings another."""
+        return checkpoint(function, *inputs, use_reentrant=use_reentrant)
 
     def checkpoint_sequential(
         self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
@@ -57,11 +79,61 @@ class Engine(ABC):
         )
         return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
 
+    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
+        """Scales losses: PyTorch's own unless the engine brings another."""
+        return torch.amp.GradScaler(device)
+
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """The update after a backward pass of a scaled loss."""
+        scaler.step(optimizer)
+
+    def after_apex_backward(self, optimizer: Any) -> None:  # noqa: B027  # most engines have nothing to do
+        """What comes at the end of Apex's ``scale_loss``."""
+
+    def apex_step(self, optimizer: Optimizer) -> None:
+        """The update after a backward pass within Apex's ``scale_loss``."""
+        optimizer.step()
+
+    def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The context of a loop whose number of steps differs between ranks; afterwards their weights are equal."""
+        return nullcontext()
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
+        return nullcontext()
+
     def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
         """Leave the other ranks."""
 
 
-class HvdCkpt(Engine):
+class HorovodFamily(Engine):
+    """What this library and stock Horovod have in common: the launcher, the recipes, the names."""
+
+    uses_horovod = True
+    wraps_after_apex = False
+
+    def after_apex_backward(self, optimizer: Any) -> None:
+        optimizer.synchronize()
+
+    def apex_step(self, optimizer: Any) -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    @contextmanager
+    def uneven(self, model: nn.Module) -> Iterator[None]:
+        import horovod.torch as hvd
+
+        yield
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        from hvd_ckpt.comparison.recording import recording_horovod
+
+        return recording_horovod(recording, self.rank, folder)
+
+
+class HvdCkpt(HorovodFamily):
     """This library."""
 
     title = "hvd_ckpt"
@@ -72,13 +144,18 @@ class HvdCkpt(Engine):
         runtime.init()
         self.rank, self.size = _horovod_rank_and_size()
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from hvd_ckpt import reduction
 
         optimizer = reduction.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         reduction.broadcast_parameters(model.state_dict(), root_rank=0)
         reduction.broadcast_optimizer_state(optimizer, root_rank=0)
         return model, optimizer
+
+    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
+        from hvd_ckpt import recompute
+
+        return recompute.checkpoint(function, *inputs, use_reentrant=use_reentrant)
 
     def checkpoint_sequential(
         self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
@@ -89,11 +166,17 @@ class HvdCkpt(Engine):
             functions, segments, *inputs, use_reentrant=use_reentrant, **shared
         )
 
+    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
+        from hvd_ckpt import precision
 
-class Horovod(Engine):
+        return precision.GradScaler(device)
+
+
+class Horovod(HorovodFamily):
     """Horovod as it comes, with its own default fusion."""
 
     title = "Horovod"
+    options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
         import horovod.torch as hvd
@@ -101,19 +184,38 @@ class Horovod(Engine):
         hvd.init()
         self.rank, self.size = _horovod_rank_and_size()
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         import horovod.torch as hvd
 
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
+            **self.options,
+        )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         return model, optimizer
+
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+
+
+class HorovodGrouped(Horovod):
+    """Horovod with its gradients in two groups, each of which travels as one."""
+
+    title = "Horovod, groups=2"
+    options: ClassVar[dict[str, Any]] = {"groups": 2}
 
 
 class DDP(Engine):
     """PyTorch's DistributedDataParallel over Gloo, each rank with its own batch-norm statistics as in Horovod."""
 
     title = "PyTorch DDP"
+    options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
         self.rank, self.size = launched_rank_and_size()
@@ -121,14 +223,74 @@ class DDP(Engine):
             "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=self.rank, world_size=self.size
         )
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False), optimizer
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **self.options)
+        return wrapped, optimizer
+
+    @contextmanager
+    def uneven(self, model: nn.Module) -> Iterator[None]:
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        with model.join():
+            yield
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        from hvd_ckpt.comparison.recording import recording_ddp
+
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        return recording_ddp(recording, model)
 
     def stop(self) -> None:
         torch.distributed.destroy_process_group()
 
 
-ENGINES: dict[str, type[Engine]] = {"hvd_ckpt": HvdCkpt, "horovod": Horovod, "ddp": DDP}
+class DDPFindUnused(DDP):
+    """The same, looking for parameters that the loss does not depend on."""
+
+    title = "DDP find_unused"
+    options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+
+class DDPStatic(DDP):
+    """The same, told that the graph never changes."""
+
+    title = "DDP static_graph"
+    options: ClassVar[dict[str, Any]] = {"static_graph": True}
+
+
+class ApexDDP(DDP):
+    """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over Gloo."""
+
+    title = "Apex DDP"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        from hvd_ckpt.precision import apex_unavailable
+
+        return apex_unavailable()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from apex.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model), optimizer
+
+    def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()  # it has no such thing
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        from hvd_ckpt.comparison.recording import recording_apex
+
+        return recording_apex(recording, model)
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "hvd_ckpt": HvdCkpt,
+    "horovod": Horovod,
+    "horovod-groups": HorovodGrouped,
+    "ddp": DDP,
+    "ddp-find-unused": DDPFindUnused,
+    "ddp-static": DDPStatic,
+    "apex": ApexDDP,
+}
 
 
 def find_engine(name: str) -> type[Engine]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +19,11 @@ Event = dict[str, Any]
 
 
 class EventWriter:
-    """Appends a rank's events to ``rank<rank>.jsonl`` in ``folder``; the first one tells the process."""
+    """Appends a rank's events to ``rank<rank>.jsonl`` in ``folder``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
-        self.write("born", pid=os.getpid())
 
     def write(self, event: str, **values: Any) -> None:
         line = {"event": event, "rank": self._rank, "time": time.time(), **values}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_ckpt.comparison.cells import Cell
@@ -26,7 +26,11 @@ class Job:
         seed: of weights, batches and random states.
         scale: of the workloads, such as ``default``.
         text: a file of text, or None for the standard library's source.
-        memory: whether each cell is trained a second time to measure its peak memory.
+        precision: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
+        device: ``cpu`` or ``cuda``.
+        checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
+            once, with nothing that takes time.
+        environment: variables that a rank sets before it starts the engine.
     """
 
     folder: Path
@@ -38,7 +42,10 @@ class Job:
     seed: int
     scale: str
     text: str | None
-    memory: bool
+    precision: str = "fp32"
+    device: str = "cpu"
+    checks: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def file(self) -> Path:

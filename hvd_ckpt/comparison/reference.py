@@ -10,6 +10,8 @@ per workload into the job's folder of references.
 
 from __future__ import annotations
 
+import os
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,10 +20,13 @@ from pathlib import Path
 
 import torch
 
+from hvd_ckpt.comparison.catalog import make_workload
 from hvd_ckpt.comparison.events import EventWriter
 from hvd_ckpt.comparison.job import Job
-from hvd_ckpt.comparison.training import build_seed, step_seed
-from hvd_ckpt.comparison.workloads import Workload, make_workload
+from hvd_ckpt.comparison.mixed import MixedPrecision
+from hvd_ckpt.comparison.recomputing import KEEP
+from hvd_ckpt.comparison.training import CPU, build_seed, step_seed
+from hvd_ckpt.comparison.workloads import Step, Workload
 
 __all__ = ["Reference", "largest_difference", "make_reference"]
 
@@ -60,40 +65,49 @@ def make_reference(
     size: int,
     steps: int,
     seed: int,
+    precision: str = "fp32",
+    device: torch.device = CPU,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> Reference:
-    """Train ``workload`` for ``steps`` steps as ``size`` ranks should, in this process."""
+    """Train ``workload`` for ``steps`` steps as ``size`` ranks should, in this process.
+
+    A rank that has no batches left adds nothing, and the sum is still divided by the number of all ranks.
+    """
     torch.manual_seed(build_seed(seed, 0))
-    chain = workload.model()
-    optimizer = workload.optimizer(chain.parameters())
-    parameters = list(chain.parameters())
-    start = _copy({**dict(chain.named_parameters()), **dict(chain.named_buffers())})
-    buffers = [_copy(dict(chain.named_buffers())) for _ in range(size)]
+    bare = workload.model(KEEP).to(device)
+    mixed = MixedPrecision(precision, device, None, workload.scales_loss)
+    model, optimizer = mixed.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
+    parameters = list(bare.parameters())
+    start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})
+    buffers = [_copy(dict(bare.named_buffers())) for _ in range(size)]
     random_states = [torch.Generator().manual_seed(step_seed(seed, rank)).get_state() for rank in range(size)]
     losses: list[list[float]] = [[] for _ in range(size)]
 
-    for step in range(steps):
+    for number in range(steps):
+        workload.before_step(bare, number)
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         for rank in range(size):
-            _load_buffers(chain, buffers[rank])
+            if number >= workload.steps_of(rank, size, steps):
+                continue
+            _load_buffers(bare, buffers[rank])
             torch.set_rng_state(random_states[rank])
-            batch = workload.batch(rank, size, step)
-            loss = workload.loss(chain(*batch.inputs, **batch.shared), batch.target)
+            batches = [batch.to(device) for batch in workload.batches(rank, size, number)]
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            step = Step(model, rank, size, number, batches, mixed.autocast, mixed.backward)
+            found = workload.run(step)
+            losses[rank].append(sum(loss.item() for loss in found) / len(found))
             for index, parameter in enumerate(parameters):
                 if parameter.grad is not None:
                     before = sums[index]
                     sums[index] = parameter.grad if before is None else before + parameter.grad
             random_states[rank] = torch.get_rng_state()
-            buffers[rank] = _copy(dict(chain.named_buffers()))
-            losses[rank].append(loss.item())
+            buffers[rank] = _copy(dict(bare.named_buffers()))
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = None if total is None else total / size
-        optimizer.step()
-        after_step(step)
+        mixed.step(optimizer)
+        after_step(number)
 
-    return Reference(start, _copy(dict(chain.named_parameters())), buffers, losses, len(chain))
+    return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses, len(bare))  # type: ignore[arg-type]
 
 
 def largest_difference(
@@ -127,12 +141,12 @@ def largest_difference(
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _load_buffers(chain: torch.nn.Module, buffers: Tensors) -> None:
+def _load_buffers(model: torch.nn.Module, buffers: Tensors) -> None:
     with torch.no_grad():
-        for name, buffer in chain.named_buffers():
+        for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
 
 
@@ -141,6 +155,7 @@ def main(job_file: str) -> None:
     job = Job.load(Path(job_file))
     torch.use_deterministic_algorithms(True)
     with EventWriter(job.folder, rank=0) as events:
+        events.write("born", pid=os.getpid())
         workloads = {name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads}
         events.write("ready")
         for name, workload in workloads.items():
@@ -149,10 +164,15 @@ def main(job_file: str) -> None:
                 size=job.size,
                 steps=job.steps,
                 seed=job.seed,
+                precision=job.precision,
+                device=torch.device(job.device),
                 after_step=lambda step: events.write("step", step=step),
             )
             reference.save(job.reference_file(name))
-            means = [sum(losses) / job.size for losses in zip(*reference.losses, strict=True)]
+            means = [
+                statistics.fmean(losses[number] for losses in reference.losses if number < len(losses))
+                for number in range(job.steps)
+            ]
             line = workload.model_line
             events.write("reference", workload=name, layers=reference.layers, losses=means, line=line)
         events.write("done")

@@ -1,4 +1,4 @@
-"""The table in the terminal, ``results.json`` for programs and ``report.md`` for people."""
+"""What a comparison found out: its conclusion, ``results.json`` for programs, ``report.md`` and plots for people."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ import json
 import math
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from hvd_ckpt.comparison.verdict import BASELINE, TOLERANCE, Result
+from hvd_ckpt.comparison import tables
+from hvd_ckpt.comparison.verdict import BASELINE, Result
 
 __all__ = ["Report", "machine_facts"]
-
-COLUMNS = (
-    "workload", "recomputed", "engine", "ranks", "weights", "buffers", "runs", "step ms", "ratio", "peak MiB", "verdict"
-)  # fmt: skip
-NUMBERS = ("step ms", "ratio", "peak MiB")
-MIB = 1 << 20
 
 
 @dataclass
@@ -34,10 +27,11 @@ class Report:
     Attributes:
         settings: what was asked for, as plain values.
         facts: machine and versions.
-        workloads: for each workload its ``title``, ``line`` and the reference's mean ``losses``.
+        workloads: for each workload its ``title``, ``line``, the reference's mean ``losses``, and whether it is ``small``.
         results: one per engine and cell.
         subject: the engine that must be right for the comparison to succeed.
         seconds: how long it took.
+        absent: engines that cannot run here, and why.
     """
 
     settings: dict[str, Any]
@@ -46,6 +40,7 @@ class Report:
     results: list[Result]
     subject: str
     seconds: float
+    absent: dict[str, str] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
@@ -59,47 +54,36 @@ class Report:
         wrong = [result for result in mine if not result.right]
         if not wrong:
             return f"{self.subject} is right in all {len(mine)} cells."
-        names = ", ".join(f"{result.workload} {_recomputed(result)}" for result in wrong)
+        names = ", ".join(f"{result.workload} {tables.recomputed(result)}" for result in wrong)
         return f"{self.subject} is not right in {len(wrong)} of {len(mine)} cells: {names}."
 
+    @property
+    def large(self) -> list[Result]:
+        """The results of workloads whose time and memory mean something."""
+        return [result for result in self.results if not self.workloads[result.workload].get("small")]
+
     def print(self, console: Console) -> None:
-        """Print the table, what is wrong where, and the conclusion."""
-        table = Table(
-            title=f"{self.settings['np']} ranks over {self.settings['controller']}",
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-            collapse_padding=True,
-        )
-        for name in COLUMNS:
-            table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
-        before: tuple[str, int] | None = None
-        for result in self.results:
-            cell = (result.workload + result.variant, result.chunks)
-            style = "" if result.right else "red" if result.engine == self.subject else "yellow"
-            row = _row(result)
-            if cell == before:
-                row = ("", "", *row[2:])
-            elif before:
-                table.add_section()
-            table.add_row(*row, style=style)
-            before = cell
-        console.print(table)
-        for note in self.notes:
-            console.print(note, highlight=False, markup=False, overflow="ellipsis", no_wrap=True)
+        """Print who is right where, the price of the larger workloads, what is wrong with the subject, the conclusion."""
+        title = f"{self.settings['np']} ranks over {self.settings['controller']}"
+        console.print(tables.terminal_matrix(title, self.results, self.absent, self.subject))
+        if self.large:
+            console.print(tables.terminal_price(self.large))
+        for engine, reason in self.absent.items():
+            console.print(f"{engine} is absent: {reason}", highlight=False, markup=False)
+        for note in self.notes(self.subject):
+            console.print(note, highlight=False, markup=False)
         console.print(self.conclusion, style="bold green" if self.right else "bold red", highlight=False)
 
-    @property
-    def notes(self) -> list[str]:
-        """One line for each result that is not right: where, and why."""
+    def notes(self, engine: str | None = None) -> list[str]:
+        """One line for each result that is not right (of one engine, or of all): where, and why."""
         return [
-            f"{result.engine}, {result.workload} {_recomputed(result)}: {result.status}, {result.reason}"
+            f"{result.engine}, {result.workload} {tables.recomputed(result)}: {result.status}, {result.reason}"
             for result in self.results
-            if not result.right
+            if not result.right and engine in (None, result.engine)
         ]
 
     def save(self, folder: Path) -> None:
-        """Write ``results.json`` and ``report.md`` into ``folder``."""
+        """Write ``results.json``, ``report.md`` and the plots into ``folder``."""
         values = {
             "right": self.right,
             "conclusion": self.conclusion,
@@ -108,38 +92,62 @@ class Report:
             "settings": self.settings,
             "facts": self.facts,
             "workloads": self.workloads,
-            "results": [{**dataclasses.asdict(result), "right": result.right} for result in self.results],
+            "absent": self.absent,
+            "results": [
+                {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
+                for result in self.results
+            ],
         }
         text = json.dumps(_finite(values), indent=1, allow_nan=False)
         (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(self.markdown(), encoding="utf-8")
+        plots = self._plot(folder)
+        (folder / "report.md").write_text(self.markdown(plots), encoding="utf-8")
 
-    def markdown(self) -> str:
-        """The report as a page of Markdown."""
+    def _plot(self, folder: Path) -> list[str]:
+        """Draw the plots; returns their file names, none where matplotlib is not installed."""
+        try:
+            from hvd_ckpt.comparison import plots
+        except ImportError:
+            return []
+        return plots.draw(folder, self.results, self.workloads, self.absent, self.settings)
+
+    def markdown(self, plots: list[str]) -> str:
+        """The report as a page of Markdown that shows the plots of these names."""
         lines = ["# Engines compared", "", self.conclusion, ""]
         lines += [f"- {name}: {value}" for name, value in {**self.facts, **self.settings}.items()]
         lines += [f"- took: {self.seconds:.0f} s", ""]
+        lines += [f"![{Path(name).stem}]({name})" for name in plots]
+        lines += ["", "## Who is right", "", *tables.markdown_matrix(self.results, self.absent), ""]
+        lines += [f"- {engine} is absent: {reason}" for engine, reason in self.absent.items()]
+        if self.large:
+            lines += ["", "## Time and memory", "", *tables.markdown_price(self.large), "", PRICE]
+        lines += ["", "## What was trained", ""]
         for name, workload in self.workloads.items():
             first, last = workload["losses"][0], workload["losses"][-1]
-            lines.append(
-                f"**{name}**: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}."
-            )
-            lines.append("")
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(_row(result)) + " |" for result in self.results]
-        lines += ["", *(f"- {note}" for note in self.notes)]
-        return "\n".join([*lines, "", "What the columns say:", "", *_LEGEND, ""])
+            lines.append(f"- {name}: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}")
+        lines += ["", "## Every cell", "", *tables.markdown_details(self.results)]
+        lines += ["", "What is not right:", "", *(f"- {note}" for note in self.notes())]
+        return "\n".join([*lines, "", "What the columns say:", "", *LEGEND, ""])
 
 
-_LEGEND = (
+PRICE = (
+    "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A result that is not right has its "
+    "price in parentheses."
+)
+
+LEGEND = (
     "- recomputed: the checkpoint variant and the number of segments.",
+    "- verdict: right; loose (right here, but a gradient is reduced more than once in a step, or two runs reduce in "
+    "different orders); wrong; error; hang.",
     "- ranks: whether all ranks end with the same parameters, bit for bit.",
     "- weights, buffers: the largest difference of a parameter, of a buffer such as a batch norm's statistics, from one "
     "process that computes each rank's batch in turn, with that rank's random state and buffers, and averages the "
-    f"gradients. Right means that none is off by more than {TOLERANCE:g} of what training changed.",
+    "gradients. Right means that none is off by more than 0.1 % of what training changed (5 % where weights are bfloat16).",
     "- runs: whether repeated runs end in the same parameters and buffers, bit for bit, and how many there were.",
-    "- step ms: median time of a step after the first two; ratio: to the step time of the engine "
-    f"{BASELINE} without recomputation, in the same pass (jobs alternate: A B C, then C B A).",
+    "- reduced: how many reductions a parameter's gradient takes part in per step, fewest and most.",
+    "- order: whether two runs reduce in the same order (for Horovod, as its timeline has it).",
+    "- step ms: median time of a step after the first two; ratio: to the step time of stock Horovod in "
+    f"the same pass (jobs alternate: A B C, then C B A): of its cell without recomputation, else of the same cell ({BASELINE}).",
     "- peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights, gradients and "
     "optimizer included; communication threads' own buffers are not part of it.",
 )
@@ -159,38 +167,6 @@ def machine_facts(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
     }
-
-
-def _recomputed(result: Result) -> str:
-    return result.variant if not result.chunks else f"{result.variant} x{result.chunks}"
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    return (
-        result.workload,
-        _recomputed(result),
-        result.engine.rpartition(":")[2],
-        _told(result.ranks_equal, "equal", "DIFFER"),
-        _distance(result.difference, result.weights_right),
-        _distance(result.buffer_difference, result.buffers_right),
-        _told(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
-        "-" if result.step_seconds is None else f"{1000 * result.step_seconds:.0f}",
-        "-" if result.ratio is None else f"{result.ratio:.2f}",
-        "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.1f}",
-        result.status if result.right else result.status.upper(),
-    )
-
-
-def _told(value: bool | None, yes: str, no: str) -> str:
-    return "-" if value is None else yes if value else no
-
-
-def _distance(difference: float | None, right: bool | None) -> str:
-    if difference is None:
-        return "-"
-    if difference == 0:
-        return "exact"
-    return f"{difference:.1e}" if right else f"OFF {difference:.0e}"
 
 
 def _finite(value: Any) -> Any:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from hvd_ckpt.comparison.cells import VARIANTS, Cell
+from hvd_ckpt.comparison.cells import Cell
+from hvd_ckpt.comparison.engines import Engine
+from hvd_ckpt.comparison.mixed import MixedPrecision
+from hvd_ckpt.comparison.recomputing import Recompute
+from hvd_ckpt.comparison.recording import Recording
+from hvd_ckpt.comparison.workloads import Step, Workload
 
-if TYPE_CHECKING:
-    from hvd_ckpt.comparison.engines import Engine
-    from hvd_ckpt.comparison.workloads import Workload
-
-__all__ = ["CheckpointedChain", "Trained", "build_seed", "fingerprint", "step_seed", "train"]
+__all__ = ["Trained", "build_seed", "fingerprint", "step_seed", "train"]
 
 
 @dataclass
@@ -30,32 +32,19 @@ class Trained:
     """What a training run left on one rank.
 
     Attributes:
-        chain: the trained model, unwrapped.
-        losses: this rank's loss before each step.
+        model: the trained model, unwrapped.
+        losses: this rank's loss before each step; of several batches in a step, their mean.
         seconds: this rank's time for each step: zero_grad, forward, backward and update.
+        recording: the reductions, if they were recorded.
     """
 
-    chain: nn.Sequential
+    model: nn.Module
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    recording: Recording | None = None
 
 
-class CheckpointedChain(nn.Module):
-    """A chain whose forward pass recomputes as a cell says, with an engine's ``checkpoint_sequential``."""
-
-    def __init__(self, chain: nn.Sequential, cell: Cell, checkpoint_sequential: Callable[..., Any]) -> None:
-        super().__init__()
-        self.chain = chain
-        self._chunks = cell.chunks
-        self._use_reentrant = VARIANTS[cell.variant].use_reentrant
-        self._checkpoint_sequential = checkpoint_sequential
-
-    def forward(self, *inputs: torch.Tensor, **shared: Any) -> Any:
-        if self._use_reentrant is None:
-            return self.chain(*inputs, **shared)
-        return self._checkpoint_sequential(
-            list(self.chain), self._chunks, *inputs, use_reentrant=self._use_reentrant, **shared
-        )
+CPU = torch.device("cpu")
 
 
 def build_seed(seed: int, rank: int) -> int:
@@ -75,25 +64,50 @@ def train(
     *,
     steps: int,
     seed: int,
+    precision: str = "fp32",
+    device: torch.device = CPU,
+    record_in: Path | None = None,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> Trained:
-    """Train one cell from the start for ``steps`` steps; every rank of the job calls it."""
+    """Train one cell from the start for ``steps`` steps; every rank of the job calls it.
+
+    Args:
+        record_in: a folder, if the reductions are to be recorded; the same on all ranks.
+        after_step: called with the number of each step that is done.
+    """
     torch.manual_seed(build_seed(seed, engine.rank))
-    trained = Trained(workload.model())
-    model: nn.Module = CheckpointedChain(trained.chain, cell, engine.checkpoint_sequential)
-    model, optimizer = engine.wrap(model, workload.optimizer(model.parameters()))
+    bare = workload.model(Recompute(cell, engine)).to(device)
+    trained = Trained(bare)
+    parameters = dict(bare.named_parameters())
+    mixed = MixedPrecision(precision, device, engine, workload.scales_loss)
+    model, optimizer = mixed.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
     torch.manual_seed(step_seed(seed, engine.rank))
-    for step in range(steps):
-        batch = workload.batch(engine.rank, engine.size, step)
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = workload.loss(model(*batch.inputs, **batch.shared), batch.target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        trained.seconds.append(time.perf_counter() - start)
-        trained.losses.append(loss.item())
-        after_step(step)
+    if record_in is not None:
+        trained.recording = Recording(parameters)
+        watching = engine.recording(trained.recording, model, record_in)
+    else:
+        watching = nullcontext()
+    with watching, engine.uneven(model) if workload.uneven else nullcontext():
+        for number in range(workload.steps_of(engine.rank, engine.size, steps)):
+            batches = [batch.to(device) for batch in workload.batches(engine.rank, engine.size, number)]
+            workload.before_step(bare, number)
+            start = _now(device)
+            optimizer.zero_grad()
+            step = Step(model, engine.rank, engine.size, number, batches, mixed.autocast, mixed.backward)
+            losses = workload.run(step)
+            mixed.step(optimizer)
+            trained.seconds.append(_now(device) - start)
+            trained.losses.append(sum(loss.item() for loss in losses) / len(losses))
+            if trained.recording is not None:
+                trained.recording.close_step()
+            after_step(number)
     return trained
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -1,8 +1,7 @@
 """One rank of an engine's job: trains the cells one after the other and writes what came out.
 
-Run by the launcher as ``python -m hvd_ckpt.comparison.worker JOB`` under ``horovodrun``, where JOB is the file that
-describes the job. The first error ends the process, because the ranks are no longer in step then; the launcher
-starts a fresh job for the cells that are left.
+The first error ends the process, because the ranks are no longer in step then; the launcher starts a fresh one for the
+cells that are left (see :mod:`.nursery`).
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from pathlib import Path
 
 import torch
 
+from hvd_ckpt.comparison.catalog import make_workload
 from hvd_ckpt.comparison.cells import Cell
 from hvd_ckpt.comparison.engines import Engine, find_engine, launched_rank_and_size
 from hvd_ckpt.comparison.events import EventWriter
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.reference import Reference, largest_difference
 from hvd_ckpt.comparison.training import Trained, fingerprint, train
-from hvd_ckpt.comparison.workloads import Workload, make_workload
-from hvd_ckpt.memory import PeakMemory, recording_peak
+from hvd_ckpt.comparison.workloads import Workload
+from hvd_ckpt.memory import recording_peak
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "work"]
 
 
 class Worker:
@@ -34,57 +34,65 @@ class Worker:
         self._job = job
         self._engine = engine
         self._events = events
+        self._device = torch.device(job.device)
         self._workloads: dict[str, Workload] = {
             name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads
         }
         self._references = {name: Reference.load(job.reference_file(name)) for name in job.workloads}
 
     def run(self) -> None:
-        """Train every cell, first for time and result, then (if the job says so) for memory and the result again."""
-        gc.collect()
-        gc.freeze()  # imports have left a million objects that no collection between cells needs to visit
+        """Train every cell: twice with a close look, or once against the clock, as the job says."""
         for key in self._job.cells:
-            cell = Cell.from_key(key)
-            self._events.write("cell", cell=key)
-            trained = self._train(cell)
-            self._events.write("trained", cell=key, **self._outcome(cell, trained))
-            if self._job.memory:
-                del trained
-                gc.collect()
-                trained, memory = self._train_for_memory(cell)
-                hashes = self._hashes(trained)
-                self._events.write("measured", cell=key, peak_bytes=memory.peak_bytes, **hashes)
-            del trained
+            self._events.write("cell", cell=key, small=self._workloads[Cell.from_key(key).workload].small)
+            self._run(key)
             gc.collect()
             self._events.write("finished", cell=key)
 
-    def _train(self, cell: Cell) -> Trained:
+    def _run(self, key: str) -> None:
+        if not self._job.checks:
+            trained = self._train(key)
+            self._events.write("timed", cell=key, seconds=trained.seconds, **self._hashes(trained))
+            return
+        trained = self._train(key)
+        self._events.write("trained", cell=key, **self._outcome(key, trained), **_reductions(trained))
+        del trained
+        gc.collect()
+        # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is.
+        with recording_peak(self._device) as memory:
+            trained = self._train(key)
+        self._events.write(
+            "measured",
+            cell=key,
+            peak_bytes=memory.peak_bytes,
+            **self._hashes(trained),
+            **_reductions(trained),
+        )
+
+    def _train(self, key: str) -> Trained:
+        cell = Cell.from_key(key)
         return train(
             self._workloads[cell.workload],
             self._engine,
             cell,
             steps=self._job.steps,
             seed=self._job.seed,
-            after_step=lambda step: self._events.write("step", cell=cell.key, step=step),
+            precision=self._job.precision,
+            device=self._device,
+            record_in=self._job.folder if self._job.checks else None,
+            after_step=lambda step: self._events.write("step", cell=key, step=step),
         )
-
-    def _train_for_memory(self, cell: Cell) -> tuple[Trained, PeakMemory]:
-        """The peak includes weights, gradients and optimizer: all that training allocates, from before the model is."""
-        with recording_peak() as memory:
-            trained = self._train(cell)
-        return trained, memory
 
     def _hashes(self, trained: Trained) -> dict[str, str]:
         return {
-            "weights": fingerprint(trained.chain.named_parameters()),
-            "buffers": fingerprint(trained.chain.named_buffers()),
+            "weights": fingerprint(trained.model.named_parameters()),
+            "buffers": fingerprint(trained.model.named_buffers()),
         }
 
-    def _outcome(self, cell: Cell, trained: Trained) -> dict[str, object]:
-        """This rank's result beside the reference: hashes, differences, losses, times."""
-        reference = self._references[cell.workload]
-        parameters = dict(trained.chain.named_parameters())
-        buffers = dict(trained.chain.named_buffers())
+    def _outcome(self, key: str, trained: Trained) -> dict[str, object]:
+        """This rank's result beside the reference: hashes, differences, losses."""
+        reference = self._references[Cell.from_key(key).workload]
+        parameters = {name: tensor.detach().cpu() for name, tensor in trained.model.named_parameters()}
+        buffers = {name: tensor.detach().cpu() for name, tensor in trained.model.named_buffers()}
         names = ("difference", "relative", "worst")
         weights_apart = largest_difference(parameters, reference.parameters, reference.start)
         buffers_apart = largest_difference(buffers, reference.buffers[self._engine.rank], reference.start)
@@ -93,15 +101,16 @@ class Worker:
             **dict(zip(names, weights_apart, strict=True)),
             **{f"buffer_{name}": value for name, value in zip(names, buffers_apart, strict=True)},
             "losses": trained.losses,
-            "seconds": trained.seconds,
         }
 
 
-def main(job_file: str) -> None:
-    """Join the job's other ranks, train, leave; an error is an event, a traceback in the log, and exit status 1."""
-    job = Job.load(Path(job_file))
+def work(job_file: Path) -> int:
+    """Join the job's other ranks, train, leave; returns an exit status. An error is an event and a traceback in the log."""
+    job = Job.load(job_file)
+    os.environ.update(job.environment)
     rank, _ = launched_rank_and_size()
     with EventWriter(job.folder, rank) as events:
+        events.write("born", pid=os.getpid())
         try:
             torch.use_deterministic_algorithms(True)
             engine = find_engine(job.engine)()
@@ -117,13 +126,18 @@ def main(job_file: str) -> None:
             events.write("error", kind=type(error).__name__, message=_first_line(error))
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)  # a clean exit would wait for ranks that are not coming
+            return 1
+    return 0
+
+
+def _reductions(trained: Trained) -> dict[str, object]:
+    """What was recorded; without anything recorded (an engine of the user's own) nothing."""
+    recording = trained.recording
+    if recording is None or not recording.order:
+        return {}
+    return {"most": recording.most, "least": recording.least, "order": recording.digest()}
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

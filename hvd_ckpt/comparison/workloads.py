@@ -1,13 +1,14 @@
-"""The workloads: a model as a chain of blocks, its batches, and the loss.
+"""The workloads: a model as a chain of blocks, its batches, the loss, and what happens in a step.
 
 To add one, write a class with these methods and enter it in :data:`WORKLOADS`; engines, reference and report take it
-from there.
+from there. The small ones that each show one difficulty are in :mod:`.scenarios`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,48 +17,114 @@ from torch import nn
 from torch.nn import functional
 
 from hvd_ckpt.comparison.data import IGNORED, PADDING, VOCABULARY, Digits, Text
+from hvd_ckpt.comparison.recomputing import Chain, Recompute
 
-__all__ = ["SCALES", "WORKLOADS", "Batch", "Workload", "make_workload"]
+__all__ = ["SCALES", "WORKLOADS", "Batch", "Step", "Workload"]
 
 SCALES = ("quick", "default", "full")
 
 
 @dataclass
 class Batch:
-    """What one rank trains on in one step: the chain's inputs, keyword arguments of every block, and the target."""
+    """What one rank trains on at a time: the model's inputs, keyword arguments of every block, and the target."""
 
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor
     shared: dict[str, Any] = field(default_factory=dict)
 
+    def to(self, device: torch.device) -> Batch:
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.detach().to(device).requires_grad_(value.requires_grad)
+
+        shared = {name: moved(value) for name, value in self.shared.items()}
+        return Batch(tuple(moved(tensor) for tensor in self.inputs), moved(self.target), shared)
+
+
+@dataclass
+class Step:
+    """One step of one rank, as a workload sees it.
+
+    Attributes:
+        model: what to call; an engine's wrapper around the workload's model, or the model itself.
+        rank, size, number: which rank of how many, and which step (from 0).
+        batches: this rank's batches of this step.
+        autocast: makes the context for a forward pass and its loss.
+        backward: runs the backward pass of a loss, scaled if the precision wants it.
+    """
+
+    model: nn.Module
+    rank: int
+    size: int
+    number: int
+    batches: Sequence[Batch]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    backward: Callable[[torch.Tensor], object]
+
 
 class Workload(ABC):
-    """A model learning something real.
+    """A model learning something.
 
     Attributes:
         title: one line that says what learns what.
         model_line: one line with the model's size, at this scale.
+        variants: the ways to recompute that mean something for it.
+        passes: most backward passes in a step, for engines that must be told.
+        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
+        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
+        uneven: ranks have unequal numbers of steps.
+        small: a step takes milliseconds.
+        tolerance: how far weights may be off, as a share of what training changes.
     """
 
     title: ClassVar[str]
     model_line: str
     learning_rate: ClassVar[float]
+    variants: ClassVar[tuple[str, ...]] = ("none", "reentrant", "non-reentrant")
+    passes: ClassVar[int] = 1
+    static: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
+    small: ClassVar[bool] = False
+    tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 
     @abstractmethod
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
         """Read the data and import what the model needs, so that no step waits for either."""
 
     @abstractmethod
-    def model(self) -> nn.Sequential:
-        """A fresh model in training mode, initialized from torch's global random state."""
+    def model(self, recompute: Recompute) -> nn.Module:
+        """A fresh model in training mode, initialized from torch's global random state; ``len`` gives its blocks."""
 
     @abstractmethod
-    def batch(self, rank: int, size: int, step: int) -> Batch:
-        """The batch of one rank in one step: a pure function of its arguments and the seed."""
+    def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
+        """A batch of one rank in one step: a pure function of its arguments and the seed."""
 
     @abstractmethod
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The mean loss of one rank's batch."""
+
+    def batches(self, rank: int, size: int, step: int) -> list[Batch]:
+        """All batches of one rank in one step."""
+        return [self.batch(rank, size, step)]
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        """The forward and backward passes of a step; returns its losses."""
+        losses = []
+        for batch in step.batches:
+            with step.autocast():
+                loss = self.loss(step.model(*batch.inputs, **batch.shared), batch.target)
+            step.backward(loss)
+            losses.append(loss.detach())
+        return losses
+
+    def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027  # most change nothing
+        """What changes in the (unwrapped) model before a step."""
+
+    def steps_of(self, rank: int, size: int, steps: int) -> int:
+        """How many of ``steps`` steps a rank has batches for."""
+        return steps
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """SGD with momentum, whose update is linear in the gradient: a rounding error stays a rounding error. (Adam
@@ -85,10 +152,10 @@ class DenseNetOnDigits(Workload):
         self._digits = Digits(pixels, seed)
         self.model_line = f"DenseNet-{self._depth}, {self._images} images of {pixels} x {pixels} per rank"
 
-    def model(self) -> nn.Sequential:
-        return self._densenet(self._depth, channels=1, classes=Digits.classes).train()
+    def model(self, recompute: Recompute) -> nn.Module:
+        return Chain(self._densenet(self._depth, channels=1, classes=Digits.classes).train(), recompute)
 
-    def batch(self, rank: int, size: int, step: int) -> Batch:
+    def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         images, labels = self._digits.batch(rank, size, step, self._images)
         # PyTorch's reentrant variant drops the first segment's gradients unless an input requires one; its
         # documentation's way out, taken here for every engine alike.
@@ -121,20 +188,19 @@ class BertOnText(Workload):
             f"{self._sequences} sequences of up to {self._length} bytes per rank"
         )
 
-    def model(self) -> nn.Sequential:
-        return self._bert.bert(
-            self._bert.bert_config(
-                vocabulary=VOCABULARY,
-                padding=PADDING,
-                hidden=self._hidden,
-                layers=self._layers,
-                heads=self._heads,
-                length=self._length,
-                dropout=0.1,
-            )
+    def model(self, recompute: Recompute) -> nn.Module:
+        config = self._bert.bert_config(
+            vocabulary=VOCABULARY,
+            padding=PADDING,
+            hidden=self._hidden,
+            layers=self._layers,
+            heads=self._heads,
+            length=self._length,
+            dropout=0.1,
         )
+        return Chain(self._bert.bert(config), recompute)
 
-    def batch(self, rank: int, size: int, step: int) -> Batch:
+    def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         tokens, mask, targets = self._text.batch(rank, step, self._sequences)
         return Batch((tokens,), targets, {"attention_mask": mask})
 
@@ -143,8 +209,3 @@ class BertOnText(Workload):
 
 
 WORKLOADS: dict[str, type[Workload]] = {"densenet": DenseNetOnDigits, "bert": BertOnText}
-
-
-def make_workload(name: str, scale: str, seed: int, text: str | None) -> Workload:
-    """The workload of that name at one of :data:`SCALES`; ``text`` is a file for those that read text."""
-    return WORKLOADS[name](scale, seed, text)

@@ -1,0 +1,170 @@
+"""Which gradients were reduced, how often, and in which order: seen where an engine hands them over.
+
+For Horovod and this library that is the function that enqueues an allreduce: a gradient takes part in it if it lies in the
+memory that is handed over. What the ranks then do with it is read from Horovod's own timeline. For PyTorch's DDP it is a
+communication hook, and for Apex's the method that reduces a bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+__all__ = ["Recording", "recording_apex", "recording_ddp", "recording_horovod"]
+
+OPTIMIZER_NUMBER = re.compile(r"^hvd_ckpt\.\d+\.\d+\.")  # of this library's tensors; counts optimizers of a process
+BY_ITSELF = re.compile(r"^hvd_ckpt\.\d+\.\d+\.(?:single|sparse)\.(\d+)(?:\.values)?$")
+
+
+class Recording:
+    """The reductions of one training run on one rank.
+
+    Attributes:
+        most: the most reductions that any parameter's gradient took part in, in one step.
+        least: the fewest of a parameter that had a gradient.
+        order: what was reduced, in order; two runs that reduce alike have equal lists.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._counts: Counter[str] = Counter()
+        self.most = 0
+        self.least: int | None = None
+        self.order: list[str] = []
+
+    def note(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters leave together."""
+        together = list(names)
+        self._counts.update(together)
+        self.order.append(" ".join(together))
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.note(self._names.get(id(parameter), "?") for parameter in parameters)
+
+    def note_memory(self, tensors: Sequence[torch.Tensor], name: str | None) -> None:
+        """These tensors leave together; ``name`` is what the wire calls them."""
+        number = BY_ITSELF.match(name or "")
+        if number:
+            self.note([list(self._parameters)[int(number[1])]])
+            return
+        spans = [(tensor.data_ptr(), tensor.data_ptr() + _nbytes(tensor)) for tensor in tensors]
+        inside = [
+            parameter_name
+            for parameter_name, parameter in self._parameters.items()
+            if any(first <= address < last for address in _address(parameter.grad) for first, last in spans)
+        ]
+        if inside:
+            self.note(inside)
+
+    def close_step(self) -> None:
+        """A step has ended: its gradients are reduced."""
+        self.most = max([self.most, *self._counts.values()])
+        reduced = [
+            self._counts[name] for name, parameter in self._parameters.items() if parameter.grad is not None
+        ]
+        if reduced:
+            self.least = min(reduced if self.least is None else [self.least, *reduced])
+        self._counts.clear()
+
+    def digest(self) -> str:
+        """A hash of the order."""
+        return hashlib.sha256("\n".join(self.order).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def recording_horovod(recording: Recording, rank: int, folder: Path) -> Iterator[None]:
+    """Record what is handed to Horovod; the order is the one in which rank 0's timeline has it executed."""
+    import horovod.torch as hvd
+    from horovod.torch import mpi_ops
+
+    def one(original: Callable[..., Any]) -> Callable[..., Any]:
+        def allreduce(tensor: torch.Tensor, output: Any, name: str | None, *rest: Any) -> Any:
+            recording.note_memory([tensor], name)
+            return original(tensor, output, name, *rest)
+
+        return allreduce
+
+    def many(original: Callable[..., Any]) -> Callable[..., Any]:
+        def grouped(tensors: Sequence[torch.Tensor], outputs: Any, name: str | None, *rest: Any) -> Any:
+            recording.note_memory(tensors, name)
+            return original(tensors, outputs, name, *rest)
+
+        return grouped
+
+    timeline = folder / "timeline.json"
+    patches = [
+        mock.patch.object(mpi_ops, name, wrap(getattr(mpi_ops, name)))
+        for name, wrap in (("_allreduce_async", one), ("_allgather_async", one), ("_grouped_allreduce_async", many))
+    ]
+    if rank == 0:
+        timeline.unlink(missing_ok=True)
+        hvd.start_timeline(str(timeline))
+    with patches[0], patches[1], patches[2]:
+        yield
+    if rank == 0:
+        hvd.stop_timeline()
+        recording.order = executed(timeline)
+
+
+def executed(timeline: Path) -> list[str]:
+    """The tensors that Horovod's timeline says were reduced or gathered, in the order in which that was done."""
+    names: dict[int, str] = {}
+    order: list[str] = []
+    for event in json.loads(timeline.read_text()):
+        if event.get("name") == "process_name" and "name" in event["args"]:
+            kind, _, name = event["args"]["name"].partition(".")
+            names[event["pid"]] = f"{kind} {OPTIMIZER_NUMBER.sub('', name)}"
+        elif event.get("ph") == "B" and event.get("name") in ("ALLREDUCE", "ALLGATHER"):
+            order.append(names[event["pid"]])
+    return order
+
+
+@contextmanager
+def recording_ddp(recording: Recording, model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """Record the buckets that PyTorch's DDP reduces, with a hook that reduces as it does without one."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    def hook(state: object, bucket: Any) -> Any:
+        recording.note_parameters(bucket.parameters())
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    # DDP reads the annotations, and wants the types themselves.
+    hook.__annotations__.update(
+        {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    )
+    model.register_comm_hook(None, hook)
+    yield
+
+
+@contextmanager
+def recording_apex(recording: Recording, model: Any) -> Iterator[None]:
+    """Record the buckets that Apex's DDP reduces."""
+    original = model.allreduce_bucket
+
+    def allreduce_bucket(bucket: Sequence[torch.Tensor], *rest: Any, **options: Any) -> Any:
+        recording.note_memory(bucket, None)
+        return original(bucket, *rest, **options)
+
+    with mock.patch.object(model, "allreduce_bucket", allreduce_bucket):
+        yield
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return max(tensor.numel() * tensor.element_size(), 1)
+
+
+def _address(gradient: torch.Tensor | None) -> tuple[int, ...]:
+    if gradient is None:
+        return ()
+    return (gradient._values().data_ptr() if gradient.is_sparse else gradient.data_ptr(),)
