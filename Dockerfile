@@ -1,0 +1,44 @@
+# What `bash main.sh setup` makes, in an image without the tools it takes to make it.
+#
+#   docker build --tag hvd_ckpt .
+#   docker build --tag hvd_ckpt:cuda --build-arg BASE_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04 .
+#
+# Any Debian or Ubuntu base with Python 3.10 or newer will do; in one with nvcc, Horovod gets its NCCL operations.
+# run_docker_checkpoint_sequential.sh builds this image and runs commands of main.sh in it.
+ARG BASE_IMAGE=debian:bookworm-slim
+
+# ---- build: compiler, headers, and the environment. No source of hvd_ckpt is in it, so editing one rebuilds nothing.
+FROM ${BASE_IMAGE} AS build
+# Where pip looks for packages, if not where it looks by default. With an index of PyTorch's CPU wheels as the extra
+# one, the image is several GB smaller: the default index has PyTorch with CUDA.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ python3-dev python3-venv \
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
+WORKDIR /hvd_ckpt
+COPY main.sh setup.cfg pyproject.toml ./
+COPY install install
+# The package is installed in place: an empty one is enough to record where it will be.
+RUN mkdir hvd_ckpt && touch hvd_ckpt/__init__.py && PIP_NO_CACHE_DIR=1 bash main.sh setup
+# Nothing compiles or lints in the container: leave out the tools for it, and PyTorch's C++ headers, tests and protoc.
+RUN .venv/bin/python -m pip uninstall --quiet --yes cmake ninja ruff mypy \
+    && cd .venv/lib/python3*/site-packages/torch \
+    && rm -rf include test && find bin -type f ! -name torch_shm_manager -delete
+
+# ---- the image: Python, an init process, ssh (mpirun looks for it even on one machine), the environment, the sources.
+FROM ${BASE_IMAGE}
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends openssh-client python3 tini \
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
+WORKDIR /hvd_ckpt
+COPY --from=build /hvd_ckpt/.venv .venv
+COPY . .
+# Any user may run it: all can read it, whatever the modes in the checkout, and write to HOME and pytest's caches here.
+RUN chmod -R a+rX -- * && .venv/bin/python -m compileall -q hvd_ckpt && chmod 1777 . && mkdir -m 1777 /home/anyone
+ENV HOME=/home/anyone \
+    PATH=/hvd_ckpt/.venv/bin:$PATH \
+    OMPI_ALLOW_RUN_AS_ROOT=1 \
+    OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# An init process hands signals to the whole job and collects ranks whose launcher has gone.
+ENTRYPOINT ["tini", "-g", "--", "bash", "/hvd_ckpt/main.sh"]
