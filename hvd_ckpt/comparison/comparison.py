@@ -16,7 +16,7 @@ from hvd_ckpt.comparison.events import Event
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.launch import Failure, Launcher
 from hvd_ckpt.comparison.report import Report, machine_facts
-from hvd_ckpt.comparison.verdict import Result, add_ratios, judge
+from hvd_ckpt.comparison.verdict import add_ratios, judge
 
 __all__ = ["Comparison", "ComparisonError"]
 

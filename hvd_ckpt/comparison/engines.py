@@ -273,8 +273,9 @@ class ApexDDP(DDP):
 
         return DistributedDataParallel(model), optimizer
 
-    def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()  # it has no such thing
+    @contextmanager
+    def uneven(self, model: nn.Module) -> Iterator[None]:
+        yield  # it has nothing for it
 
     def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
         from hvd_ckpt.comparison.recording import recording_apex

@@ -64,7 +64,12 @@ class Launcher:
     """
 
     def __init__(
-        self, controller: str, size: int, timeout: float, folder: Path, environment: Mapping[str, str] | None = None
+        self,
+        controller: str,
+        size: int,
+        timeout: float,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._controller = controller
         self._size = size
@@ -130,7 +135,9 @@ class Launcher:
             environment["HOROVOD_GLOO_RENDEZVOUS_PORT"] = self._rendezvous.renew()
         job = dataclasses.replace(job, environment=environment)
         job.save()
-        nursery = self._nursery if self._nursery is not None and self._nursery.is_alive() else self._open_nursery()
+        nursery = (
+            self._nursery if self._nursery is not None and self._nursery.is_alive() else self._open_nursery()
+        )
         nursery.ask(job)
         watch = _Watch(job.folder, job.size, self._timeout, listener)
         try:
@@ -207,7 +214,7 @@ class _Process:
         return self._process.poll()
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self.status is None
 
     def ask(self, job: Job) -> None:
         """Ask for the ranks of a job."""
@@ -244,9 +251,7 @@ class _Process:
 class _Watch:
     """Follows the events of one job."""
 
-    def __init__(
-        self, folder: Path, ranks: int, timeout: float, listener: Callable[[Event], object]
-    ) -> None:
+    def __init__(self, folder: Path, ranks: int, timeout: float, listener: Callable[[Event], object]) -> None:
         self.events: list[Event] = []
         self._reader = EventReader(folder)
         self._ranks = ranks
@@ -267,7 +272,9 @@ class _Watch:
             if over or ended() or (failing and quiet > GRACE_SECONDS):
                 return self._failure(process, over)
             if not failing and quiet > self._limit():
-                return Failure("hang", f"no rank did a step for {self._limit():.0f} s; {_whereabouts(self.events)}")
+                return Failure(
+                    "hang", f"no rank did a step for {self._limit():.0f} s; {_whereabouts(self.events)}"
+                )
             time.sleep(POLL_SECONDS)
 
     def wait(self, process: _Process, seconds: float = 5.0) -> None:
@@ -301,7 +308,9 @@ class _Watch:
         for event in self.events:
             if event["event"] == "error":
                 return Failure("error", f"{event['kind']}: {event['message']}")
-        status = next((event["status"] for event in self.events if _is_bad(event)), process.status if over else 0)
+        status = next(
+            (event["status"] for event in self.events if _is_bad(event)), process.status if over else 0
+        )
         if over and not status and _ranks(self.events, "done") < self._ranks:
             return Failure("error", f"the job ended before its ranks were done{process.last_words()}")
         if status:
@@ -310,7 +319,7 @@ class _Watch:
 
 
 def _is_bad(event: Event) -> bool:
-    return event["event"] == "error" or (event["event"] == "ended" and event["status"] != 0)
+    return event["event"] == "error" or bool(event["event"] == "ended" and event["status"])
 
 
 def _ranks(events: Sequence[Event], name: str) -> int:

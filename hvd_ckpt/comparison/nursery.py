@@ -57,7 +57,13 @@ def main(folder: Path) -> None:
 
 def _import_workloads() -> None:
     """What ranks need, where it is installed; a rank that misses something says so itself."""
-    for name in ("hvd_ckpt.models.bert", "hvd_ckpt.models.densenet", "sklearn.datasets", "hvd_ckpt", "horovod.torch"):
+    for name in (
+        "hvd_ckpt.models.bert",
+        "hvd_ckpt.models.densenet",
+        "sklearn.datasets",
+        "hvd_ckpt",
+        "horovod.torch",
+    ):
         try:
             __import__(name)
         except ImportError:

@@ -71,13 +71,19 @@ def _verdicts(results: Sequence[Result], absent: Mapping[str, str], place: str) 
     axes.set_xticks([x + 0.5 for x in range(len(columns))], [short_name(name) for name in columns])
     axes.xaxis.tick_top()
     axes.set_yticks(
-        [y + 0.5 for y in range(len(rows))], [f"{workload}, {variant}" for workload, variant in rows], fontsize=8
+        [y + 0.5 for y in range(len(rows))],
+        [f"{workload}, {variant}" for workload, variant in rows],
+        fontsize=8,
     )
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    patches = [Patch(color=COLORS[status], label=status) for status in (*SEVERITY, *(["absent"] if absent else []))]
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.005), ncols=6, frameon=False, fontsize=8)
+    patches = [
+        Patch(color=COLORS[status], label=status) for status in (*SEVERITY, *(["absent"] if absent else []))
+    ]
+    axes.legend(
+        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.005), ncols=6, frameon=False, fontsize=8
+    )
     axes.set_title(f"Right, or not? {place}; a field is cut by the number of segments", fontsize=10, pad=28)
     return figure
 
@@ -125,7 +131,15 @@ def _losses(results: Sequence[Result], workloads: Mapping[str, Mapping[str, Any]
                     if result.engine == engine and result.chunks == chunks and result.losses:
                         style = {"color": LINES[index % len(LINES)], "markersize": 11 - 1.4 * index}
                         label = short_name(engine) + ("" if result.right else f" ({result.status})")
-                        axes.plot(steps, result.losses, marker="o", markerfacecolor="none", linewidth=1, label=label, **style)
+                        axes.plot(
+                            steps,
+                            result.losses,
+                            marker="o",
+                            markerfacecolor="none",
+                            linewidth=1,
+                            label=label,
+                            **style,
+                        )
             axes.set_title(f"{name}, {variant}" + (f" x{chunks}" if chunks else ""), fontsize=10)
             axes.set_xlabel("step")
             axes.set_ylabel("mean loss of the ranks")
@@ -152,7 +166,8 @@ def _price(results: Sequence[Result], place: str) -> Figure:
                     if result.engine != engine or value is None:
                         continue
                     axes.bar(
-                        cells.index(recomputed(result)) + (index - (len(engines) - 1) / 2) * 0.8 / len(engines),
+                        cells.index(recomputed(result))
+                        + (index - (len(engines) - 1) / 2) * 0.8 / len(engines),
                         value if what == "ratio" else value / MIB,
                         0.8 / len(engines),
                         color=LINES[index % len(LINES)],
@@ -166,10 +181,16 @@ def _price(results: Sequence[Result], place: str) -> Figure:
             axes.set_axisbelow(True)
             if what == "ratio":
                 axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-            axes.set_ylabel("step time / Horovod, nothing recomputed" if what == "ratio" else "peak memory, MiB", fontsize=8)
+            axes.set_ylabel(
+                "step time / Horovod, nothing recomputed" if what == "ratio" else "peak memory, MiB",
+                fontsize=8,
+            )
             axes.set_title(f"{name}: {'step time' if what == 'ratio' else 'peak memory'}", fontsize=10)
     patches = [Patch(color=LINES[i % len(LINES)], label=short_name(name)) for i, name in enumerate(engines)]
     patches.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="wrong result"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
-    figure.suptitle(f"Price; {place}; engines in the order of the legend, a missing bar is an error or a hang", fontsize=11)
+    figure.suptitle(
+        f"Price; {place}; engines in the order of the legend, a missing bar is an error or a hang",
+        fontsize=11,
+    )
     return figure

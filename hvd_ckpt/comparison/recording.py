@@ -22,7 +22,9 @@ from torch import nn
 
 __all__ = ["Recording", "recording_apex", "recording_ddp", "recording_horovod"]
 
-OPTIMIZER_NUMBER = re.compile(r"^hvd_ckpt\.\d+\.\d+\.")  # of this library's tensors; counts optimizers of a process
+OPTIMIZER_NUMBER = re.compile(
+    r"^hvd_ckpt\.\d+\.\d+\."
+)  # of this library's tensors; counts optimizers of a process
 BY_ITSELF = re.compile(r"^hvd_ckpt\.\d+\.\d+\.(?:single|sparse)\.(\d+)(?:\.values)?$")
 
 
@@ -58,7 +60,7 @@ class Recording:
         if number:
             self.note([list(self._parameters)[int(number[1])]])
             return
-        spans = [(tensor.data_ptr(), tensor.data_ptr() + _nbytes(tensor)) for tensor in tensors]
+        spans = [(first, first + _nbytes(tensor)) for tensor in tensors for first in _address(tensor)]
         inside = [
             parameter_name
             for parameter_name, parameter in self._parameters.items()
@@ -105,7 +107,11 @@ def recording_horovod(recording: Recording, rank: int, folder: Path) -> Iterator
     timeline = folder / "timeline.json"
     patches = [
         mock.patch.object(mpi_ops, name, wrap(getattr(mpi_ops, name)))
-        for name, wrap in (("_allreduce_async", one), ("_allgather_async", one), ("_grouped_allreduce_async", many))
+        for name, wrap in (
+            ("_allreduce_async", one),
+            ("_allgather_async", one),
+            ("_grouped_allreduce_async", many),
+        )
     ]
     if rank == 0:
         timeline.unlink(missing_ok=True)
@@ -133,6 +139,7 @@ def executed(timeline: Path) -> list[str]:
 @contextmanager
 def recording_ddp(recording: Recording, model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """Record the buckets that PyTorch's DDP reduces, with a hook that reduces as it does without one."""
+    from torch._C._distributed_c10d import GradBucket
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     def hook(state: object, bucket: Any) -> Any:
@@ -140,9 +147,7 @@ def recording_ddp(recording: Recording, model: nn.parallel.DistributedDataParall
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
     # DDP reads the annotations, and wants the types themselves.
-    hook.__annotations__.update(
-        {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    )
+    hook.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
     model.register_comm_hook(None, hook)
     yield
 
@@ -164,7 +169,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return max(tensor.numel() * tensor.element_size(), 1)
 
 
-def _address(gradient: torch.Tensor | None) -> tuple[int, ...]:
-    if gradient is None:
+def _address(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """Where a tensor's values begin; nowhere for none."""
+    if tensor is None:
         return ()
-    return (gradient._values().data_ptr() if gradient.is_sparse else gradient.data_ptr(),)
+    return (tensor._values().data_ptr() if tensor.is_sparse else tensor.data_ptr(),)

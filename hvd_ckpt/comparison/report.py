@@ -124,7 +124,9 @@ class Report:
         lines += ["", "## What was trained", ""]
         for name, workload in self.workloads.items():
             first, last = workload["losses"][0], workload["losses"][-1]
-            lines.append(f"- {name}: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}")
+            lines.append(
+                f"- {name}: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}"
+            )
         lines += ["", "## Every cell", "", *tables.markdown_details(self.results)]
         lines += ["", "What is not right:", "", *(f"- {note}" for note in self.notes())]
         return "\n".join([*lines, "", "What the columns say:", "", *LEGEND, ""])

@@ -30,7 +30,7 @@ class Scenario(Workload):
     """A chain of six layers that learns to give 0.3; every scenario changes one thing of it."""
 
     learning_rate = 0.05
-    variants = ("reentrant", "non-reentrant")
+    variants: ClassVar[tuple[str, ...]] = ("reentrant", "non-reentrant")
     small = True
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:

@@ -76,7 +76,9 @@ def terminal_price(results: Sequence[Result]) -> Table:
 
 def markdown_matrix(results: Sequence[Result], absent: Mapping[str, str]) -> list[str]:
     header, rows = _matrix(results, absent)
-    bold = [[*row[:2], *(e if e.startswith(("right", "absent")) else f"**{e}**" for e in row[2:])] for row in rows]
+    bold = [
+        [*row[:2], *(e if e.startswith(("right", "absent")) else f"**{e}**" for e in row[2:])] for row in rows
+    ]
     return _markdown(header, bold)
 
 
@@ -100,7 +102,12 @@ def _matrix(results: Sequence[Result], absent: Mapping[str, str]) -> tuple[list[
         row = groups.setdefault((result.workload, result.variant), {})
         row.setdefault(result.engine, []).append(result)
     rows = [
-        [workload, variant, *(_verdict(row.get(engine, [])) for engine in engines), *("absent" for _ in absent)]
+        [
+            workload,
+            variant,
+            *(_verdict(row.get(engine, [])) for engine in engines),
+            *("absent" for _ in absent),
+        ]
         for (workload, variant), row in groups.items()
     ]
     return header, rows

@@ -92,7 +92,7 @@ def judge(
     passes = [[event for event in events if event.get("cell") == cell.key] for events in timed]
     mine = [event for event in checks if event.get("cell") == cell.key]
     trained = [event for event in mine if event["event"] == "trained"]
-    wrong = [*_judge_weights(result, trained), *_judge_runs(result, [mine, *passes], size)]
+    wrong = [*_judge_runs(result, [mine, *passes], size), *_judge_weights(result, trained)]
     loose = _judge_reductions(result, [event for event in mine if "order" in event])
     result.status = "wrong" if wrong else "loose" if loose else "right"
     result.reason = "; ".join([*wrong, *loose])

@@ -153,7 +153,7 @@ class DenseNetOnDigits(Workload):
         self.model_line = f"DenseNet-{self._depth}, {self._images} images of {pixels} x {pixels} per rank"
 
     def model(self, recompute: Recompute) -> nn.Module:
-        return Chain(self._densenet(self._depth, channels=1, classes=Digits.classes).train(), recompute)
+        return Chain(list(self._densenet(self._depth, channels=1, classes=Digits.classes)), recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         images, labels = self._digits.batch(rank, size, step, self._images)
@@ -198,7 +198,7 @@ class BertOnText(Workload):
             length=self._length,
             dropout=0.1,
         )
-        return Chain(self._bert.bert(config), recompute)
+        return Chain(list(self._bert.bert(config)), recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         tokens, mask, targets = self._text.batch(rank, step, self._sequences)

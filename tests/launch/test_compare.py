@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hvd_ckpt.comparison.command import compare
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SMALL = ("--quick", "--steps", "2", "--workloads", "densenet", "--chunks", "2")
+SMALL = ("--quick", "--steps", "2", "--workloads", "densenet", "--scenarios", "nothing", "--chunks", "2")
 
 
 def run_compare(output, *arguments):
@@ -50,7 +50,11 @@ def ranks_alive(output):
 
 def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(tmp_path):
     process, results = run_compare(
-        tmp_path / "out", "--engines", "hvd_ckpt,planted_engines:Broken", "--variants", "reentrant,none"
+        tmp_path / "out",
+        "--engines",
+        "hvd_ckpt,planted_engines:Broken,planted_engines:Absent",
+        "--variants",
+        "reentrant,none",
     )
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stderr == ""  # progress is for terminals
@@ -60,15 +64,17 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(tmp_p
         assert mine["right"]
         assert mine["ranks_equal"]
         assert mine["repeatable"]
-        assert mine["runs"] == 2
+        assert mine["runs"] == 3
         assert mine["difference"] < 1e-5
+        assert (mine["least"], mine["most"], mine["same_order"]) == (1, 1, True)
         assert mine["peak_bytes"] > 100_000
         assert mine["step_seconds"] > 0
         assert results["Broken", variant]["status"] == "error"
         assert results["Broken", variant]["reason"] == "RuntimeError: no network for you"
     page = (tmp_path / "out" / "report.md").read_text()
     assert "DenseNet on handwritten digits" in page
-    assert "| densenet | reentrant x2 | hvd_ckpt | equal |" in page
+    assert "| densenet | reentrant x2 | hvd_ckpt | right | equal |" in page
+    assert "planted_engines:Absent is absent: it was planted so" in page
 
 
 def test_exit_status_is_1_if_the_judged_engine_is_wrong_hangs_or_raises(tmp_path):
@@ -85,7 +91,7 @@ def test_exit_status_is_1_if_the_judged_engine_is_wrong_hangs_or_raises(tmp_path
     assert not alone["weights_right"]
     assert "ranks differ; weights off" in alone["reason"]
     assert alone["repeatable"]
-    assert alone["runs"] == 2
+    assert alone["runs"] == 3
     hang = results["Faulty", "reentrant"]
     assert hang["status"] == "hang"
     assert "no rank did a step for 10 s" in hang["reason"]
@@ -94,6 +100,31 @@ def test_exit_status_is_1_if_the_judged_engine_is_wrong_hangs_or_raises(tmp_path
     assert error["status"] == "error"
     assert error["reason"] == "ArithmeticError: planted on rank 1"
     assert ranks_alive(tmp_path / "out") == []
+
+
+def test_every_scenario_is_right_over_mpi_where_the_ranks_join_once(tmp_path):
+    """Horovod's engines get fresh processes from the launcher after an error, since MPI cannot be joined twice."""
+    process, results = run_compare(
+        tmp_path / "out",
+        *("--controller", "mpi", "--engines", "horovod,hvd_ckpt", "--workloads", "nothing"),
+        *("--scenarios", "tied,uneven-data", "--passes", "0"),
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    values = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    found = {(r["engine"], r["workload"], r["variant"]): r["status"] for r in values}
+    assert found["horovod", "tied", "reentrant"] == "error"  # and a fresh job went on with the others
+    assert found["horovod", "tied", "non-reentrant"] in ("right", "loose")
+    assert ranks_alive(tmp_path / "out") == []
+
+
+def test_mixed_precision_is_right(tmp_path):
+    process, results = run_compare(
+        tmp_path / "out",
+        *("--precision", "fp16", "--engines", "hvd_ckpt,horovod", "--workloads", "nothing"),
+        *("--scenarios", "overflow-on-one-rank,tied", "--variants", "non-reentrant", "--passes", "0"),
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert results["hvd_ckpt", "non-reentrant"]["right"]
 
 
 def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
@@ -109,11 +140,17 @@ def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
         (["--np", "0"], "'--np': 0 is not in the range"),
         (["--np", "two"], "'two' is not a valid integer"),
         (["--controller", "smoke"], "'smoke' is not one of 'auto', 'gloo', 'mpi'"),
-        (["--engines", "nccl"], "no engine 'nccl': choose among hvd_ckpt, horovod, ddp"),
+        (["--engines", "nccl"], "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
         (["--engines", "ddp"], "--subject hvd_ckpt is not among the engines ddp"),
         (["--engines", "hvd_ckpt,hvd_ckpt"], "'hvd_ckpt' is given twice"),
         (["--engines", ","], "--engines: give at least one"),
-        (["--workloads", "gpt"], "--workloads: 'gpt' is none of densenet, bert"),
+        (["--workloads", "gpt"], "--workloads: 'gpt' is none of densenet, bert, nothing"),
+        (["--scenarios", "easy"], "--scenarios: 'easy' is none of plain, tied, nested"),
+        (["--workloads", "nothing", "--scenarios", "nothing"], "there is nothing to compare"),
+        (["--scenarios", "plain", "--workloads", "nothing", "--variants", "explicit"], "nothing to compare"),
+        (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'fp16', 'bf16', 'apex-O1'"),
+        (["--precision", "apex-O1"], "--precision apex-O1: NVIDIA Apex"),
+        (["--device", "cuda"], "--device cuda: PyTorch finds no CUDA GPU"),
         (["--variants", "both"], "--variants: 'both' is none of none, reentrant, non-reentrant"),
         (["--chunks", "2,0"], "--chunks: '0' is not a number of segments"),
         (["--chunks", "-1"], "--chunks: '-1' is not a number of segments"),

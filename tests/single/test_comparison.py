@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from hvd_ckpt.comparison.catalog import make_workload
 from hvd_ckpt.comparison.cells import Cell, make_cells
 from hvd_ckpt.comparison.data import BYTES, IGNORED, MASK, PADDING, Digits, Text, check_text
-from hvd_ckpt.comparison.engines import ENGINES, find_engine, launched_rank_and_size
+from hvd_ckpt.comparison.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
 from hvd_ckpt.comparison.events import EventReader, EventWriter
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.launch import Failure
+from hvd_ckpt.comparison.recomputing import KEEP
+from hvd_ckpt.comparison.recording import Recording, executed
 from hvd_ckpt.comparison.reference import Reference, largest_difference, make_reference
 from hvd_ckpt.comparison.report import Report
-from hvd_ckpt.comparison.training import fingerprint, step_seed
-from hvd_ckpt.comparison.verdict import add_ratios, judge
+from hvd_ckpt.comparison.scenarios import SCENARIOS
+from hvd_ckpt.comparison.training import fingerprint, step_seed, train
+from hvd_ckpt.comparison.verdict import Result, add_ratios, judge
 from hvd_ckpt.comparison.workloads import Batch, Workload
 
 CELL = Cell("densenet", "reentrant", 2)
 
 
-def test_cells_are_every_combination_and_none_has_no_chunks():
-    cells = make_cells(["a", "b"], ["none", "reentrant"], [1, 4])
-    expected = ["none/0", "reentrant/1", "reentrant/4"]
-    assert [cell.key for cell in cells] == [f"{name}/{rest}" for name in "ab" for rest in expected]
+def test_cells_are_every_combination_that_means_something_and_none_has_no_chunks():
+    meaningful = {"a": ("none", "reentrant", "explicit"), "b": ("reentrant",)}
+    cells = make_cells(meaningful, ["none", "reentrant"], [1, 4])
+    expected = ["a/none/0", "a/reentrant/1", "a/reentrant/4", "b/reentrant/1", "b/reentrant/4"]
+    assert [cell.key for cell in cells] == expected
     assert [Cell.from_key(cell.key) for cell in cells] == cells
 
 
@@ -96,7 +102,7 @@ class Toy(Workload):
     def __init__(self, noisy: bool) -> None:
         self._noisy = noisy
 
-    def model(self):
+    def model(self, recompute=KEEP):
         if self._noisy:
             return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
         linear = nn.Linear(1, 1, bias=False)
@@ -104,7 +110,7 @@ class Toy(Workload):
             linear.weight.fill_(2.0)
         return nn.Sequential(linear)
 
-    def batch(self, rank, size, step):
+    def batch(self, rank, size, step, part=0):
         if self._noisy:
             generator = torch.Generator().manual_seed(100 * step + rank)
             return Batch((torch.randn(6, 4, generator=generator),), torch.zeros(1))
@@ -187,7 +193,7 @@ def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
     with (tmp_path / "rank0.jsonl").open("a") as stream:
         stream.write('{"event": "half", "ra')
     events = reader.new()
-    assert sorted(event["event"] for event in events) == ["born", "born", "step", "trained"]
+    assert sorted(event["event"] for event in events) == ["step", "trained"]
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     trained = next(event for event in events if event["event"] == "trained")
     assert (trained["loss"], trained["far"]) == ("nan", ["inf"])
@@ -199,7 +205,16 @@ def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
 
 def test_job_survives_its_file(tmp_path):
     job = Job(
-        tmp_path / "job", tmp_path, "ddp", ("bert/none/0", "densenet/none/0"), 2, 3, 1, "quick", None, True
+        tmp_path / "job",
+        tmp_path,
+        "ddp",
+        ("bert/none/0", "densenet/none/0"),
+        2,
+        3,
+        1,
+        "quick",
+        None,
+        checks=True,
     )
     job.save()
     assert Job.load(job.file) == job
@@ -210,30 +225,38 @@ def trained(rank, **changes):
     values = {
         "event": "trained", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}",
         "difference": 0.0, "relative": 0.0, "worst": "", "buffer_difference": 0.0, "buffer_relative": 0.0,
-        "buffer_worst": "", "losses": [2.0, 1.0], "seconds": [9.0, 9.0, 1.0, 3.0],
+        "buffer_worst": "", "losses": [2.0, 1.0], "least": 1, "most": 1, "order": f"o{rank}",
     }  # fmt: skip
     return {**values, **changes}
 
 
 def measured(rank, **changes):
     values = {"event": "measured", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}"}
-    return {**values, "peak_bytes": 100 + rank, **changes}
+    return {**values, "peak_bytes": 100 + rank, "least": 1, "most": 1, "order": f"o{rank}", **changes}
 
 
-def judged(*passes, failure=None):
-    return judge(CELL, "engine", passes, failure, size=2)
+def timed(rank, seconds=(9.0, 9.0, 1.0, 3.0), **changes):
+    values = {"event": "timed", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}"}
+    return {**values, "seconds": list(seconds), **changes}
+
+
+def judged(checks, *passes, failure=None, cell=CELL):
+    return judge(cell, "engine", checks, passes, failure, size=2)
 
 
 def test_a_right_result_has_its_figures():
     result = judged(
-        [trained(0), trained(1, seconds=[9, 9, 2.0, 1.0])], [trained(0), trained(1), measured(0), measured(1)]
+        [trained(0), trained(1, losses=[4.0]), measured(0), measured(1)],
+        [timed(0), timed(1, seconds=[9, 9, 2.0, 1.0])],
+        [timed(0), timed(1)],
     )
     assert (result.status, result.reason, result.right) == ("right", "", True)
-    assert result.runs == 3
+    assert result.runs == 4
     assert result.peak_bytes == 101
-    assert result.losses == (2.0, 1.0)
+    assert result.losses == (3.0, 1.0)  # the mean of those ranks that did the step
+    assert (result.least, result.most, result.same_order) == (1, 1, True)
     assert result.pass_seconds == (2.5, 2.0)  # of the slowest rank, warm-up left out
-    assert result.step_seconds == 2.5
+    assert result.step_seconds == 2.25
 
 
 @pytest.mark.parametrize(
@@ -254,13 +277,40 @@ def test_a_wrong_result_says_what_is_wrong(events, reason):
     assert re.search(reason, result.reason), result.reason
 
 
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([trained(0), trained(1), measured(0, order="x"), measured(1)], "order of reductions differs"),
+        ([trained(0), trained(1, most=2)], "a gradient is reduced 2 times in a step"),
+    ],
+)
+def test_right_weights_by_other_reductions_are_loose(events, reason):
+    result = judged(events)
+    assert result.status == "loose"
+    assert reason in result.reason
+
+
+def test_a_changing_graph_may_reduce_a_late_gradient_again():
+    cell = Cell("changing-graph", "reentrant", 2)
+    assert judged([trained(rank, most=2, cell=cell.key) for rank in (0, 1)], cell=cell).right
+
+
+def test_nothing_recorded_is_nothing_known():
+    events = [trained(0), trained(1)]
+    for event in events:
+        del event["least"], event["most"], event["order"]
+    result = judged(events)
+    assert result.right
+    assert (result.most, result.same_order) == (None, None)
+
+
 def test_rounding_is_not_wrong():
     assert judged([trained(0, relative=1e-5, difference=1e-7), trained(1)]).right
 
 
-def test_a_difference_between_passes_is_found():
+def test_a_difference_between_checks_and_timed_passes_is_found():
     assert (
-        judged([trained(0), trained(1)], [trained(0, weights="v"), trained(1, weights="v")]).reason
+        judged([trained(0), trained(1)], [timed(0, weights="v"), timed(1, weights="v")]).reason
         == "runs differ"
     )
 
@@ -271,19 +321,29 @@ def test_a_failure_is_the_result(kind):
     assert (result.status, result.reason, result.right) == (kind, "why", False)
 
 
-def test_ratio_is_to_stock_horovod_without_recomputation_pass_by_pass():
-    events = [trained(rank, cell="densenet/none/0") for rank in (0, 1)]
-    baseline = judge(Cell("densenet", "none", 0), "horovod", [events, events], None, size=2)
-    baseline.pass_seconds = (2.0, 4.0)
-    mine = judged([trained(0), trained(1)], [trained(0), trained(1)])
-    mine.pass_seconds = (1.0, 4.0)
-    add_ratios([baseline, mine])
-    assert (baseline.ratio, mine.ratio) == (1.0, 0.75)
+def test_ratio_is_to_stock_horovod_pass_by_pass():
+    """To its time without recomputation where that was measured, else to its time in the same cell."""
+
+    def result(engine, workload, variant, *seconds):
+        return Result(engine, workload, variant, 0 if variant == "none" else 2, "right", pass_seconds=seconds)
+
+    results = [
+        result("horovod", "densenet", "none", 2.0, 4.0),
+        result("horovod", "densenet", "reentrant", 4.0, 4.0),
+        result("engine", "densenet", "reentrant", 1.0, 4.0),
+        result("horovod", "plain", "reentrant", 5.0),
+        result("engine", "plain", "reentrant", 4.0),
+        result("engine", "tied", "reentrant", 4.0),
+    ]
+    add_ratios(results)
+    assert [found.ratio for found in results] == [1.0, 1.5, 0.75, 1.0, 0.8, None]
 
 
-def make_report(results, subject="engine"):
-    workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0]}}
-    return Report({"np": 2, "controller": "gloo"}, {"machine": "m"}, workloads, results, subject, 1.0)
+def make_report(results, subject="engine", **changes):
+    workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
+    return Report(
+        {"np": 2, "controller": "gloo"}, {"machine": "m"}, workloads, results, subject, 1.0, **changes
+    )
 
 
 def test_report_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
@@ -295,20 +355,108 @@ def test_report_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
     wrong.engine = "other"
     assert make_report([right, wrong]).right
 
-    make_report([right, wrong]).save(tmp_path)
+    make_report([right, wrong], absent={"apex": "no GPU"}).save(tmp_path)
     values = json.loads((tmp_path / "results.json").read_text())
     assert values["right"] is True
     assert [result["status"] for result in values["results"]] == ["right", "wrong"]
     page = (tmp_path / "report.md").read_text()
     assert "engine is right in all 1 cells." in page
     assert "other, densenet reentrant x2: wrong, ranks differ" in page
+    assert "| densenet | reentrant | right | **wrong** | absent |" in page
+    assert "apex is absent: no GPU" in page
+    for name in ("verdicts.png", "losses.png", "price.png"):
+        assert f"({name})" in page
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loose_result_is_no_success():
+    loose = judged([trained(0), trained(1, most=2)])
+    assert not make_report([loose]).right
+
+
+def test_verdicts_are_folded_over_the_numbers_of_segments():
+    four = Cell("densenet", "reentrant", 4)
+    right = judged([trained(0), trained(1)])
+    wrong = judged([trained(rank, cell=four.key, relative=1.0) for rank in (0, 1)], cell=four)
+    assert "| densenet | reentrant | **wrong x4** |" in make_report([right, wrong]).markdown([])
+    wrong.chunks = 2
+    assert "| densenet | reentrant | **wrong** |" in make_report([wrong]).markdown([])
+
+
+class Reduced:
+    """Two parameters with gradients, and a recording of what happens to them."""
+
+    def __init__(self):
+        self.parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b", "unused")}
+        self.flat = torch.zeros(8)
+        self.parameters["a"].grad, self.parameters["b"].grad = self.flat[:4], self.flat[4:]
+        self.recording = Recording(self.parameters)
+
+
+def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
+    reduced = Reduced()
+    reduced.recording.note_memory([reduced.flat], "bucket.0")
+    reduced.recording.note_memory([torch.zeros(8)], "something else")
+    reduced.recording.close_step()
+    assert reduced.recording.order == ["a b"]
+    assert (reduced.recording.least, reduced.recording.most) == (1, 1)
+    reduced.recording.note_memory([reduced.flat[:4]], "a")
+    reduced.recording.note_memory([torch.zeros(4)], "hvd_ckpt.3.0.single.0")
+    reduced.recording.close_step()
+    assert reduced.recording.order == ["a b", "a", "a"]
+    assert (reduced.recording.least, reduced.recording.most) == (0, 2)
+
+
+def test_timelines_tell_what_was_executed_in_order(tmp_path):
+    def named(pid, name):
+        return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1}},
+        named(1, "allreduce.hvd_ckpt.7.0.bucket.0"),
+        {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 1, "pid": 1},
+        named(2, "allgather.sizes"),
+        {"ph": "B", "name": "ALLGATHER", "ts": 2, "pid": 2},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 3, "pid": 1},
+        {"ph": "E", "ts": 4, "pid": 1},
+    ]
+    (tmp_path / "timeline.json").write_text(json.dumps(events))
+    assert executed(tmp_path / "timeline.json") == ["allgather sizes", "allreduce bucket.0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [(name, variant) for name, found in SCENARIOS.items() for variant in found.variants]
+)
+def test_scenarios_learn_the_same_recomputed_or_not_in_one_process(name, variant):
+    scenario = make_workload(name, "quick", 1, None)
+    reference = make_reference(scenario, size=1, steps=4, seed=1)
+    engine = OneProcess()
+    for chunks in (1, 3):
+        model = train(scenario, engine, Cell(name, variant, chunks), steps=4, seed=1).model
+        far, _, worst = largest_difference(
+            dict(model.named_parameters()), reference.parameters, reference.start
+        )
+        assert far <= 1e-5, worst
+    assert largest_difference(reference.start, reference.parameters, reference.start)[0] > 1e-4
+
+
+class OneProcess(HvdCkpt):
+    """This library's recomputation in one process, where there is nothing to reduce."""
+
+    rank, size = 0, 1
+
+    def wrap(self, model, optimizer, passes=1):
+        return model, optimizer
+
+    def uneven(self, model):
+        return nullcontext()
 
 
 def test_engines_are_found_by_name_or_path():
     assert find_engine("ddp") is ENGINES["ddp"]
     assert find_engine("hvd_ckpt.comparison.engines:DDP") is ENGINES["ddp"]
     for name, message in (
-        ("nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, ddp"),
+        ("nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
         ("nowhere.at_all:Engine", "No module named 'nowhere'"),
         ("json:Nothing", "has no attribute 'Nothing'"),
         ("json:JSONDecoder", "not an engine"),
