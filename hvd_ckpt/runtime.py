@@ -32,6 +32,11 @@ FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
+CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
+MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
+LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
 
 
 @dataclass
@@ -51,12 +56,17 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
     Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
-    and ``process_sets``. Three defaults apply, each only where the user has not chosen:
+    and ``process_sets``. These defaults apply, each only where the user has not chosen:
 
     * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With
       fusion on, results are right but not repeatable bit for bit; rank 0 says so once.
     * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless
       ``OMP_NUM_THREADS`` is set.
+    * Where the launcher starts more than one rank for two CPUs of a machine, so that Horovod's background thread has no CPU
+      to itself: ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if they are more) instead of 1, the milliseconds between
+      two rounds in which ranks ask each other for work and keep each other from computing; and
+      ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
+      waited for takes up to that many milliseconds longer; with Horovod's autotuning the cycle time is left to it.
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
@@ -75,6 +85,7 @@ def init(*args: Any, **kwargs: Any) -> None:
             "call shutdown() at the very end, or run over Gloo (`horovodrun --gloo`)."
         )
     _set_fusion_default()
+    _set_crowded_defaults()
     _set_mpi_prefix()
     hvd.init(*args, **kwargs)
     _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
@@ -100,6 +111,22 @@ def repeatable() -> bool:
 def _set_fusion_default() -> None:
     if FUSION_VARIABLE not in os.environ and not _is_on(AUTOTUNE_VARIABLE):
         os.environ[FUSION_VARIABLE] = "0"
+
+
+def _set_crowded_defaults() -> None:
+    """Keeps ranks that wait from disturbing ranks that compute, where they share CPUs."""
+    ranks, cpus = _launched_local_size(), allowed_cpus()
+    if 2 * ranks <= cpus or ranks == 1:
+        return
+    if not _is_on(AUTOTUNE_VARIABLE):
+        os.environ.setdefault(CYCLE_VARIABLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
+    os.environ.setdefault(MPI_YIELD_VARIABLE, "1")
+
+
+def _launched_local_size() -> int:
+    """How many ranks the launcher has started on this machine; 1 if no known launcher has."""
+    texts = (os.environ.get(variable, "") for variable in LOCAL_SIZE_VARIABLES)
+    return next((int(text) for text in texts if text.isdecimal()), 1)
 
 
 def _set_mpi_prefix() -> None:

@@ -13,6 +13,7 @@ import torch
 
 MEBIBYTE = 1 << 20
 LAST_BUCKET_BYTES = MEBIBYTE
+LARGE_BYTES = 64 << 10  # copying so much takes longer than asking for it
 
 
 @dataclass
@@ -26,11 +27,17 @@ class Slot:
     stride: tuple[int, ...]
     view: torch.Tensor | None = None
     pointer: int = 0
+    large: bool = False  # worth a copy of its own, made while the gradient is still in the processor's cache
     filled: bool = False  # there was a gradient when the bucket was last gathered
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    def is_home(self) -> bool:
+        """True if the parameter's ``grad`` is the view itself, in its place: the usual case, told at little cost."""
+        view = self.view
+        return view is not None and self.parameter.grad is view and view.data_ptr() == self.pointer
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """True if ``gradient`` lies here. Compares memory, not identity: ``Module.to`` keeps the tensor object and moves it."""
@@ -59,6 +66,7 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
     slots: list[Slot] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of the slots
     numel: int = 0
     words: int = 0
     flat: torch.Tensor | None = None
@@ -70,7 +78,10 @@ class Bucket:
     version: int = 0
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
-        self.slots.append(Slot(index, parameter, self.numel, parameter.shape, parameter.stride()))
+        slot = Slot(index, parameter, self.numel, parameter.shape, parameter.stride())
+        slot.large = slot.numel * self.dtype.itemsize >= LARGE_BYTES
+        self.slots.append(slot)
+        self.indices.append(index)
         self.numel += parameter.numel()
 
     @property
@@ -83,7 +94,9 @@ class Bucket:
         if self.flat is None:
             self.flat = torch.empty(self.numel + self.words, dtype=self.dtype, device=self.device)
         for slot in self.slots:
-            self.view(slot)
+            view = slot.view
+            if view is None or view.data_ptr() != slot.pointer or view.dtype is not self.dtype:
+                self.view(slot)
         return self.flat
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -148,12 +161,12 @@ class Bucket:
             gradient, view = slot.parameter.grad, slot.view
             assert view is not None
             slot.filled = gradient is not None
+            if gradient is view:
+                continue  # in its place: allocate() has looked
             if gradient is None:
                 missing.append(view)
             elif not slot.holds(gradient):
-                sources.append(
-                    gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
-                )
+                sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
                 slot.parameter.grad = view
         with torch.no_grad():

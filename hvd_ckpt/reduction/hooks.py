@@ -8,7 +8,7 @@ counts a parameter's gradients, since two that did would both launch them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +29,17 @@ _newest: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to the h
 
 
 class GradientHooks:
-    """The hooks of one listener on its parameters."""
+    """The hooks of one listener on its parameters.
 
-    def __init__(self, listener: Listener, parameters: Sequence[torch.Tensor]) -> None:
+    Args:
+        listener: what is told; held weakly.
+        parameters: by index.
+        departed: the indices for which ``before_accumulation`` is called, kept by the listener.
+    """
+
+    def __init__(self, listener: Listener, parameters: Sequence[torch.Tensor], departed: Set[int]) -> None:
         self._listener = weakref.ref(listener)
+        self._departed = departed
         self._parameters = parameters
         self._handles: dict[int, list[Any]] = {}
         self._waiting = list(range(len(parameters)))
@@ -58,7 +65,7 @@ class GradientHooks:
                 self._tell_shared(index)
             _newest[parameter] = weakref.ref(self)
             self._handles[index] = [
-                parameter.register_hook(_before(self._listener, index)),  # type: ignore[no-untyped-call]
+                parameter.register_hook(_before(self._listener, index, self._departed)),  # type: ignore[no-untyped-call]
                 parameter.register_post_accumulate_grad_hook(_after(self._listener, index)),  # type: ignore[no-untyped-call]
             ]
         self._waiting = frozen
@@ -76,11 +83,14 @@ class GradientHooks:
             hears.is_shared(index)
 
 
-def _before(listener: weakref.ref[Listener], index: int) -> Callable[[torch.Tensor], None]:
+def _before(
+    listener: weakref.ref[Listener], index: int, departed: Set[int]
+) -> Callable[[torch.Tensor], None]:
     def hook(gradient: torch.Tensor) -> None:
-        hears = listener()
-        if hears is not None:
-            hears.before_accumulation(index)
+        if index in departed:  # all but late gradients end here
+            hears = listener()
+            if hears is not None:
+                hears.before_accumulation(index)
 
     return hook
 

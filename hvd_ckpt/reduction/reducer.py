@@ -70,11 +70,12 @@ class Reducer:
         self._diverted: set[int] = set()
         self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
         self._late_parts: dict[int, torch.Tensor] = {}
+        self._departed: set[int] = set()  # parameters whose bucket has left
         self._flights: list[Flight] = []
         self._next = 0
         self._step = StepStats()
         self._report = Report()
-        self._hooks = GradientHooks(self, placement.parameters)
+        self._hooks = GradientHooks(self, placement.parameters, self._departed)
         self._hooks.attach()
 
     # ---------------------------------------------------------------------------------- parameters come and go
@@ -120,6 +121,8 @@ class Reducer:
                 if index not in self._cleared:
                     self._late.add(index)
             elif fired == self._counts.expected[index]:
+                if slot.large:
+                    bucket.adopt(slot)
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._complete(bucket)
@@ -136,7 +139,13 @@ class Reducer:
                 break
             self._launch()
             self._step.launches_in_backward += 1
-        if not bucket.launched and bucket.fits_parameters() and not bucket.has_graph():
+        # The last one is small, and is filled when it leaves.
+        if (
+            not bucket.launched
+            and bucket is not buckets[-1]
+            and bucket.fits_parameters()
+            and not bucket.has_graph()
+        ):
             bucket.gather()
 
     def is_shared(self, index: int) -> None:
@@ -225,6 +234,7 @@ class Reducer:
                 tail.copy_(self._control_words()) if with_words else tail.zero_()
         self._flights.append(self._wire.send(bucket, flat))
         bucket.launched = True
+        self._departed.update(bucket.indices)
         bucket.version = flat._version
         self._step.launch_order.append(bucket.position)
         self._next += 1
@@ -241,11 +251,14 @@ class Reducer:
 
     def _hand_out(self, used: set[int], keep: set[int]) -> None:
         """Makes each ``grad``, but for those to ``keep``, what has arrived in its bucket; puts late parts aside."""
+        usual = not (self._late or keep or self.placement.densified)
         for bucket in self.placement.buckets:
             if bucket.void:
                 continue
             for slot in bucket.slots:
                 index, parameter = slot.index, slot.parameter
+                if usual and index in used and slot.is_home():
+                    continue
                 gradient = parameter.grad
                 if index in self._late and gradient is not None:
                     self._late_parts[index] = gradient.detach()
@@ -386,6 +399,7 @@ class Reducer:
         self._cleared.clear()
         self._late_parts.clear()
         self._flights.clear()
+        self._departed.clear()
         self._next = 0
         self.active = False
         for bucket in self.placement.buckets:
@@ -395,9 +409,8 @@ class Reducer:
     def _prepare_buckets(self) -> None:
         """Sets what each bucket waits for. One with a shared parameter waits for :meth:`synchronize`."""
         for bucket in self.placement.buckets:
-            indices = [slot.index for slot in bucket.slots]
-            bucket.waiting = sum(self._counts.expected[index] > 0 for index in indices)
-            bucket.waiting += not self._shared.isdisjoint(indices)
+            bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
+            bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
     def forget_step(self) -> None:
         """Forgets the fires of a step whose gradients are reduced elsewhere."""

@@ -49,7 +49,7 @@ def find_changes(placement: Placement, hidden: HiddenGradients) -> tuple[list[in
 def _is_replaced(slot: Slot, bucket: Bucket, hidden: HiddenGradients) -> bool:
     if slot.index in hidden.cleared:
         return True
-    if slot.index in hidden.late:
+    if slot.is_home() or slot.index in hidden.late:
         return False
     gradient = slot.parameter.grad
     if gradient is None:

@@ -91,6 +91,35 @@ def test_threads_per_rank(monkeypatch: pytest.MonkeyPatch, cpus: int, local_size
     assert runtime.threads_per_rank(local_size) == threads
 
 
+@pytest.mark.parametrize(
+    ("cpus", "variable", "ranks", "cycle"),
+    [
+        (2, "HOROVOD_LOCAL_SIZE", 2, "5"),
+        (2, "OMPI_COMM_WORLD_LOCAL_SIZE", 4, "10"),
+        (3, "HOROVOD_LOCAL_SIZE", 2, "5"),
+        (4, "HOROVOD_LOCAL_SIZE", 2, None),
+        (1, "HOROVOD_LOCAL_SIZE", 1, None),
+    ],
+)
+def test_ranks_that_share_cpus_wait_quietly(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, variable: str, ranks: int, cycle: str | None
+) -> None:
+    names = ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle")
+    monkeypatch.setattr(runtime, "allowed_cpus", lambda: cpus)
+    monkeypatch.setattr(os, "environ", {variable: str(ranks)})
+    runtime._set_crowded_defaults()
+    assert [os.environ.get(name) for name in names] == [cycle, None if cycle is None else "1"]
+
+    chosen = {variable: str(ranks), "HOROVOD_CYCLE_TIME": "2", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    runtime._set_crowded_defaults()
+    assert os.environ == chosen
+
+    monkeypatch.setattr(os, "environ", {variable: str(ranks), "HOROVOD_AUTOTUNE": "1"})
+    runtime._set_crowded_defaults()
+    assert "HOROVOD_CYCLE_TIME" not in os.environ
+
+
 def test_importing_starts_no_mpi_and_a_lone_process_finds_it() -> None:
     report = run_alone("""
 imported = "mpi4py.MPI" in sys.modules
