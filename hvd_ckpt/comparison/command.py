@@ -160,13 +160,14 @@ def compare(
         *_names("--scenarios", scenarios, (*SCENARIOS, NOTHING)),
     ]
     cells = make_cells(
-        {name: CATALOG[name].variants for name in trained if name != NOTHING},
+        {name: CATALOG[name].variants for name in trained if name != NOTHING and _fits(name, precision)},
         _names("--variants", variants, VARIANTS),
         [_count("--chunks", count) for count in _names("--chunks", chunks or preset.chunks)],
     )
     if not cells:
         raise BadArgument(
-            f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no --variants {variants}"
+            f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no "
+            f"--variants {variants} in --precision {precision}"
         )
     comparison = Comparison(
         engines=tuple(chosen),
@@ -254,6 +255,11 @@ def _controller(name: str) -> str:
     if not build[name]:
         raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
     return name
+
+
+def _fits(name: str, precision: str) -> bool:
+    precisions = CATALOG[name].precisions
+    return precisions is None or precision in precisions
 
 
 def _check_precision(precision: str, device: str) -> None:

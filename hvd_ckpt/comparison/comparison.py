@@ -90,7 +90,15 @@ class Comparison:
             checks, failures = self._check(launcher, present, listener)
             timed = self._time(launcher, present, failures, listener)
         results = [
-            judge(cell, engine, checks[engine], timed[engine], failures[engine].get(cell.key), self.size)
+            judge(
+                cell,
+                engine,
+                checks[engine],
+                timed[engine],
+                failures[engine].get(cell.key),
+                self.size,
+                self.precision,
+            )
             for cell in self.cells
             for engine in present
         ]

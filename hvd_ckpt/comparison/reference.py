@@ -71,7 +71,8 @@ def make_reference(
 ) -> Reference:
     """Train ``workload`` for ``steps`` steps as ``size`` ranks should, in this process.
 
-    A rank that has no batches left adds nothing, and the sum is still divided by the number of all ranks.
+    Gradients are averaged in float64 and rounded once. A rank that has no batches left adds nothing, and the sum is still
+    divided by the number of all ranks.
     """
     torch.manual_seed(build_seed(seed, 0))
     bare = workload.model(KEEP).to(device)
@@ -98,12 +99,12 @@ def make_reference(
             losses[rank].append(sum(loss.item() for loss in found) / len(found))
             for index, parameter in enumerate(parameters):
                 if parameter.grad is not None:
-                    before = sums[index]
-                    sums[index] = parameter.grad if before is None else before + parameter.grad
+                    gradient, before = parameter.grad.double(), sums[index]
+                    sums[index] = gradient if before is None else before + gradient
             random_states[rank] = torch.get_rng_state()
             buffers[rank] = _copy(dict(bare.named_buffers()))
         for parameter, total in zip(parameters, sums, strict=True):
-            parameter.grad = None if total is None else total / size
+            parameter.grad = None if total is None else (total / size).to(parameter.dtype)
         mixed.step(optimizer)
         after_step(number)
 

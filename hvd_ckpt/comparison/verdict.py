@@ -20,6 +20,7 @@ from hvd_ckpt.comparison.launch import Failure
 
 __all__ = ["BASELINE", "Result", "add_ratios", "judge"]
 
+ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
 BASELINE = "horovod"  # step times are told as a ratio to this engine's
 
@@ -83,6 +84,7 @@ def judge(
     timed: Sequence[Sequence[Event]],
     failure: Failure | None,
     size: int,
+    precision: str = "fp32",
 ) -> Result:
     """Judge one cell from the events of its check and of each timed pass; ``failure`` says why there may be none."""
     result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
@@ -92,7 +94,7 @@ def judge(
     passes = [[event for event in events if event.get("cell") == cell.key] for events in timed]
     mine = [event for event in checks if event.get("cell") == cell.key]
     trained = [event for event in mine if event["event"] == "trained"]
-    wrong = [*_judge_runs(result, [mine, *passes], size), *_judge_weights(result, trained)]
+    wrong = [*_judge_runs(result, [mine, *passes], size), *_judge_weights(result, trained, precision)]
     loose = _judge_reductions(result, [event for event in mine if "order" in event])
     result.status = "wrong" if wrong else "loose" if loose else "right"
     result.reason = "; ".join([*wrong, *loose])
@@ -103,9 +105,11 @@ def judge(
     return result
 
 
-def _judge_weights(result: Result, trained: Sequence[Event]) -> list[str]:
+def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> list[str]:
     """Compare with the reference; returns what is wrong."""
     tolerance = CATALOG[result.workload].tolerance
+    if precision != "fp32":
+        tolerance = max(tolerance, ROUNDING)
     weights = max(trained, key=lambda event: float(event["relative"]))
     buffers = max(trained, key=lambda event: float(event["buffer_relative"]))
     result.difference = max(float(event["difference"]) for event in trained)

@@ -75,6 +75,7 @@ class Workload(ABC):
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
         uneven: ranks have unequal numbers of steps.
         small: a step takes milliseconds.
+        precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
 
@@ -87,6 +88,7 @@ class Workload(ABC):
     scales_loss: ClassVar[bool] = False
     uneven: ClassVar[bool] = False
     small: ClassVar[bool] = False
+    precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 
     @abstractmethod
@@ -139,7 +141,7 @@ class DenseNetOnDigits(Workload):
     learning_rate = 0.1
     # depth, pixels, images per rank and step
     sizes: ClassVar[dict[str, tuple[int, int, int]]] = {
-        "quick": (22, 8, 4),
+        "quick": (22, 16, 8),
         "default": (22, 24, 16),
         "full": (264, 64, 8),
     }
