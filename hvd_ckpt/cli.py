@@ -20,6 +20,9 @@ class _Entry(NamedTuple):
 
 
 COMMANDS = {
+    "bench": _Entry(
+        "hvd_ckpt.benchmark.command", "bench", "Time the reduction beside stock Horovod and DDP."
+    ),
     "compare": _Entry(
         "hvd_ckpt.comparison.command", "compare", "Compare engines on real workloads: results, time, memory."
     ),

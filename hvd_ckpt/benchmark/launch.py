@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _error_line(log_file: Path) -> str:
-    """The line of a log that says what went wrong: the end of a traceback where there is one, else its last line."""
-    lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line]
-    return (errors or lines or ["the launcher said nothing"])[-1 if not errors else 0]
+    """The line of a log that says what went wrong: the end of a rank's first traceback, or else the last line."""
+    text = log_file.read_text(errors="replace")
+    lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    told = [line for line in lines if line]
+    return errors[0] if errors else told[-1] if told else "the launcher said nothing"

@@ -38,7 +38,8 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 def job_seconds(ranks: Sequence[Sequence[float]]) -> float:
     """A job's step time: the median over steps of the slowest rank's time, from the seconds of each rank's steps."""
-    return statistics.median(max(step) for step in zip(*ranks, strict=True))
+    slowest: list[float] = [max(step) for step in zip(*ranks, strict=True)]
+    return float(statistics.median(slowest))
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
