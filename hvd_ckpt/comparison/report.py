@@ -144,7 +144,8 @@ LEGEND = (
     "- ranks: whether all ranks end with the same parameters, bit for bit.",
     "- weights, buffers: the largest difference of a parameter, of a buffer such as a batch norm's statistics, from one "
     "process that computes each rank's batch in turn, with that rank's random state and buffers, and averages the "
-    "gradients. Right means that none is off by more than 0.1 % of what training changed (5 % where weights are bfloat16, 2 % in mixed precision).",
+    "gradients. Right means that none is off by more than 0.1 % of what training changed (5 % where weights are bfloat16, "
+    "2 % in mixed precision).",
     "- runs: whether repeated runs end in the same parameters and buffers, bit for bit, and how many there were.",
     "- reduced: how many reductions a parameter's gradient takes part in per step, fewest and most.",
     "- order: whether two runs reduce in the same order (for Horovod, as its timeline has it).",
