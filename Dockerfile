@@ -26,10 +26,12 @@ RUN .venv/bin/python -m pip uninstall --quiet --yes cmake ninja ruff mypy \
     && cd .venv/lib/python3*/site-packages/torch \
     && rm -rf include test && find bin -type f ! -name torch_shm_manager -delete
 
-# ---- the image: Python, an init process, ssh (mpirun looks for it even on one machine), the environment, the sources.
+# ---- the image: Python, an init process, the environment, the sources. mpirun looks for ssh even on one machine, and
+# PyTorch hangs where it wants to describe a stack, as checkpoint(debug=True) does, and there is no addr2line (binutils).
 FROM ${BASE_IMAGE}
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends openssh-client python3 tini \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends binutils openssh-client \
+        python3 tini \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
 WORKDIR /hvd_ckpt
 COPY --from=build /hvd_ckpt/.venv .venv
