@@ -30,7 +30,7 @@ __all__ = ["Failure", "Launcher", "Outcome"]
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 1.0  # after an error on one rank, for the others to end by themselves
-SMALL_SECONDS = 15.0  # without a step that takes milliseconds
+SMALL_SECONDS = 10.0  # without a step that takes milliseconds
 POLL_SECONDS = 0.05
 NURSERY = "hvd_ckpt.comparison.nursery"
 REFERENCE = "hvd_ckpt.comparison.reference"
