@@ -127,7 +127,7 @@ class Report:
 
     def save(self, folder: Path) -> None:
         """Write ``results.json`` and ``report.md`` into ``folder``."""
-        values = {
+        values: dict[str, Any] = {
             **self._beside(),
             "settings": {**dataclasses.asdict(self.plan), "folder": str(self.plan.folder)},
             "results": [self._result(case, engine) for case in self.cases for engine in self.plan.engines],

@@ -13,7 +13,6 @@ import torch
 
 MEBIBYTE = 1 << 20
 LAST_BUCKET_BYTES = MEBIBYTE
-LARGE_BYTES = 64 << 10  # copying so much takes longer than asking for it
 
 
 @dataclass
@@ -27,7 +26,6 @@ class Slot:
     stride: tuple[int, ...]
     view: torch.Tensor | None = None
     pointer: int = 0
-    large: bool = False  # worth a copy of its own, made while the gradient is still in the processor's cache
     filled: bool = False  # there was a gradient when the bucket was last gathered
 
     @property
@@ -78,9 +76,7 @@ class Bucket:
     version: int = 0
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
-        slot = Slot(index, parameter, self.numel, parameter.shape, parameter.stride())
-        slot.large = slot.numel * self.dtype.itemsize >= LARGE_BYTES
-        self.slots.append(slot)
+        self.slots.append(Slot(index, parameter, self.numel, parameter.shape, parameter.stride()))
         self.indices.append(index)
         self.numel += parameter.numel()
 

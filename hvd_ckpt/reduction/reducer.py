@@ -121,8 +121,6 @@ class Reducer:
                 if index not in self._cleared:
                     self._late.add(index)
             elif fired == self._counts.expected[index]:
-                if slot.large:
-                    bucket.adopt(slot)
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._complete(bucket)
