@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import os
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,8 @@ from rich.table import Table
 
 from hvd_ckpt.benchmark.reduce import Case, Plan, Quartiles
 from hvd_ckpt.benchmark.workloads import WORKLOADS
-from hvd_ckpt.runtime import allowed_cpus
 
-__all__ = ["BASELINES", "Report", "machine_facts"]
+__all__ = ["BASELINES", "Report"]
 
 BASELINES = ("horovod", "ddp")
 MIB = 1 << 20
@@ -162,21 +158,6 @@ class Report:
         lines += ["| " + " | ".join(row) + " |" for row in self.rows()]
         lines += ["", *(f"- {line}" for line in (*self.failures, *NOTES)), ""]
         return "\n".join(lines)
-
-
-def machine_facts() -> dict[str, str]:
-    """What a number needs beside it: machine, versions, and variables that are set for Horovod and Open MPI."""
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "horovod"))
-    chosen = [
-        f"{name}={value}"
-        for name, value in sorted(os.environ.items())
-        if name.startswith(("HOROVOD_", "OMPI_MCA_", "GLOO_"))
-    ]
-    return {
-        "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs",
-        "versions": f"Python {platform.python_version()}, {versions}",
-        "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
-    }
 
 
 def _spread(ratio: Quartiles | None) -> str:

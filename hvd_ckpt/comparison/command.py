@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hvd_ckpt import runtime
+from hvd_ckpt.command_line import (
+    BadArgument,
+    OneLineErrors,
+    check_controller,
+    console_for_tables,
+    output_folder,
+    progress_bar,
+    split_names,
+    whole_number,
+)
 from hvd_ckpt.comparison.catalog import CATALOG
 from hvd_ckpt.comparison.cells import VARIANTS, make_cells
 from hvd_ckpt.comparison.comparison import Comparison, ComparisonError
@@ -54,16 +58,6 @@ PRESETS = {
     "default": Preset(steps=5, passes=2, chunks="1,2,4", timeout=90),
     "full": Preset(steps=5, passes=2, chunks="1,2,4", timeout=900),
 }
-
-
-class OneLineErrors(click.Command):
-    """A command that answers bad arguments with one line."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            raise BadArgument(error.format_message()) from None
 
 
 @click.command("compare", cls=OneLineErrors)
@@ -140,7 +134,7 @@ def compare(
         raise BadArgument("--quick and --full exclude each other: give one")
     scale = "quick" if quick else "full" if full else "default"
     preset = PRESETS[scale]
-    chosen = _names("--engines", engines)
+    chosen = split_names("--engines", engines)
     for engine in chosen:
         try:
             find_engine(engine)
@@ -156,13 +150,16 @@ def compare(
         raise BadArgument(f"--text: {error}") from None
     _check_precision(precision, device)
     trained = [
-        *_names("--workloads", workloads, (*WORKLOADS, NOTHING)),
-        *_names("--scenarios", scenarios, (*SCENARIOS, NOTHING)),
+        *split_names("--workloads", workloads, (*WORKLOADS, NOTHING)),
+        *split_names("--scenarios", scenarios, (*SCENARIOS, NOTHING)),
     ]
     cells = make_cells(
         {name: CATALOG[name].variants for name in trained if name != NOTHING and _fits(name, precision)},
-        _names("--variants", variants, VARIANTS),
-        [_count("--chunks", count) for count in _names("--chunks", chunks or preset.chunks)],
+        split_names("--variants", variants, VARIANTS),
+        [
+            whole_number("--chunks", count, "segments")
+            for count in split_names("--chunks", chunks or preset.chunks)
+        ],
     )
     if not cells:
         raise BadArgument(
@@ -174,7 +171,7 @@ def compare(
         cells=tuple(cells),
         subject=subject,
         size=size,
-        controller=_controller(controller),
+        controller=check_controller(controller),
         threads=runtime.threads_per_rank(size),
         steps=steps or preset.steps,
         passes=preset.passes if passes is None else passes,
@@ -184,31 +181,21 @@ def compare(
         seed=seed,
         text=resolved_text,
         timeout=timeout or preset.timeout,
-        folder=_output_folder(output),
+        folder=output_folder(output, "compare"),
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running ranks are ended on the way out
     try:
         report = _run(comparison)
     except ComparisonError as error:
         raise BadArgument(str(error)) from None
-    console = Console()
-    report.print(console if console.is_terminal else Console(width=WIDTH))
+    report.print(console_for_tables(WIDTH))
     click.echo(f"Report: {comparison.folder / 'report.md'}")
     sys.exit(0 if report.right else 1)
 
 
 def _run(comparison: Comparison) -> Report:
-    """Make the comparison with a live line of progress on a terminal, and silently elsewhere."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    """Make the comparison with a live line of progress."""
+    with progress_bar() as progress:
         task = progress.add_task("starting", total=comparison.trainings)
 
         def show(where: str, event: Event) -> None:
@@ -220,41 +207,6 @@ def _run(comparison: Comparison) -> Report:
             )
 
         return comparison.run(show)
-
-
-class BadArgument(click.ClickException):
-    """One line, exit status 2: 1 is for a comparison that was made and went badly."""
-
-    exit_code = 2
-
-
-def _names(option: str, text: str, known: Iterable[str] | None = None) -> list[str]:
-    """The comma-separated names in ``text``, each once and, if ``known`` are given, one of them."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise BadArgument(f"{option}: give at least one, separated by commas")
-    for name in names:
-        if known is not None and name not in known:
-            raise BadArgument(f"{option}: '{name}' is none of {', '.join(known)}")
-        if names.count(name) > 1:
-            raise BadArgument(f"{option}: '{name}' is given twice")
-    return names
-
-
-def _count(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise BadArgument(f"{option}: '{text}' is not a number of segments: give whole numbers from 1")
-    return int(text)
-
-
-def _controller(name: str) -> str:
-    """The controller to use; ``auto`` is Gloo where Horovod has it, else MPI."""
-    build: dict[str, Any] = runtime.horovod_build()
-    if name == "auto":
-        name = "gloo" if build["gloo"] else "mpi"
-    if not build[name]:
-        raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
-    return name
 
 
 def _fits(name: str, precision: str) -> bool:
@@ -270,14 +222,3 @@ def _check_precision(precision: str, device: str) -> None:
         reason = apex_unavailable()
         if reason is not None:
             raise BadArgument(f"--precision {precision}: {reason}; --precision fp16 needs no Apex")
-
-
-def _output_folder(name: str | None) -> Path:
-    folder = Path(name) if name else Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise BadArgument(f"--output: the folder '{folder}' is not empty: give a new one")
-    except OSError as error:
-        raise BadArgument(f"--output: cannot write to '{folder}': {error.strerror}") from None
-    return folder.resolve()

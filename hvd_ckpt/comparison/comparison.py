@@ -15,8 +15,9 @@ from hvd_ckpt.comparison.engines import find_engine
 from hvd_ckpt.comparison.events import Event
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.launch import Failure, Launcher
-from hvd_ckpt.comparison.report import Report, machine_facts
+from hvd_ckpt.comparison.report import Report
 from hvd_ckpt.comparison.verdict import add_ratios, judge
+from hvd_ckpt.machine import machine_facts
 
 __all__ = ["Comparison", "ComparisonError"]
 

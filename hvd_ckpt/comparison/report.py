@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
-import os
-import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from rich.console import Console
 from hvd_ckpt.comparison import tables
 from hvd_ckpt.comparison.verdict import BASELINE, Result
 
-__all__ = ["Report", "machine_facts"]
+__all__ = ["Report"]
 
 
 @dataclass
@@ -154,22 +151,6 @@ LEGEND = (
     "- peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights, gradients and "
     "optimizer included; communication threads' own buffers are not part of it.",
 )
-
-
-def machine_facts(threads: int) -> dict[str, Any]:
-    """What a number needs beside it: machine and versions."""
-    versions = {}
-    for package in ("torch", "horovod", "transformers", "scikit-learn"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "missing"
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "machine": f"{platform.system()} {platform.machine()}, {cpus} CPUs, {threads} thread(s) per rank",
-        "python": platform.python_version(),
-        **versions,
-    }
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,115 @@
+"""What the commands have in common: one-line errors for bad arguments, lists of names, folders for results, progress.
+
+A bad argument ends a command with one line and exit status 2; status 1 is for a command that did its work and whose result is bad.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = [
+    "BadArgument", "OneLineErrors", "check_controller", "console_for_tables", "output_folder", "progress_bar",
+    "split_names", "whole_number",
+]  # fmt: skip
+
+
+class BadArgument(click.ClickException):
+    """One line, exit status 2."""
+
+    exit_code = 2
+
+
+class OneLineErrors(click.Command):
+    """A command that answers bad arguments with one line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise BadArgument(error.format_message()) from None
+
+
+def split_names(option: str, text: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    """The comma-separated names in ``text``, each once and, if ``known`` are given, one of them.
+
+    Raises:
+        BadArgument: there is none, one is unknown, or one is given twice.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise BadArgument(f"{option}: give at least one, separated by commas")
+    for name in names:
+        if known is not None and name not in known:
+            raise BadArgument(f"{option}: '{name}' is none of {', '.join(known)}")
+        if names.count(name) > 1:
+            raise BadArgument(f"{option}: '{name}' is given twice")
+    return names
+
+
+def whole_number(option: str, text: str, what: str) -> int:
+    """The number in ``text``, from 1.
+
+    Raises:
+        BadArgument: it is none; the message calls it a number of ``what``.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise BadArgument(f"{option}: '{text}' is not a number of {what}: give whole numbers from 1")
+    return int(text)
+
+
+def check_controller(name: str) -> str:
+    """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI.
+
+    Raises:
+        BadArgument: it was not.
+    """
+    from hvd_ckpt import runtime
+
+    build = runtime.horovod_build()
+    if name == "auto":
+        name = "gloo" if build["gloo"] else "mpi"
+    if not build[name]:
+        raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
+    return name
+
+
+def output_folder(name: str | None, command: str) -> Path:
+    """The folder for a command's results, made and empty: that of the name, else ``runs/<command>-<time>``.
+
+    Raises:
+        BadArgument: it holds something, or cannot be written to.
+    """
+    folder = Path(name) if name else Path("runs") / time.strftime(f"{command}-%Y%m%d-%H%M%S")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise BadArgument(f"--output: the folder '{folder}' is not empty: give a new one")
+    except OSError as error:
+        raise BadArgument(f"--output: cannot write to '{folder}': {error.strerror}") from None
+    return folder.resolve()
+
+
+def progress_bar() -> Progress:
+    """A live line of progress on a terminal, and nothing elsewhere."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def console_for_tables(width: int) -> Console:
+    """Standard output; of that width where it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
