@@ -49,8 +49,8 @@ class ManySmall(Workload):
     """DenseNet-BC with 60 dense layers of growth 12 on 8 x 8 images: 371 gradients, 4.2 MiB in all."""
 
     title = "DenseNet, 371 gradients of 4.2 MiB in all"
-    warm_up = 8
-    steps = 40
+    warm_up = 5
+    steps = 30
 
     def model(self) -> nn.Module:
         from hvd_ckpt.models.densenet import DenseNet, DenseNetShape
@@ -87,7 +87,7 @@ class FewLarge(Workload):
 
     title = "Transformer, 98 gradients of 96 MiB in all"
     warm_up = 3
-    steps = 8
+    steps = 6
 
     def model(self) -> nn.Module:
         return TransformerClassifier(width=512, heads=8, layers=8).train()
