@@ -32,7 +32,7 @@ from .hooks import GradientHooks
 from .meeting import Meeting, Report
 from .placement import Placement
 from .readiness import FireCounts
-from .sparse import empty_sparse_like
+from .singles import SingleReductions
 from .stats import ReductionStats, StepStats
 from .tampering import HiddenGradients, find_changes
 from .wire import Flight, Wire
@@ -180,8 +180,8 @@ class Reducer:
         used = [index for index, word in enumerate(words[:count]) if word > 0]
         late = [index for index, word in enumerate(words[count : 2 * count]) if word > 0]
         self._hand_out(set(used), keep=set(replaced))
-        self._add_late_parts(late)
-        self._reduce_sparse([index for index in used if index in placement.sparse])
+        self._singles.add_late_parts(late, self._late_parts)
+        self._singles.reduce_sparse([index for index in used if index in placement.sparse])
         if words[2 * count] > 0:
             used = self._meet(replaced)
         self._place([index for index in used if not placement.has(index)])
@@ -272,39 +272,9 @@ class Reducer:
             if not self._keep_buckets:
                 bucket.free()
 
-    def _add_late_parts(self, late: Sequence[int]) -> None:
-        """Reduces what came after a bucket had left, and adds it: averaging is linear."""
-        for index in late:
-            parameter = self.placement.parameters[index]
-            part = self._late_parts.get(index)
-            reduced = self._reduce_single(index, torch.zeros_like(parameter) if part is None else part)
-            if parameter.grad is None:
-                parameter.grad = reduced
-            else:
-                with torch.no_grad():
-                    parameter.grad.add_(reduced)
-
-    def _reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        self._step.single_reductions.append(self.placement.names[index])
-        return self._wire.reduce_single(index, gradient)
-
-    def _reduce_by_itself(self, index: int) -> None:
-        parameter = self.placement.parameters[index]
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        reduced = self._reduce_single(index, gradient)
-        parameter.grad = reduced.to_sparse() if index in self.placement.densified else reduced
-
-    def _reduce_sparse(self, indices: Sequence[int]) -> None:
-        for index in sorted(indices):
-            parameter = self.placement.parameters[index]
-            sparse_dim = self.placement.sparse[index]
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = empty_sparse_like(parameter, sparse_dim)
-            elif gradient.layout is torch.strided:
-                gradient = gradient.to_sparse(sparse_dim)
-            parameter.grad = self._wire.reduce_sparse(index, gradient)
-            self._step.single_reductions.append(self.placement.names[index])
+    @property
+    def _singles(self) -> SingleReductions:
+        return SingleReductions(self.placement, self._wire, self._step.single_reductions)
 
     def _sum(self, values: torch.Tensor, what: str) -> Any:
         self._step.control_messages += 1
@@ -336,7 +306,7 @@ class Reducer:
             self.placement.densified.update(dims)
             dims = {}
         self.placement.sparse.update(dims)
-        self._reduce_sparse(list(dims))
+        self._singles.reduce_sparse(list(dims))
 
         # The leader's order; what did not fire there comes last, later layers first.
         never = float("inf")
@@ -352,7 +322,7 @@ class Reducer:
             self._hand_out(set(dense), keep=set())
         else:
             for index in dense:
-                self._reduce_by_itself(index)
+                self._singles.reduce(index)
             self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -378,7 +348,7 @@ class Reducer:
         for index, name in enumerate(names):
             if name in meeting.to_reduce:
                 if used[index]:
-                    self._reduce_by_itself(index)
+                    self._singles.reduce(index)
                 else:
                     parameters[index].grad = None
         self._make_buckets()
