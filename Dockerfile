@@ -28,10 +28,11 @@ RUN .venv/bin/python -m pip uninstall --quiet --yes cmake ninja ruff mypy \
 
 # ---- the image: Python, an init process, the environment, the sources. mpirun looks for ssh even on one machine, and
 # PyTorch hangs where it wants to describe a stack, as checkpoint(debug=True) does, and there is no addr2line (binutils).
+# The tests of main.sh want venv.
 FROM ${BASE_IMAGE}
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends binutils openssh-client \
-        python3 tini \
+        python3-venv tini \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
 WORKDIR /hvd_ckpt
 COPY --from=build /hvd_ckpt/.venv .venv

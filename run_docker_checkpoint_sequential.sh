@@ -4,9 +4,9 @@
 #   bash run_docker_checkpoint_sequential.sh                  the main job: hvd-ckpt compare
 #   bash run_docker_checkpoint_sequential.sh COMMAND [ARGS]   any command of main.sh: compare --quick, test, doctor, ...
 #
-# Results appear in ./runs on this side and belong to you; the container sees no other file of yours. The exit status is
-# the command's. The first build compiles Horovod: minutes, once. NP and OMP_NUM_THREADS, and what starts with HOROVOD_,
-# OMPI_MCA_, NCCL_ or GLOO_, reach the container. What else can be chosen:
+# Results appear in ./runs on this side and belong to you (if you are root, to the owner of the current folder); the
+# container sees no other file of yours. The exit status is the command's. The first build compiles Horovod: minutes,
+# once. NP and OMP_NUM_THREADS, and what starts with HOROVOD_, OMPI_MCA_, NCCL_ or GLOO_, reach the container. More:
 #
 #   BASE_IMAGE            what the image is built on (debian:bookworm-slim); a CUDA image of the "devel" kind, such as
 #                         nvidia/cuda:13.0.2-devel-ubuntu24.04, gives Horovod its NCCL operations and the job the GPUs
@@ -19,7 +19,6 @@ set -f  # words of the flags are words, not file patterns
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 runs="$PWD/runs"
-owner="${SUDO_UID:-$(id -u)}:${SUDO_GID:-$(id -g)}"  # with sudo, results belong to the user behind it
 base="${BASE_IMAGE:-debian:bookworm-slim}"
 case "$base" in
     *cuda*) image="${DOCKER_IMAGE:-hvd_ckpt:cuda}" gpus="${DOCKER_GPUS-all}" ;;
@@ -36,9 +35,14 @@ check_docker() {
         die "Docker's daemon does not answer (${answer##*$'\n'}); start it, or ask for the right to use it."
 }
 
+# Sets owner, whom the results will belong to: the caller; for root (sudo, say), the owner of the folder it works in.
 make_results_folder() {
+    owner="$(id -u):$(id -g)"
+    if ((EUID == 0)); then
+        if [[ -d "$runs" ]]; then owner="$(stat -c %u:%g "$runs")"; else owner="$(stat -c %u:%g "$PWD")"; fi
+    fi
     if [[ ! -d "$runs" ]]; then
-        mkdir "$runs" 2>/dev/null && chown "$owner" "$runs" 2>/dev/null
+        mkdir "$runs" 2>/dev/null && chown "$owner" "$runs"
     fi
     [[ -d "$runs" && -w "$runs" ]] || die "results cannot be written to $runs; start in a folder of yours."
 }
