@@ -21,8 +21,7 @@ POLL_SECONDS = 50e-6
 def wait(handle: int) -> Any:
     """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
 
-    Horovod's looks without a pause, on a core that the thread which does the work may need: where ranks have no core
-    to spare, large reductions took 1.2 times as long.
+    Horovod's looks without a pause, on a core that the thread which does the work may need.
     """
     while not mpi_ops.poll(handle):
         time.sleep(POLL_SECONDS)
