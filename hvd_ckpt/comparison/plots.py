@@ -24,6 +24,7 @@ COLORS = {
     "hang": "#3b3b3b",
     "absent": "#e4e4e4",
 }
+MEANINGS = {"loose": "loose: right, but reduced more than once, or in another order each time"}
 LINES = ("#1b6ca8", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d6a4f", "#5c677d")
 MIB = 1 << 20
 
@@ -78,9 +79,8 @@ def _verdicts(results: Sequence[Result], absent: Mapping[str, str], place: str) 
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    patches = [
-        Patch(color=COLORS[status], label=status) for status in (*SEVERITY, *(["absent"] if absent else []))
-    ]
+    shown = (*SEVERITY, *(["absent"] if absent else []))
+    patches = [Patch(color=COLORS[status], label=MEANINGS.get(status, status)) for status in shown]
     axes.legend(
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.005), ncols=6, frameon=False, fontsize=8
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hvd_ckpt.comparison import tables
 from hvd_ckpt.comparison.verdict import BASELINE, Result
 
 __all__ = ["Report"]
+
+REASON = 160  # characters
 
 
 @dataclass
@@ -72,9 +75,13 @@ class Report:
         console.print(self.conclusion, style="bold green" if self.right else "bold red", highlight=False)
 
     def notes(self, engine: str | None = None) -> list[str]:
-        """One line for each result that is not right (of one engine, or of all): where, and why."""
+        """One line for each result that is not right (of one engine, or of all): where, and why.
+
+        Long reasons are cut; ``results.json`` has all of them.
+        """
         return [
-            f"{result.engine}, {result.workload} {tables.recomputed(result)}: {result.status}, {result.reason}"
+            f"{result.engine}, {result.workload} {tables.recomputed(result)}: {result.status}, "
+            f"{textwrap.shorten(result.reason, REASON, placeholder=' ...')}"
             for result in self.results
             if not result.right and engine in (None, result.engine)
         ]
