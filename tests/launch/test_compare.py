@@ -52,7 +52,7 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(tmp_p
     process, results = run_compare(
         tmp_path / "out",
         "--engines",
-        "hvd_ckpt,planted_engines:Broken,planted_engines:Absent",
+        "hvd_ckpt,planted_engines:Broken,planted_engines:Absent,planted_engines:Twice",
         "--variants",
         "reentrant,none",
     )
@@ -69,6 +69,9 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(tmp_p
         assert (mine["least"], mine["most"], mine["same_order"]) == (1, 1, True)
         assert mine["peak_bytes"] > 100_000
         assert mine["step_seconds"] > 0
+        twice = results["Twice", variant]
+        assert twice["status"] == "loose"
+        assert (twice["most"], twice["same_order"], twice["weights_right"]) == (2, False, True)
         assert results["Broken", variant]["status"] == "error"
         assert results["Broken", variant]["reason"] == "RuntimeError: no network for you"
     page = (tmp_path / "out" / "report.md").read_text()

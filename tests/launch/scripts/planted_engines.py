@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 
-from hvd_ckpt.comparison.engines import Engine, launched_rank_and_size
+import horovod.torch as hvd
+
+from hvd_ckpt.comparison.engines import Engine, HvdCkpt, launched_rank_and_size
 
 
 class Alone(Engine):
@@ -49,3 +52,26 @@ class Absent(Alone):
     @classmethod
     def unavailable(cls):
         return "it was planted so"
+
+
+class Twice(HvdCkpt):
+    """Reduces every gradient again, in an order left to chance: the weights are right all the same."""
+
+    title = "twice"
+
+    def wrap(self, model, optimizer, passes=1):
+        model, optimizer = super().wrap(model, optimizer, passes)
+        step = optimizer.step
+
+        def step_again():
+            optimizer.synchronize()
+            parameters = list(model.named_parameters())
+            random.SystemRandom().shuffle(parameters)
+            handles = [hvd.allreduce_async_(parameter.grad, name=name) for name, parameter in parameters]
+            for handle in handles:
+                hvd.synchronize(handle)
+            with optimizer.skip_synchronize():
+                step()
+
+        optimizer.step = step_again
+        return model, optimizer
