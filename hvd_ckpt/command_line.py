@@ -6,7 +6,7 @@ A bad argument ends a command with one line and exit status 2; status 1 is for a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import click
@@ -35,8 +35,16 @@ class OneLineErrors(click.Command):
             raise BadArgument(error.format_message()) from None
 
 
-def split_names(option: str, text: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def split_names(
+    option: str,
+    text: str,
+    known: Iterable[str] | None = None,
+    find: Callable[[str], object] = lambda name: None,
+) -> tuple[str, ...]:
     """The comma-separated names in ``text``, each once and, if ``known`` are given, one of them.
+
+    Args:
+        find: looks a name up, and raises ValueError if there is nothing of that name.
 
     Raises:
         BadArgument: there is none, one is unknown, or one is given twice.
@@ -49,6 +57,10 @@ def split_names(option: str, text: str, known: Iterable[str] | None = None) -> t
             raise BadArgument(f"{option}: '{name}' is none of {', '.join(known)}")
         if names.count(name) > 1:
             raise BadArgument(f"{option}: '{name}' is given twice")
+        try:
+            find(name)
+        except ValueError as error:
+            raise BadArgument(f"{option}: {error}") from None
     return names
 
 

@@ -81,12 +81,15 @@ def find_launcher() -> list[str] | None:
     return [found] if found else None
 
 
+def launcher_environment() -> dict[str, str]:
+    """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too."""
+    path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    return {**os.environ, "PATH": os.pathsep.join(path)}
+
+
 def _run(command: list[str], timeout: float) -> tuple[int | None, str]:
     """The exit status (None: it ran past the limit and was ended) and the output of a command."""
-    environment = dict(os.environ)
-    environment["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    )
+    environment = launcher_environment()
     environment.pop("HOROVOD_TIMELINE", None)
     process = subprocess.Popen(
         command,

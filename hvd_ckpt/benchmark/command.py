@@ -16,7 +16,6 @@ from hvd_ckpt.benchmark.reduce import Case, Plan
 from hvd_ckpt.benchmark.report import Report
 from hvd_ckpt.benchmark.workloads import WORKLOADS
 from hvd_ckpt.command_line import (
-    BadArgument,
     OneLineErrors,
     check_controller,
     console_for_tables,
@@ -80,12 +79,7 @@ def reduce(
     ratio to stock Horovod's and DDP's in the same pair of jobs, and the bytes held for gradients. Run it on a machine
     that does nothing else.
     """
-    chosen = split_names("--engines", engines)
-    for engine in chosen:
-        try:
-            find_engine(engine)
-        except ValueError as error:
-            raise BadArgument(f"--engines: {error}") from None
+    chosen = split_names("--engines", engines, find=find_engine)
     plan = Plan(
         engines=chosen,
         sizes=tuple(

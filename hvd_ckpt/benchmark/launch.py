@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvd_ckpt.benchmark.job import Answer, Job
+from hvd_ckpt.probe import launcher_environment
 
 __all__ = ["JobError", "rank_environment", "run_job"]
 
@@ -25,9 +26,7 @@ class JobError(Exception):
 
 def rank_environment(threads: int) -> dict[str, str]:
     """The environment of every rank, whatever its engine: this process's, with the same number of CPU threads for all."""
-    binaries = str(Path(sys.executable).parent)  # horovodrun looks for mpirun there
-    path = os.pathsep.join([binaries, os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(threads)}
+    return {**launcher_environment(), "OMP_NUM_THREADS": str(threads)}
 
 
 def run_job(job: Job, controller: str, environment: Mapping[str, str], timeout: float) -> list[Answer]:

@@ -134,12 +134,7 @@ def compare(
         raise BadArgument("--quick and --full exclude each other: give one")
     scale = "quick" if quick else "full" if full else "default"
     preset = PRESETS[scale]
-    chosen = split_names("--engines", engines)
-    for engine in chosen:
-        try:
-            find_engine(engine)
-        except ValueError as error:
-            raise BadArgument(f"--engines: {error}") from None
+    chosen = split_names("--engines", engines, find=find_engine)
     if subject not in chosen:
         raise BadArgument(
             f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another"
@@ -167,7 +162,7 @@ def compare(
             f"--variants {variants} in --precision {precision}"
         )
     comparison = Comparison(
-        engines=tuple(chosen),
+        engines=chosen,
         cells=tuple(cells),
         subject=subject,
         size=size,

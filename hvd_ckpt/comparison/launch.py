@@ -25,6 +25,7 @@ from hvd_ckpt.comparison.engines import find_engine
 from hvd_ckpt.comparison.events import Event, EventReader
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.nursery import CLOSE, start_file
+from hvd_ckpt.probe import launcher_environment
 
 __all__ = ["Failure", "Launcher", "Outcome"]
 
@@ -75,11 +76,7 @@ class Launcher:
         self._size = size
         self._timeout = timeout
         self._folder = folder
-        binaries = str(Path(sys.executable).parent)
-        path = os.pathsep.join(
-            [binaries, os.environ.get("PATH", os.defpath)]
-        )  # horovodrun looks for mpirun there
-        self._environment = {**os.environ, "PATH": path, **(environment or {})}
+        self._environment = {**launcher_environment(), **(environment or {})}
         self._rendezvous = _Rendezvous(size) if controller == "gloo" else None
         self._nurseries = 0
         self._nursery: _Process | None = None

@@ -65,7 +65,7 @@ class Report:
     def print(self, console: Console) -> None:
         """Print who is right where, the price of the larger workloads, what is wrong with the subject, the conclusion."""
         title = f"{self.settings['np']} ranks over {self.settings['controller']}"
-        console.print(tables.terminal_matrix(title, self.results, self.absent, self.subject))
+        console.print(tables.terminal_matrix(title, self.results, self.absent))
         if self.large:
             console.print(tables.terminal_price(self.large))
         for engine, reason in self.absent.items():
@@ -137,8 +137,8 @@ class Report:
 
 
 PRICE = (
-    "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A result that is not right has its "
-    "price in parentheses."
+    "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A wrong result has its price in "
+    "parentheses."
 )
 
 LEGEND = (

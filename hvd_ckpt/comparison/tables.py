@@ -42,7 +42,7 @@ def worst(results: Iterable[Result]) -> str:
     return max((result.status for result in results), key=SEVERITY.index)
 
 
-def terminal_matrix(title: str, results: Sequence[Result], absent: Mapping[str, str], subject: str) -> Table:
+def terminal_matrix(title: str, results: Sequence[Result], absent: Mapping[str, str]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     header, rows = _matrix(results, absent)
     for name in header:
@@ -60,7 +60,7 @@ def terminal_matrix(title: str, results: Sequence[Result], absent: Mapping[str, 
 
 def terminal_price(results: Sequence[Result]) -> Table:
     table = Table(
-        title="step time (ratio to Horovod without recomputation) and peak MiB; in parentheses where not right",
+        title="step time (ratio to Horovod without recomputation) and peak MiB; in parentheses where wrong",
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,

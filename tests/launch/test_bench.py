@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hvd_ckpt.benchmark.command import bench
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SMALL = ("--controller", "gloo", "--workloads", "densenet", "--pairs", "1")
 MIB = 1 << 20
 
 
@@ -32,19 +33,7 @@ def run_bench(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_every_engine_is_timed_and_reported(tmp_path):
     output = tmp_path / "out"
-    arguments = [
-        "--np",
-        "2",
-        "--controller",
-        "gloo",
-        "--workloads",
-        "densenet",
-        "--pairs",
-        "1",
-        "--steps",
-        "2",
-    ]
-    process = run_bench(output, *arguments)
+    process = run_bench(output, "--np", "2", *SMALL, "--steps", "2")
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stderr == ""  # progress is for terminals
     report = json.loads((output / "results.json").read_text())
@@ -65,19 +54,7 @@ def test_every_engine_is_timed_and_reported(tmp_path):
 
 def test_an_engine_that_fails_is_named(tmp_path):
     output = tmp_path / "out"
-    arguments = [
-        "--np",
-        "1",
-        "--controller",
-        "gloo",
-        "--workloads",
-        "densenet",
-        "--pairs",
-        "1",
-        "--steps",
-        "1",
-    ]
-    process = run_bench(output, *arguments, "--engines", "planted_engines:Broken")
+    process = run_bench(output, "--np", "1", *SMALL, "--steps", "1", "--engines", "planted_engines:Broken")
     assert process.returncode == 1, process.stdout + process.stderr
     assert "planted_engines:Broken, 1 ranks over gloo: RuntimeError: no network for you" in process.stdout
 
