@@ -1,0 +1,250 @@
+"""A model as a chain of blocks with measured costs, and what a schedule of it costs.
+
+:func:`simulate` is the definition of time and peak memory that everything else in planning is held against:
+the solver's results are simulated before they are returned, and the tests compare it with exhaustive search.
+
+The model extends the one of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova (2019), "Optimal
+checkpointing for heterogeneous chains", from one way to run a block to several. Bytes are integers, times are
+seconds. A level of a schedule, the whole chain or one segment that is being recomputed, runs its items
+forward in order and then backward in reverse order:
+
+- a :class:`Run` of a block holds ``kept`` bytes from its forward to its backward, under the choice taken;
+- a :class:`Segment` first runs its blocks forward saving nothing, holds only the output of its last block,
+  and at its turn in the backward pass is recomputed as a level of its own, while the gradient of that output
+  waits beside it. Segments nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_BYTES = ("kept", "forward_peak", "backward_peak", "output", "forward_working")
+_SECONDS = ("seconds", "forward_seconds")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a block.
+
+    Args:
+        name: what it is called in tables and plan files, such as ``"keep"``.
+        seconds: forward plus backward of the block, whatever it replays included.
+        kept: bytes held between its forward and its backward, above what was held when it started, its
+            output included.
+        forward_peak: most bytes during its forward, above the start, its output included.
+        backward_peak: most bytes during its backward, above the start of its *forward*: what was kept, the
+            incoming gradient, everything that is replayed.
+
+    Raises:
+        ValueError: for a negative cost.
+    """
+
+    name: str
+    seconds: float
+    kept: int
+    forward_peak: int
+    backward_peak: int
+
+    def __post_init__(self) -> None:
+        _check_costs(self)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of the chain.
+
+    Args:
+        choices: the ways to run it, at least one.
+        output: bytes of its output, and so of the gradient of its output.
+        forward_seconds: of a forward that saves nothing, the first pass of a recomputed segment.
+        forward_working: most bytes during such a forward, above the start, its output included.
+        joins_next: whether this block and the next may lie in one recomputed segment. A block that joins
+            neither neighbour lies in no segment.
+
+    Raises:
+        ValueError: for a negative cost, or without choices.
+    """
+
+    choices: tuple[Choice, ...]
+    output: int
+    forward_seconds: float
+    forward_working: int
+    joins_next: bool = False
+
+    def __post_init__(self) -> None:
+        _check_costs(self)
+        if not self.choices:
+            raise ValueError("a block has no choices: give at least one way to run it")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The block of that index runs under its choice of that index."""
+
+    block: int
+    choice: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks that first run forward saving nothing and are recomputed in the backward pass as
+    ``items`` say."""
+
+    items: tuple[Run | Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.items:
+            raise ValueError("a segment is empty: give it at least one item")
+
+    @property
+    def first(self) -> int:
+        """Index of the first block in it."""
+        return _first(self.items[0])
+
+    @property
+    def last(self) -> int:
+        """Index of the last block in it."""
+        return _last(self.items[-1])
+
+
+Item = Run | Segment
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule of the whole chain with what :func:`simulate` says of it: peak bytes above the start of the
+    step, and seconds of a step."""
+
+    items: tuple[Item, ...]
+    peak: int
+    seconds: float
+
+
+class Infeasible(Exception):
+    """No schedule meets the budget.
+
+    Attributes:
+        smallest: bytes of the smallest peak that any schedule reaches.
+        block: index of the block whose forward or backward sets it.
+    """
+
+    def __init__(self, budget: int, smallest: int, block: int) -> None:
+        super().__init__(
+            f"no schedule has a peak of {budget} bytes: the smallest possible is {smallest}, set by block {block}"
+        )
+        self.smallest = smallest
+        self.block = block
+
+
+def simulate(blocks: Sequence[Block], items: Sequence[Item]) -> tuple[int, float]:
+    """Peak bytes above the start, and seconds, of running ``items``.
+
+    Raises:
+        ValueError: if the items do not cover the blocks in order, each once, or if a segment spans blocks
+            that do not join.
+    """
+    walk = _simulate(blocks, items)
+    return walk.peak, walk.seconds
+
+
+def bottleneck(blocks: Sequence[Block], items: Sequence[Item]) -> int:
+    """Index of the block whose forward or backward sets the peak of running ``items`` (the first such)."""
+    return _simulate(blocks, items).block
+
+
+def _simulate(blocks: Sequence[Block], items: Sequence[Item]) -> _Walk:
+    walk = _Walk(blocks)
+    _check_order(blocks, items, 0, len(blocks))
+    walk.level(items, 0, 0)
+    return walk
+
+
+class _Walk:
+    """The state of one simulation: the highest peak so far, the block it was at, the time so far."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self.peak = 0
+        self.block = 0
+        self.seconds = 0.0
+
+    def level(self, items: Sequence[Item], base: int, waiting: int) -> None:
+        """Forward and backward of ``items`` above ``base`` bytes. While the forward runs, ``waiting`` bytes
+        of gradient are held outside; the backward consumes them, so its peaks have them included.
+
+        What is held after a forward counts even where a measured peak says less.
+        """
+        blocks = self.blocks
+        starts = []
+        held = base
+        for item in items:
+            starts.append(held)
+            if isinstance(item, Run):
+                choice = blocks[item.block].choices[item.choice]
+                self.reach(item.block, held + waiting + max(choice.forward_peak, choice.kept))
+                held += choice.kept
+            else:
+                boundary = 0  # the segment's own input is held already, by whatever made it
+                for index in range(item.first, item.last + 1):
+                    block = blocks[index]
+                    self.reach(index, held + boundary + waiting + max(block.forward_working, block.output))
+                    self.seconds += block.forward_seconds
+                    boundary = block.output
+                held += boundary
+        for item, start in zip(reversed(items), reversed(starts)):
+            if isinstance(item, Run):
+                choice = blocks[item.block].choices[item.choice]
+                self.reach(item.block, start + choice.backward_peak)
+                self.seconds += choice.seconds
+            else:
+                self.level(item.items, start, blocks[item.last].output)
+
+    def reach(self, block: int, held: int) -> None:
+        if held > self.peak:
+            self.peak, self.block = held, block
+
+
+def _check_order(blocks: Sequence[Block], items: Sequence[Item], start: int, stop: int) -> None:
+    """The items cover blocks ``start`` to ``stop - 1``, each once, in order; segments span joined blocks."""
+    position = start
+    for item in items:
+        first = _first(item)
+        if first != position or position >= stop:
+            raise ValueError(
+                f"block {first} comes where block {position} of {stop} should: list every block once, in order"
+            )
+        position = _last(item) + 1
+        if isinstance(item, Run):
+            if not 0 <= item.choice < len(blocks[first].choices):
+                raise ValueError(
+                    f"block {first} has no choice {item.choice}: it has {len(blocks[first].choices)} choices"
+                )
+            continue
+        for index in range(first, min(position, stop) - 1):
+            if not blocks[index].joins_next:
+                raise ValueError(
+                    f"a segment spans blocks {index} and {index + 1}, which do not join: split it"
+                )
+        _check_order(blocks, item.items, first, position)
+    if position != stop:
+        raise ValueError(f"the items end before block {position} of {stop}: list every block once, in order")
+
+
+def _first(item: Item) -> int:
+    while isinstance(item, Segment):
+        item = item.items[0]
+    return item.block
+
+
+def _last(item: Item) -> int:
+    while isinstance(item, Segment):
+        item = item.items[-1]
+    return item.block
+
+
+def _check_costs(costs: Choice | Block) -> None:
+    for name in _BYTES + _SECONDS:
+        value = getattr(costs, name, 0)
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: bytes and seconds must be zero or more")

@@ -1,0 +1,392 @@
+"""The solver against exhaustive search, against rotor's dynamic programme, and against known optima."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_ckpt.planning.chain import (
+    Block,
+    Choice,
+    Infeasible,
+    Item,
+    Run,
+    Segment,
+    Solution,
+    bottleneck,
+    simulate,
+)
+from hvd_ckpt.planning.solve import frontier, smallest_peak, solve
+
+MB = 1_000_000
+
+
+def block(*choices: tuple[float, int, int, int], output=2, forward=1.0, working=3, joins=True) -> Block:
+    """Choices are (seconds, kept, forward peak, backward peak)."""
+    ways = tuple(Choice(str(number), *choice) for number, choice in enumerate(choices))
+    return Block(ways, output, forward, working, joins)
+
+
+def random_chain(rng: random.Random, blocks: int, choices: int, joined: float) -> list[Block]:
+    """Small integers, with no order between the costs; times in quarters, so that their sums are exact."""
+
+    def one() -> Block:
+        ways = [
+            (rng.randint(0, 20) / 4, rng.randint(0, 20), rng.randint(0, 24), rng.randint(0, 30))
+            for _ in range(choices)
+        ]
+        return block(
+            *ways,
+            output=rng.randint(0, 10),
+            forward=rng.randint(0, 8) / 4,
+            working=rng.randint(0, 20),
+            joins=rng.random() < joined,
+        )
+
+    return [one() for _ in range(blocks)]
+
+
+def network(rng: random.Random, blocks: int, choices: int, joins: bool) -> list[Block]:
+    """Bytes and seconds as measured ones are: the less is kept, the more is replayed."""
+    chain = []
+    for _ in range(blocks):
+        output, forward = rng.randint(2 * MB, 8 * MB), rng.uniform(0.01, 0.03)
+        inside = output * rng.randint(8, 30)
+        ways = []
+        for number in range(choices):
+            share = 1 - number / max(choices - 1, 1) if choices > 1 else 1.0
+            kept = int(output + inside * share * rng.uniform(0.9, 1.1))
+            seconds = forward * (3 + (1 - share) * rng.uniform(0.5, 1.2))
+            ways.append((seconds, kept, kept + output, kept + inside + 2 * output))
+        chain.append(block(*ways, output=output, forward=forward, working=3 * output, joins=joins))
+    return chain
+
+
+def keep_all(chain: list[Block]) -> int:
+    return simulate(chain, [Run(index, 0) for index in range(len(chain))])[0]
+
+
+def in_joined_run(chain: list[Block], index: int) -> bool:
+    return (index + 1 < len(chain) and chain[index].joins_next) or (index > 0 and chain[index - 1].joins_next)
+
+
+def schedules(chain: list[Block], first: int, last: int, inside: bool = False) -> Iterator[tuple[Item, ...]]:
+    """Every schedule of blocks first to last. Inside a segment, one that covers all of it again would go on
+    for ever, and gains nothing."""
+    if first > last:
+        yield ()
+        return
+    for choice in range(len(chain[first].choices)):
+        for rest in schedules(chain, first + 1, last):
+            yield (Run(first, choice), *rest)
+    if not in_joined_run(chain, first):
+        return
+    for end in range(first, last + (not inside)):
+        for items in schedules(chain, first, end, inside=True):
+            for rest in schedules(chain, end + 1, last):
+                yield (Segment(items), *rest)
+        if not chain[end].joins_next:
+            break
+
+
+def best_points(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Those that no other beats in both peak and seconds."""
+    best: list[tuple[int, float]] = []
+    for peak, seconds in sorted(set(points)):
+        if not best or seconds < best[-1][1]:
+            best.append((peak, seconds))
+    return best
+
+
+def exhaustive(chain: list[Block]) -> list[tuple[int, float]]:
+    """The best peaks and seconds of all schedules, where there are too many to list: of every level of every
+    sub-chain, all peaks and seconds that are not beaten."""
+
+    @functools.cache
+    def level(first: int, last: int, waiting: int, inside: bool) -> list[tuple[int, float]]:
+        if first > last:
+            return [(0, 0.0)]
+        found = []
+        for choice in chain[first].choices:
+            own = max(waiting + max(choice.forward_peak, choice.kept), choice.backward_peak)
+            for peak, seconds in level(first + 1, last, waiting, False):
+                found.append((max(own, choice.kept + peak), choice.seconds + seconds))
+        first_pass, forward = 0, 0.0
+        for end in range(first, last + (not inside)) if in_joined_run(chain, first) else ():
+            boundary = chain[end - 1].output if end > first else 0
+            working = max(chain[end].forward_working, chain[end].output)
+            first_pass = max(first_pass, boundary + working)
+            forward += chain[end].forward_seconds
+            output = chain[end].output
+            for (peak, seconds), (again, recomputing) in itertools.product(
+                level(end + 1, last, waiting, False), level(first, end, output, True)
+            ):
+                highest = max(waiting + first_pass, output + peak, again)
+                found.append((highest, forward + seconds + recomputing))
+            if not chain[end].joins_next:
+                break
+        return best_points(found)
+
+    return level(0, len(chain) - 1, 0, False)
+
+
+def check_against(
+    chain: list[Block], best: list[tuple[int, float]], budgets: int, rng: random.Random
+) -> None:
+    """Solutions at the smallest budget, at random ones, and the whole frontier are the best of all."""
+    least, smallest = smallest_peak(chain), best[0][0]
+    assert (least.peak, least.seconds) == best[0]
+    with pytest.raises(Infeasible) as error:
+        solve(chain, smallest - 1)
+    assert error.value.smallest == smallest
+    for budget in [rng.randint(smallest, best[-1][0] + 5) for _ in range(budgets)]:
+        solution = solve(chain, budget)
+        assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
+        assert solution.peak <= budget
+        assert solution.seconds == max(best, key=lambda point: (point[0] <= budget, point[0]))[1]
+    if rng.random() < 0.2:
+        assert [(solution.peak, solution.seconds) for solution in frontier(chain, points=500)] == best
+
+
+# --- the model itself ---
+
+
+def test_simulate_by_hand():
+    chain = [
+        block((3.0, 5, 6, 9), output=2, forward=1.0, working=4),
+        block((4.0, 7, 7, 12), output=3, forward=1.5, working=5),
+        block((2.0, 4, 8, 10), output=1, forward=0.5, working=2),
+    ]
+    # Backward of block 2 starts above 5 + 7 bytes.
+    assert simulate(chain, [Run(0, 0), Run(1, 0), Run(2, 0)]) == (5 + 7 + 10, 9.0)
+    # Backward of block 2 above the output of block 1: 3 + 10. The recomputation: 5 + 12, forward with 3 waiting.
+    assert simulate(chain, [Segment((Run(0, 0), Run(1, 0))), Run(2, 0)]) == (5 + 12, 9.0 + 2.5)
+    # Recomputed one by one: first passes 1 + 1.5 and then 1 again; 2 + 12 while block 1 is run backward.
+    nested = Segment((Segment((Run(0, 0),)), Run(1, 0)))
+    assert simulate(chain, [nested, Run(2, 0)]) == (2 + 12, 9.0 + 2.5 + 1.0)
+    assert bottleneck(chain, [nested, Run(2, 0)]) == 1
+
+
+def test_what_is_held_counts_where_a_peak_says_less():
+    assert simulate([block((1.0, 9, 4, 4), joins=False)], [Run(0, 0)])[0] == 9
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([Run(0, 0)], "end before block 1 of 3"),
+        ([Run(0, 0), Run(2, 0)], "block 2 comes where block 1"),
+        ([Run(0, 0), Segment((Run(1, 0), Run(2, 0)))], "blocks 1 and 2, which do not join"),
+        ([Run(0, 0), Run(1, 1), Run(2, 0)], "block 1 has no choice 1"),
+        ([Run(index, 0) for index in range(4)], "block 3 comes where block 3 of 3"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_chain_is_refused(items, message):
+    chain = [block((1.0, 1, 1, 1), joins=joins) for joins in (True, False, True)]
+    with pytest.raises(ValueError, match=message):
+        simulate(chain, items)
+
+
+def test_costs_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="kept is -1"):
+        Choice("keep", 1.0, -1, 1, 1)
+    with pytest.raises(ValueError, match="seconds is nan"):
+        Choice("keep", math.nan, 1, 1, 1)
+    with pytest.raises(ValueError, match="no choices"):
+        Block((), 1, 1.0, 1, True)
+    with pytest.raises(ValueError, match="empty"):
+        Segment(())
+    with pytest.raises(ValueError, match="no blocks"):
+        solve([], 10)
+    with pytest.raises(ValueError, match="at least 2"):
+        frontier([block((1.0, 1, 1, 1))], points=1)
+
+
+# --- the best of all schedules ---
+
+
+@pytest.mark.parametrize(
+    ("blocks", "choices", "joined", "chains"),
+    [(1, 3, 1.0, 100), (2, 2, 0.8, 200), (3, 2, 0.8, 60), (4, 1, 1.0, 60), (5, 2, 0.0, 100)],
+)
+def test_best_of_all_schedules_simulated(blocks, choices, joined, chains):
+    rng = random.Random(blocks)
+    for _ in range(chains):
+        chain = random_chain(rng, blocks, choices, joined)
+        points = [simulate(chain, items) for items in schedules(chain, 0, blocks - 1)]
+        assert best_points(points) == exhaustive(chain)
+        check_against(chain, best_points(points), 3, rng)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "choices", "joined", "chains"),
+    [(5, 3, 1.0, 300), (5, 2, 0.7, 400), (6, 4, 0.0, 400), (4, 6, 0.7, 300), (7, 1, 0.9, 150)],
+)
+def test_best_of_all_schedules(blocks, choices, joined, chains):
+    rng = random.Random(blocks * choices)
+    for _ in range(chains):
+        chain = random_chain(rng, blocks, choices, joined)
+        check_against(chain, exhaustive(chain), 1, rng)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(1, 12), joined=st.floats(0, 1), share=st.floats(0, 1))
+def test_a_coarse_grid_never_exceeds_the_budget(seed, blocks, joined, share):
+    rng = random.Random(seed)
+    chain = [
+        Block(one.choices, one.output, one.forward_seconds, one.forward_working, rng.random() < joined)
+        for one in network(rng, blocks, rng.randint(1, 4), True)
+    ]
+    smallest = smallest_peak(chain).peak
+    budget = int(smallest + share * (max(keep_all(chain), smallest) - smallest))
+    solution = solve(chain, budget, resolution=64)
+    assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
+    assert smallest <= solution.peak <= budget
+    with pytest.raises(Infeasible):
+        solve(chain, smallest - 1, resolution=64)
+
+
+# --- peers and known optima ---
+
+
+def rotor(chain: list[Block], budget: int, slots: int) -> float:
+    """The dynamic programme of Beaumont et al. (2019) with one choice per block, each byte count rounded up to
+    one of ``slots`` parts of the budget; seconds, or infinity."""
+    size, last = -(-budget // slots), len(chain) - 1
+
+    def up(count: int) -> int:
+        return -(-count // size)
+
+    @functools.cache
+    def opt(s: int, t: int, memory: int) -> float:
+        if s > t:
+            return 0.0
+        waiting = chain[t].output if t < last else 0
+        keep = chain[s].choices[0]
+        best = math.inf
+        if memory >= up(max(waiting + keep.forward_peak, keep.backward_peak, keep.kept)):
+            best = keep.seconds + opt(s + 1, t, memory - up(keep.kept))
+        forward, working = 0.0, 0
+        for k in range(s + 1, t + 1):
+            boundary = chain[k - 2].output if k - 1 > s else 0
+            working = max(working, boundary + chain[k - 1].forward_working)
+            forward += chain[k - 1].forward_seconds
+            free = memory - up(chain[k - 1].output)
+            if memory >= up(waiting + working) and free >= 0:
+                best = min(best, forward + opt(k, t, free) + opt(s, k - 1, memory))
+        return best
+
+    return opt(0, last, budget // size)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_never_slower_than_rotor(choices):
+    rng = random.Random(choices)
+    feasible = 0
+    for _ in range(12):
+        chain = network(rng, rng.randint(3, 14), choices, True)
+        everything = keep_all(chain)
+        for share in (0.15, 0.3, 0.5, 0.8, 1.0):
+            seconds = rotor(chain, int(share * everything), 60)
+            if math.isfinite(seconds):
+                feasible += 1
+                assert solve(chain, int(share * everything)).seconds <= seconds + 1e-9
+    assert feasible > 30
+
+
+def test_rotor_on_exact_bytes_is_met_exactly():
+    rng = random.Random(0)
+    for _ in range(150):
+        chain = [
+            block((rng.randint(4, 12) / 4, kept, kept + 1, kept + 4), output=2, forward=0.5, working=4)
+            for kept in [rng.randint(2, 9) for _ in range(rng.randint(2, 8))]
+        ]
+        for budget in range(smallest_peak(chain).peak, keep_all(chain) + 1, 9):
+            assert solve(chain, budget).seconds == rotor(chain, budget, budget)
+
+
+@pytest.mark.parametrize("blocks", [16, 64, 100])
+def test_square_root_of_the_memory_costs_one_forward(blocks):
+    """Chen et al. (2016): n equal blocks in segments of sqrt(n) need about 2 sqrt(n) boundaries."""
+    root = math.isqrt(blocks)
+    chain = [block((3.0, 1, 1, 2), output=1, forward=1.0, working=1) for _ in range(blocks)]
+    assert keep_all(chain) == blocks + 1
+    solution = solve(chain, 2 * root + 2)
+    assert solution.seconds <= 3.0 * blocks + blocks
+    assert solve(chain, root).seconds > 3.0 * blocks + blocks
+
+
+# --- long chains ---
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_hundred_different_blocks(joins):
+    chain = network(random.Random(0), 100, 6, joins)
+    everything = keep_all(chain)
+    last = math.inf
+    for share in (0.1, 0.3, 0.6):
+        solution = solve(chain, int(share * everything))
+        assert (solution.peak, solution.seconds) == simulate(chain, solution.items)
+        assert 0.97 * share * everything < solution.peak <= share * everything
+        assert solution.seconds < last
+        last = solution.seconds
+
+
+def test_joining_never_hurts_and_reaches_less_memory():
+    rng = random.Random(4)
+    apart, joined = network(rng, 30, 3, False), network(random.Random(4), 30, 3, True)
+    assert smallest_peak(joined).peak < 0.8 * smallest_peak(apart).peak
+    for share in (0.3, 0.5, 0.7):
+        budget = int(share * keep_all(apart))
+        assert solve(joined, budget).seconds <= solve(apart, budget).seconds
+
+
+def test_segments_stay_within_joined_runs():
+    rng = random.Random(8)
+    joined, apart = network(rng, 20, 2, True), network(rng, 20, 2, False)
+    chain = [*apart[:5], *joined[:9], *apart[5:8], *joined[9:], *apart[8:]]
+    solution = smallest_peak(chain)  # simulate refuses segments across blocks that do not join
+    assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
+    segments = [item for item in solution.items if isinstance(item, Segment)]
+    assert segments
+    assert all(
+        chain[index].joins_next or chain[index - 1].joins_next for item in segments for index in [item.first]
+    )
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_frontier_runs_from_the_smallest_to_the_fastest(joins):
+    chain = network(random.Random(2), 20, 4, joins)
+    points = frontier(chain, points=16)
+    assert 8 <= len(points) <= 16
+    assert points[0].peak == smallest_peak(chain).peak
+    fastest = sum(min(choice.seconds for choice in one.choices) for one in chain)
+    assert points[-1].seconds == pytest.approx(fastest)
+    for smaller, larger in itertools.pairwise(points):
+        assert smaller.peak < larger.peak and smaller.seconds > larger.seconds
+    for point in points:
+        assert (point.peak, point.seconds) == simulate(chain, point.items)
+        assert point.seconds <= 1.01 * solve(chain, point.peak).seconds
+
+
+def test_recomputing_that_is_faster_than_keeping_is_taken_at_any_budget():
+    chain = [block((3.0, 10, 10, 12), (2.5, 2, 10, 14), joins=False) for _ in range(4)]
+    assert solve(chain, 10**9).items == tuple(Run(index, 1) for index in range(4))
+
+
+def test_an_impossible_budget_names_the_block_that_sets_the_limit():
+    chain = network(random.Random(1), 6, 3, True)
+    head = block((0.1, 10 * MB, 300 * MB, 900 * MB), output=4, forward=0.05, working=300 * MB, joins=False)
+    chain = [*chain[:-1], Block(chain[-1].choices, 2 * MB, 0.02, 6 * MB, False), head]
+    with pytest.raises(Infeasible, match="smallest possible") as error:
+        solve(chain, 500 * MB)
+    assert error.value.block == 6
+    assert error.value.smallest == smallest_peak(chain).peak > 900 * MB
+    assert isinstance(solve(chain, error.value.smallest), Solution)
