@@ -79,6 +79,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def depth() -> int:
+    """How many runs of checkpointed functions this thread is in."""
+    return len(_thread.stack)
+
+
 def is_checkpointing() -> bool:
     """True while the first pass of a checkpointed function runs on this thread (torchgpipe's
     ``is_checkpointing``).

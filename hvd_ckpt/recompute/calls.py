@@ -1,0 +1,110 @@
+"""The torch functions that a piece of code calls, one after the other.
+
+What is done to one of them must be done to the same one in the next step, so calls are numbered, and there is one
+rule for which calls have a number: those that return tensors. The rule is here because two parties need it: the
+planner, which watches a block once and decides, and the tape, which carries the decision out in every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hvd_ckpt.recompute.frames import depth
+
+__all__ = ["CallMode", "call_name", "in_place", "is_random", "map_tensors", "tensors_in"]
+
+# Functions that draw random numbers: those that PyTorch says are, and composites of them.
+_RANDOM = {
+    "alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "gru",
+    "gumbel_softmax", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh", "rrelu", "rrelu_",
+    "scaled_dot_product_attention", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
+    "fractional_max_pool3d_with_indices",
+}  # fmt: skip
+
+
+class CallMode(TorchFunctionMode):
+    """While it is active on a thread, :meth:`call` runs every torch function that the thread's code calls.
+
+    Not within a region that is checkpointed as a whole: what that keeps is already decided.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = depth()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if depth() != self._depth:
+            return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``func(*args, **kwargs)`` and returns what it returns."""
+        raise NotImplementedError
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order; one that is there twice comes twice."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
+
+
+def map_tensors(change: Callable[[Any], Any], kind: type | tuple[type, ...], value: Any) -> Any:
+    """``value`` with ``change`` applied to everything of that kind in nested lists, tuples and dicts."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(change, kind, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [map_tensors(change, kind, item) for item in value]
+    if isinstance(value, dict):
+        return {name: map_tensors(change, kind, item) for name, item in value.items()}
+    return value
+
+
+@functools.cache
+def call_name(func: Callable[..., Any]) -> str:
+    """A name by which a call is recognized: ``linear``, ``add``, ``T.__get__``."""
+    name = getattr(func, "__name__", None) or type(func).__name__
+    if name == "__get__":
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '?')}.__get__"
+    return str(name)
+
+
+@functools.cache
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether the function may draw random numbers."""
+    name = call_name(func)
+    if name in _RANDOM:
+        return True
+    for candidate in (name, name.rstrip("_"), f"{name.rstrip('_')}_"):
+        packet = getattr(torch.ops.aten, candidate, None)
+        if packet is None or not hasattr(packet, "overloads"):
+            continue
+        for overload in packet.overloads():
+            if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
+                return True
+    return False
+
+
+
+def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call, by its name or by an argument, changes its first argument and returns it."""
+    name = call_name(func)
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    # Where torch.nn gives ``inplace`` by position, it is the last argument, after ``training``.
+    return kwargs.get("inplace") is True or ("dropout" in name and len(args) > 3 and args[3] is True)
