@@ -1,0 +1,246 @@
+"""Saved tensors in fewer bytes, exactly: what a backward pass needs often holds far less than its bits.
+
+The idea is that of Gist (Jain et al., ISCA 2018): a dropout mask is one bit per element whatever its dtype, and
+an index is rarely as wide as an int64. :func:`compress` looks at the values, not at where they came from, and
+gives back None where nothing is won. All encodings but the lossy one, which is used only if asked for, restore
+every bit, signs of zero and payloads of nan included.
+
+On the CPU, packing goes through NumPy over the tensor's own memory, a cache-sized piece at a time: several
+times faster than the same in tensor operations, which write each intermediate result to memory. On other
+devices it is tensor operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# Elements looked at before all of them are: enough that a tensor of ordinary values is refused at once.
+_SAMPLE = 256
+
+# Elements per piece on the CPU: a piece and its intermediate results stay in the second-level cache.
+_PIECE = 1 << 15
+
+# Integer dtypes that have the same bits as an element of so many bytes, and the ones to narrow to.
+_SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_NARROWED = (torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """How the elements lie in memory: a tensor that is dense in some order of its dimensions (channels-last, a
+    transpose) is restored in that order, so that what runs next takes the same code path; others contiguous."""
+
+    shape: torch.Size  # in order of memory
+    order: tuple[int, ...]  # of the original dimensions, by memory
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, _Layout]:
+        """The elements in one dimension, without a copy where they are dense, and their layout."""
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        by_memory = tensor.permute(order)
+        if not by_memory.is_contiguous():
+            order = tuple(range(tensor.dim()))
+            by_memory = tensor.contiguous()
+        return by_memory.reshape(-1), cls(by_memory.shape, order)
+
+    def apply(self, flat: torch.Tensor) -> torch.Tensor:
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat.view(self.shape).permute(inverse)
+
+
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """A tensor in fewer bytes, as :func:`compress` made it.
+
+    Attributes:
+        payload: what is held, one-dimensional, on the tensor's own device.
+        dtype: of the tensor.
+    """
+
+    payload: torch.Tensor
+    dtype: torch.dtype
+    _layout: _Layout
+    _pattern: int | None = None  # of the elements that are not zero, where each is one bit of the payload
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.payload.nbytes
+
+    @torch.no_grad()
+    def restore(self) -> torch.Tensor:
+        """The tensor again, in memory of its own: the same dtype, shape and values, and the same strides where
+        the original was dense in memory, else contiguous. May be called more than once."""
+        if self._pattern is None:
+            flat = self.payload.to(self.dtype)
+        else:
+            flat = _unpack(self.payload, self._layout.shape.numel(), self._pattern, self.dtype)
+        return self._layout.apply(flat)
+
+
+@torch.no_grad()
+def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compressed | None:
+    """``tensor`` in fewer bytes, or None where that would not save any.
+
+    - Elements that hold zero and at most one other bit pattern, in any dtype, become one bit each: bool masks,
+      masks of ones, the scaled masks that ``F.dropout`` saves on the CPU.
+    - Other integers become the narrowest of int8, uint8, int16 and int32 that holds the least and the greatest.
+    - Only if ``lossy`` is given, other float32 and float64 tensors become that dtype, unless a finite value is
+      too large for it.
+
+    A few elements are looked at first, so a tensor that will not shrink costs next to nothing. Sparse, quantized,
+    complex and meta tensors and subclasses of tensors are left alone.
+
+    Args:
+        tensor: any tensor, a view and one of no elements included. It is not changed and not referred to.
+        lossy: ``torch.float16`` or ``torch.bfloat16``.
+
+    Raises:
+        ValueError: for another ``lossy`` dtype.
+    """
+    if lossy not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"lossy is {lossy}: choose torch.float16, torch.bfloat16 or None")
+    if not _is_plain(tensor):
+        return None
+    held = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        held *= size if stride else 1  # an expanded dimension takes no memory
+    flat, layout = _Layout.of(tensor.detach())
+    packed = _pack(flat, held)
+    if packed is not None:
+        return Compressed(packed[0], tensor.dtype, layout, packed[1])
+    payload = None
+    if tensor.dtype in _NARROWED:
+        payload = _narrow(flat)
+    elif lossy is not None and tensor.dtype in (torch.float32, torch.float64):
+        payload = _shorten(flat, lossy)
+    if payload is None or payload.nbytes >= held:
+        return None
+    return Compressed(payload, tensor.dtype, layout)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_complex() or tensor.is_neg())
+        and tensor.element_size() in _SAME_BITS
+        and tensor.numel() > 0
+    )
+
+
+def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
+    """One bit per element, and the pattern that a set bit stands for, as an integer; None if there are other
+    patterns, or if ``held`` bytes are no more."""
+    if -(-flat.numel() // 8) >= held:
+        return None
+    if flat.dtype is torch.bool:
+        bits = flat.view(torch.uint8)
+        return (_pack_bool(bits.numpy()) if bits.device.type == "cpu" else _pack_on_device(bits)), 1
+    same_bits = flat.view(_SAME_BITS[flat.element_size()])
+    step = max(flat.numel() // _SAMPLE, 1)
+    patterns = set(same_bits[::step].tolist()) - {0}
+    if len(patterns) > 1:
+        return None
+    pattern = patterns.pop() if patterns else _some_pattern(same_bits)
+    if flat.device.type == "cpu":
+        packed = _pack_exactly(same_bits.numpy(), pattern)
+        return None if packed is None else (packed, pattern)
+    is_set = same_bits != 0
+    if not torch.equal(is_set, same_bits == pattern):
+        return None
+    return _pack_on_device(is_set.view(torch.uint8)), pattern
+
+
+def _some_pattern(same_bits: torch.Tensor) -> int:
+    """A pattern that is not zero, if any element has one: the least or the greatest has."""
+    least, greatest = same_bits.aminmax()
+    return int(least) or int(greatest) or 1
+
+
+def _pack_bool(bits: NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(np.packbits(bits, bitorder="little"))
+
+
+def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
+    packed = np.empty(-(-len(elements) // 8), dtype=np.uint8)
+    is_set, fits = np.empty((2, min(_PIECE, len(elements))), dtype=np.bool_)
+    for start in range(0, len(elements), _PIECE):
+        piece = elements[start : start + _PIECE]
+        np.not_equal(piece, 0, out=is_set[: len(piece)])
+        np.equal(piece, pattern, out=fits[: len(piece)])
+        # The pattern is not zero, so what fits is set; equally many means that all that is set fits.
+        if np.count_nonzero(is_set[: len(piece)]) != np.count_nonzero(fits[: len(piece)]):
+            return None
+        bits = np.packbits(is_set[: len(piece)], bitorder="little")
+        packed[start // 8 : start // 8 + len(bits)] = bits
+    return torch.from_numpy(packed)
+
+
+def _pack_on_device(bits: torch.Tensor) -> torch.Tensor:
+    """Zeros and ones in bytes, eight to a byte, the first in the lowest bit."""
+    whole = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
+    packed = whole[:, 0].clone()
+    for place in range(1, 8):
+        packed |= whole[:, place] << place
+    return packed
+
+
+def _unpack(packed: torch.Tensor, count: int, pattern: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` elements, each zero or ``pattern``."""
+    same_bits = _SAME_BITS[dtype.itemsize]
+    if packed.device.type == "cpu":
+        whole = torch.empty(len(packed), 8, dtype=same_bits)
+        # Each byte stands for one of 256 rows of eight elements; "clip" spares a check, and is never needed.
+        np.take(_rows(pattern, dtype.itemsize), packed.numpy(), axis=0, out=whole.numpy(), mode="clip")
+    else:
+        rows = torch.from_numpy(_rows(pattern, dtype.itemsize)).to(packed.device)
+        whole = rows.index_select(0, packed.int())
+    return whole.view(-1)[:count].view(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(pattern: int, itemsize: int) -> NDArray[Any]:
+    """The eight elements that each value of a byte stands for."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    element = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[itemsize]
+    rows: NDArray[Any] = bits.astype(element) * element(pattern)
+    return rows
+
+
+def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
+    """The integers in the narrowest dtype that holds them all; None if that is no narrower than their own."""
+    sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
+    for values in (sample, flat):
+        least, greatest = (int(bound) for bound in values.aminmax())
+        narrow = _narrowest(least, greatest)
+        if narrow is None or narrow.itemsize >= flat.element_size():
+            return None
+    return flat.to(narrow)
+
+
+def _narrowest(least: int, greatest: int) -> torch.dtype | None:
+    for dtype in _NARROW:
+        bounds = torch.iinfo(dtype)
+        if bounds.min <= least and greatest <= bounds.max:
+            return dtype
+    return None
+
+
+def _shorten(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The floats in a shorter dtype; None if a finite one becomes infinite."""
+    short = flat.to(dtype)
+    # One pass without intermediate results tells the usual case; infinities and nans show in the bounds.
+    if all(math.isfinite(bound) for bound in short.aminmax()):
+        return short
+    return short if torch.equal(short.isfinite(), flat.isfinite()) else None

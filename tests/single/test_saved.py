@@ -1,0 +1,250 @@
+"""Compressed saved tensors come back bit for bit, and take the bytes that were promised."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_ckpt.recompute.saved import compress
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+    ),
+]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+shapes = st.lists(st.integers(0, 9), max_size=4)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device)
+    bits = BITS[left.element_size()]
+    return torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+
+
+def check(tensor: torch.Tensor, nbytes: int | None) -> None:
+    """Restored bit for bit, twice; ``nbytes`` None: refused."""
+    before = tensor.clone()
+    compressed = compress(tensor)
+    assert same_bits(tensor, before)
+    if nbytes is None:
+        assert compressed is None
+        return
+    assert compressed is not None
+    assert compressed.nbytes == nbytes < tensor.nbytes
+    assert compressed.dtype == tensor.dtype
+    for restored in (compressed.restore(), compressed.restore()):
+        assert same_bits(restored, tensor)
+        assert not restored.requires_grad
+        restored.zero_()  # its own memory: the next is not affected
+    assert same_bits(tensor, before)
+
+
+def bits(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() // 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 1000))
+def test_masks_become_bits(shape, seed):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    check(mask, bits(mask) if mask.numel() > 1 else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes, dtype=st.sampled_from(FLOATS + INTEGERS), seed=st.integers(0, 1000), keep=st.floats(0, 1)
+)
+def test_zero_and_one_other_value_become_bits(shape, dtype, seed, keep):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < keep
+    scaled = mask.to(dtype) * (torch.tensor(1 / 0.9).to(dtype) if dtype.is_floating_point else 3)
+    check(scaled, bits(scaled) if bits(scaled) < scaled.nbytes else None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from(INTEGERS), data=st.data())
+def test_integers_become_the_narrowest_that_holds_them(shape, dtype, data):
+    info = torch.iinfo(dtype)
+    edges = [edge for power in (7, 8, 15, 16, 31, 32) for edge in (-(2**power), 2**power - 1, 2**power)]
+    least, greatest = sorted(
+        data.draw(st.sampled_from([edge for edge in edges if info.min <= edge <= info.max])) for _ in range(2)
+    )
+    tensor = torch.full(shape, least, dtype=dtype)
+    if tensor.numel() < 3:
+        return
+    tensor.view(-1)[1] = greatest
+    tensor.view(-1)[2] = 1  # with the others more than two values, unless they are few
+    if len(set(tensor.view(-1).tolist()) - {0}) < 2:
+        return
+    widths = ((1, -128, 127), (1, 0, 255), (2, -(2**15), 2**15 - 1), (4, -(2**31), 2**31 - 1))
+    low, high = min(least, 1), max(greatest, 1)
+    width = next((size for size, start, stop in widths if start <= low and high <= stop), 8)
+    check(tensor, tensor.numel() * width if width < dtype.itemsize else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    dtype=st.sampled_from(FLOATS),
+    seed=st.integers(0, 1000),
+    odd=st.sampled_from([-0.0, math.nan, math.inf, 1.0]),
+)
+def test_floats_of_more_values_are_left_alone(shape, dtype, seed, odd):
+    noise = F.dropout(torch.ones(shape), 0.5).to(dtype)
+    if noise.numel() < 2 or not noise.any():
+        return
+    position = int(torch.randint(noise.numel(), (), generator=torch.Generator().manual_seed(seed)))
+    noise.view(-1)[position] = odd
+    values = set(noise.view(BITS[dtype.itemsize]).view(-1).tolist()) - {0}
+    check(noise, bits(noise) if len(values) < 2 else None)
+
+
+def test_a_misfit_that_no_sample_meets_is_found():
+    for size in (100_001, 32_768, 3 * 32_768 + 5):
+        noise = F.dropout(torch.ones(size), 0.1)
+        check(noise, bits(noise))
+        for odd in (-0.0, math.nan, 1.0):
+            for place in (size - 2, size // 2 + 1):
+                changed = noise.clone()
+                changed[place] = odd
+                check(changed, None)
+
+
+def test_odd_values_are_kept_bit_for_bit():
+    for value in (-0.0, math.nan, -math.inf, 5e-324):
+        tensor = torch.tensor([0.0, value] * 9, dtype=torch.float64)
+        check(tensor, bits(tensor))
+    payload = torch.tensor([0, 0x7FC12345] * 8, dtype=torch.int32).view(
+        torch.float32
+    )  # a nan that says something
+    check(payload, bits(payload))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dropout_mask_on_its_device(dtype, device):
+    noise = F.dropout(torch.ones(1000, 77, dtype=dtype, device=device), 0.1)
+    check(noise, bits(noise))
+    check(noise != 0, bits(noise))
+    check(torch.full((999,), 0.0, dtype=dtype, device=device), bits(torch.empty(999)))
+    noise[500, 3] = 7.0
+    check(noise, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_indices_on_their_device(device):
+    check(torch.arange(200, device=device), 200)
+    check(torch.arange(-200, 200, device=device), 800)
+    check(torch.arange(2**31, 2**31 + 9, device=device), None)
+
+
+def test_what_was_saved_by_dropout_itself_fits():
+    saved = []
+
+    def pack(tensor):
+        saved.append(compress(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.dropout(torch.randn(64, 64, requires_grad=True), 0.1)
+    assert any(compressed is not None and compressed.nbytes == 512 for compressed in saved)
+
+
+def test_through_a_backward_pass_on_autograds_threads():
+    def pack(tensor):
+        compressed = compress(tensor)
+        return (compressed, tensor if compressed is None else None)
+
+    def unpack(packed):
+        compressed, tensor = packed
+        return tensor if compressed is None else compressed.restore()
+
+    gradients = []
+    for hooks in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(32, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+        weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+        table = torch.randn(50, 4, requires_grad=True)
+
+        def loss(x=x, weight=weight, table=table):
+            features = F.dropout(F.max_pool2d(F.conv2d(x, weight), 2), 0.3).mean((2, 3))
+            return (features * F.embedding(torch.arange(32) % 50, table)).clamp(-0.5, 0.5).square().sum()
+
+        if hooks:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                total = loss()
+        else:
+            total = loss()
+        gradients.append(torch.autograd.grad(total, (x, weight, table)))
+    assert all(same_bits(plain, compressed) for plain, compressed in zip(*gradients))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.t(),
+        lambda t: t[3:17, 2:9],
+        lambda t: t[::3, 1::2],
+        lambda t: t.view(4, 5, 3, 8).to(memory_format=torch.channels_last),
+        lambda t: t.view(4, 5, 3, 8).permute(2, 0, 3, 1),
+        lambda t: t[5],
+        lambda t: t.flatten()[7:],
+        lambda t: t[:, :1].expand(20, 24),
+    ],
+)
+def test_views_and_strides(change):
+    tensor = change(F.dropout(torch.ones(20, 24), 0.5))
+    compressed = compress(tensor)
+    restored = compressed.restore()
+    assert same_bits(restored, tensor)
+    dense = tensor.numel() and tensor.clone().stride() == tensor.stride()
+    assert restored.stride() == tensor.stride() if dense else restored.is_contiguous()
+
+
+def test_memory_that_is_not_there_is_not_saved():
+    assert compress(torch.ones(1, 1).expand(64, 1)) is None  # four bytes; one bit per element would be eight
+    assert compress(torch.empty(0, 5)) is None
+    assert compress(torch.tensor(True)) is None
+    assert compress(torch.tensor(0.0)).nbytes == 1
+
+
+def test_other_kinds_of_tensors_are_left_alone():
+    ones = torch.ones(8, 8)
+    assert compress(ones.to_sparse()) is None
+    assert compress(ones.to(torch.complex64)) is None
+    assert compress(ones.to("meta")) is None
+
+    class Special(torch.Tensor):
+        pass
+
+    assert compress(ones.as_subclass(Special)) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lossy", [torch.float16, torch.bfloat16])
+def test_lossy_only_if_asked_and_only_if_it_fits(device, dtype, lossy):
+    tensor = torch.randn(33, 5, dtype=dtype, device=device)
+    assert compress(tensor) is None
+    compressed = compress(tensor, lossy)
+    assert compressed.nbytes == 2 * tensor.numel()
+    assert same_bits(compressed.restore(), tensor.to(lossy).to(dtype))
+    tensor[3, 3], tensor[4, 4] = math.inf, math.nan  # not finite before: nothing is lost
+    assert same_bits(compress(tensor, lossy).restore(), tensor.to(lossy).to(dtype))
+    tensor[2, 2] = torch.finfo(dtype).max
+    assert compress(tensor, lossy) is None
+    mask = (tensor > 0).to(dtype)
+    assert compress(mask, lossy).nbytes == bits(mask)  # what can be exact stays exact
+    assert compress(tensor.half(), lossy) is None
+    with pytest.raises(ValueError, match="lossy is torch.int8"):
+        compress(tensor, torch.int8)
