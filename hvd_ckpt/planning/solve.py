@@ -248,11 +248,13 @@ def _read(costs: Costs, fronts: Sequence[Front], points: int) -> list[Solution]:
 
 def _spread(need: Seconds, seconds: Seconds, points: int) -> list[int]:
     """Indices of up to ``points`` points of a falling curve, its ends included, evenly along its length in the
-    square that it spans."""
-    across = np.abs(np.diff(need)) / max(float(np.ptp(need)), 1e-30)
-    down = np.abs(np.diff(seconds)) / max(float(np.ptp(seconds)), 1e-30)
-    length = np.concatenate(([0.0], np.cumsum(np.hypot(across, down))))
+    square that it spans. Seconds are taken by their logarithm: the last bytes that recomputing saves can cost
+    many times the rest, and would take all the points."""
     if len(need) <= points:
         return list(range(len(need)))
+    times = np.log(np.maximum(seconds, 1e-12))
+    across = np.abs(np.diff(need)) / max(float(np.ptp(need)), 1e-30)
+    down = np.abs(np.diff(times)) / max(float(np.ptp(times)), 1e-30)
+    length = np.concatenate(([0.0], np.cumsum(np.hypot(across, down))))
     wanted = np.searchsorted(length, np.linspace(0.0, length[-1], points))
     return sorted({0, *(int(index) for index in wanted[1:-1]), len(need) - 1})
