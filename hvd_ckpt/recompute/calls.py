@@ -39,7 +39,11 @@ class CallMode(TorchFunctionMode):
         self._depth = depth()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if depth() != self._depth:
             return func(*args, **(kwargs or {}))
@@ -98,7 +102,6 @@ def is_random(func: Callable[..., Any]) -> bool:
             if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
                 return True
     return False
-
 
 
 def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

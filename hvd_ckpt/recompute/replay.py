@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, is_random, map_tensors, tensors_in
+from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.state import autocast_context, autocast_state, random_context
 
 __all__ = ["Call", "Group", "Holder", "Keeper", "Kept", "Reference", "Scratch", "Stored", "unpack"]
@@ -102,10 +103,10 @@ class Stored:
         if isinstance(self.tensor, Kept):
             return self.tensor.keeper.get(self.tensor.number)
         tensor: Tensor = self.tensor
-        if not tensor.is_inference() and tensor._version != self.version:
+        if _version(tensor) != self.version:
             raise RuntimeError(
                 f"A {tuple(tensor.shape)} tensor that '{name}' needs to be computed again has been changed in place since the "
-                f"forward pass (it is at version {tensor._version}, expected {self.version})."
+                f"forward pass (it is at version {_version(tensor)}, expected {self.version})."
             )
         return tensor
 
@@ -124,6 +125,7 @@ class Reference:
     call: Call
     output: int
     requires_grad: bool
+    group: Group
 
 
 class Call:
@@ -134,18 +136,20 @@ class Call:
         number: calls are replayed in this order.
         inner: how many tensors it saved that are none of its arguments (results, or something like a mask).
         wanted: how many holders there are for each result (0, 1, ...) and each of those inner tensors (-1, -2, ...).
+        grad: whether gradients were enabled.
         autocast: whether autocast was on, and for what.
         random: a context with the random state that it started from, if it draws random numbers.
         in_place: it changes its first argument.
     """
 
     __slots__ = (
-        "args", "autocast", "cache", "func", "in_place", "inner", "kwargs", "number", "random", "wanted",
+        "args", "autocast", "cache", "func", "grad", "in_place", "inner", "kwargs", "number", "random", "wanted",
     )  # fmt: skip
 
     def __init__(self, func: Callable[..., Any], number: int, device: torch.device) -> None:
         self.func = func
         self.number = number
+        self.grad = torch.is_grad_enabled()
         self.autocast = autocast_state(device.type)
         self.random = random_context(device) if is_random(func) else None
         self.args: tuple[Any, ...] = ()
@@ -162,7 +166,11 @@ class Call:
 
 
 class Group:
-    """Calls that are connected through dropped results."""
+    """Calls that are connected through dropped results.
+
+    A group may begin with a result of another one; that is computed for it anew, and the other group keeps nothing of
+    it but is replayed in its own time: less memory for more time.
+    """
 
     __slots__ = ("_calls", "_lock", "_merged_into")
 
@@ -200,19 +208,46 @@ class Group:
             return tensor
 
     def _replay(self) -> None:
+        """Runs all calls again whose results or inner tensors are wanted, and caches those."""
+        for call, results, inner in self._run_again({call for call in self._calls if call.wanted}):
+            for key, count in call.wanted.items():
+                call.cache[key] = [results[key] if key >= 0 else inner[-1 - key], count]
+
+    def compute(self, call: Call, output: int) -> Tensor:
+        """One result, for another group that begins with it; nothing is cached."""
+        with self._lock:
+            if output in call.cache:
+                tensor: Tensor = call.cache[output][0]
+                return tensor
+            found: Tensor | None = None
+            for one, results, _ in self._run_again({call}, bare=True):
+                if one is call:
+                    found = results[output]
+            assert found is not None
+            return found
+
+    def _run_again(
+        self, wanted: set[Call], bare: bool = False
+    ) -> Iterator[tuple[Call, list[Tensor], list[Tensor | None]]]:
+        """Runs the wanted calls and those they depend on, in order; ``bare`` for results alone, without what they saved."""
         self._calls.sort(key=lambda call: call.number)
         readers: dict[tuple[Call, int], int] = defaultdict(int)
         read: set[Call] = set()
         needed: list[Call] = []
         for call in reversed(self._calls):
-            if call.wanted or call in read:
+            if call in wanted or call in read:
                 needed.append(call)
                 for reference in call.references():
                     readers[reference.call, reference.output] += 1
                     read.add(reference.call)
         values: dict[tuple[Call, int], Tensor] = {}
         for call in reversed(needed):
-            results, inner = _run(call, values, result_needed=call in read or any(key >= 0 for key in call.wanted))
+            for reference in call.references():
+                place = (reference.call, reference.output)
+                if place not in values:
+                    values[place] = reference.group.root().compute(*place)
+            result_needed = bare or call in read or any(key >= 0 for key in call.wanted)
+            results, inner = _run(call, values, result_needed, inner_needed=not bare)
             for reference in call.references():
                 place = (reference.call, reference.output)
                 readers[place] -= 1
@@ -221,8 +256,7 @@ class Group:
             for output, result in enumerate(results):
                 if readers[call, output]:
                     values[call, output] = result
-            for key, count in call.wanted.items():
-                call.cache[key] = [results[key] if key >= 0 else inner[-1 - key], count]
+            yield call, results, inner
 
 
 class _Enough(Exception):
@@ -230,71 +264,68 @@ class _Enough(Exception):
 
 
 def _run(
-    call: Call, values: dict[tuple[Call, int], Tensor], result_needed: bool
+    call: Call, values: dict[tuple[Call, int], Tensor], result_needed: bool, inner_needed: bool
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Runs a call again; returns its results and the inner tensors that it saved, those that are wanted."""
+    """Runs a call again; returns its results and, if needed, the inner tensors that it saved and are wanted.
+
+    It runs with gradients where it did so in the forward pass, needed or not: kernels are chosen by that too.
+    """
     name = call_name(call.func)
-    saving = any(key < 0 for key in call.wanted)
     storages: list[tuple[int, Tensor, int]] = []
     arguments: dict[int, Tensor] = {}
 
     def argument(spec: Any) -> Tensor:
         # The same tensor twice must be the same tensor again: attention asks whether its key is its query.
         if id(spec) not in arguments:
-            arguments[id(spec)] = build(spec)
+            tensor = arguments[id(spec)] = build(spec)
+            storages.append((tensor.untyped_storage().data_ptr(), tensor, _version(tensor)))
         return arguments[id(spec)]
 
     def build(spec: Any) -> Tensor:
         if isinstance(spec, Scratch):
-            copy = spec.tensor.clone()
-            storages.append((copy.untyped_storage().data_ptr(), copy, copy._version))
-            return copy
-        tensor = values[spec.call, spec.output] if isinstance(spec, Reference) else spec.get(name)
-        if saving:
-            first = not storages
-            tensor = tensor.detach()
-            if spec.requires_grad:
-                tensor.requires_grad_()
-                if first and call.in_place:
-                    tensor = _Fresh.apply(tensor)  # type: ignore[no-untyped-call]
-            storages.append((tensor.untyped_storage().data_ptr(), tensor, tensor._version))
+            return spec.tensor.clone()
+        tensor: Tensor = values[spec.call, spec.output] if isinstance(spec, Reference) else spec.get(name)
+        tensor = tensor.detach()
+        if spec.requires_grad:
+            tensor.requires_grad_()
+            if call.in_place and not arguments:
+                tensor = _Fresh.apply(tensor)  # type: ignore[no-untyped-call]
         return tensor
 
-    last = max((-1 - key for key in call.wanted if key < 0), default=-1)
+    last = max((-1 - key for key in call.wanted if key < 0), default=-1) if inner_needed else -1
     inner: list[Tensor | None] = []
 
     def pack(tensor: Tensor) -> None:
         pointer = tensor.untyped_storage().data_ptr()
         if not tensor.numel() or any(
-            pointer == storage and source._version == version for storage, source, version in storages
+            pointer == storage and _version(source) == version for storage, source, version in storages
         ):
             return
-        inner.append(tensor.detach() if -1 - len(inner) in call.wanted else None)
+        inner.append(tensor.detach() if inner_needed and -1 - len(inner) in call.wanted else None)
         if not result_needed and len(inner) > last:
             raise _Enough
 
+    results: list[Tensor] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(saving))
+        stack.enter_context(torch.set_grad_enabled(call.grad))
         args, kwargs = map_tensors(argument, (Stored, Scratch, Reference), (call.args, call.kwargs))
         if any(now not in call.autocast for now in autocast_state(call.autocast[-1][0])):
             stack.enter_context(autocast_context(call.autocast)())
         if call.random is not None:
             stack.enter_context(call.random())
-        results: list[Tensor] = []
-        if not saving:
-            results = list(tensors_in(call.func(*args, **kwargs)))
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _never):
-                try:
-                    results = [result.detach() for result in tensors_in(call.func(*args, **kwargs))]
-                except _Enough:
-                    pass
-    if saving and len(inner) <= last:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
+        with contextlib.suppress(_Enough):
+            results = [result.detach() for result in tensors_in(call.func(*args, **kwargs))]
+    if len(inner) <= last:
         raise RuntimeError(
             f"'{name}' saved {len(inner)} tensor(s) of its own when it was computed again, and more in the forward pass: it must "
             "do the same each time."
         )
     return results, inner
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Fresh(torch.autograd.Function):
@@ -327,6 +358,8 @@ def unpack(packed: Any) -> Tensor:
     """The tensor for what was packed."""
     if isinstance(packed, Tensor):
         return packed
+    if isinstance(packed, Compressed):
+        return packed.restore()
     if isinstance(packed, Kept):
         return packed.keeper.get(packed.number)
     assert isinstance(packed, Holder)

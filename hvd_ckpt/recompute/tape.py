@@ -30,12 +30,18 @@ from torch.nn import functional
 
 from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors, tensors_in
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Keeper, Reference, Scratch, Stored, View, unpack
+from hvd_ckpt.recompute.saved import compress
 
 __all__ = ["Policy", "run_selectively"]
 
 _TAG = "_hvd_ckpt_dropped"
 
-_STATISTICS = {functional.batch_norm: 1, functional.instance_norm: 1, torch.batch_norm: 3, torch.instance_norm: 3}
+_STATISTICS = {
+    functional.batch_norm: 1,
+    functional.instance_norm: 1,
+    torch.batch_norm: 3,
+    torch.instance_norm: 3,
+}
 """Functions that update running statistics without a word to the version counters, and where those stand among the
 arguments. Results do not depend on statistics that are updated."""
 
@@ -48,10 +54,15 @@ class Policy:
         calls: names of the torch functions it calls that return tensors, in order. Code that calls others on a day (in
             evaluation mode, with another mask) keeps everything from the first difference on.
         dropped: numbers of the calls whose results are dropped.
+        breaks: those dropped calls behind which a new group begins: what depends on their results is replayed apart from
+            what they depend on.
+        compress: keep masks and integers in fewer bytes (:mod:`hvd_ckpt.recompute.saved`).
     """
 
     calls: tuple[str, ...]
     dropped: frozenset[int]
+    breaks: frozenset[int] = frozenset()
+    compress: bool = False
 
 
 class _Tag(NamedTuple):
@@ -73,13 +84,17 @@ class _Running(NamedTuple):
 
 
 @_disable_dynamo
-def run_selectively(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Any:
+def run_selectively(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+) -> Any:
     """``function(*args, **kwargs)``, whose graph keeps what the policy does not drop.
 
     Without gradients, and inside another selective run, the function simply runs.
     """
-    if not policy.dropped or not torch.is_grad_enabled() or any(
-        isinstance(mode, CallMode) for mode in torch.overrides._get_current_function_mode_stack()
+    if (
+        not (policy.dropped or policy.compress)
+        or not torch.is_grad_enabled()
+        or any(isinstance(mode, CallMode) for mode in torch.overrides._get_current_function_mode_stack())
     ):
         return function(*args, **kwargs)
     tape = _Tape(policy)
@@ -109,7 +124,7 @@ class _Tape(CallMode):
         number = self._count
         inputs = [(tensor, _version(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
         call = group = None
-        if number in self._dropped and self._expected(number, func) and self._repeatable(func, args, kwargs, inputs):
+        if self._drops(number, func) and self._repeatable(func, args, kwargs, inputs):
             call = Call(func, number, inputs[0][0].device if inputs else torch.device("cpu"))
             group = Group()
         outer, self._running = self._running, _Running(inputs, call, group)
@@ -125,6 +140,9 @@ class _Tape(CallMode):
             elif self._dropped and not self._expected(number, func):
                 self._dropped = frozenset()
         return result
+
+    def _drops(self, number: int, func: Callable[..., Any]) -> bool:
+        return number in self._dropped and self._expected(number, func)
 
     def _expected(self, number: int, func: Callable[..., Any]) -> bool:
         calls = self._policy.calls
@@ -169,7 +187,12 @@ class _Tape(CallMode):
         changed = [entry for entry in changed if not any(entry[0] is one for one in scratch)]
         if changed:
             name = call_name(call.func)
-            if len(changed) == 1 and changed[0] is inputs[0] and inputs[0][2] is not None and outputs[0] is inputs[0][0]:
+            if (
+                len(changed) == 1
+                and changed[0] is inputs[0]
+                and inputs[0][2] is not None
+                and outputs[0] is inputs[0][0]
+            ):
                 call.in_place = True
             elif call.inner:
                 raise RuntimeError(
@@ -187,8 +210,9 @@ class _Tape(CallMode):
             elif tag is None:
                 specified[id(tensor)] = Stored(self.keeper.keep(tensor), tensor.requires_grad, version)
             else:
-                group.merge(tag.group.root())
-                specified[id(tensor)] = Reference(tag.call, tag.output, tensor.requires_grad)
+                if tag.call.number not in self._policy.breaks:
+                    group.merge(tag.group.root())
+                specified[id(tensor)] = Reference(tag.call, tag.output, tensor.requires_grad, tag.group)
         call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
         group.add(call)
         for output, tensor in new:
@@ -210,9 +234,18 @@ class _Tape(CallMode):
                 view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
                 return _hold(tag.group, tag.call, tag.output, view)
         if running.call is None or running.group is None:
-            return self.keeper.keep(tensor)
+            return self._keep_inner(tensor)
         running.call.inner += 1
         return _hold(running.group, running.call, -running.call.inner)
+
+    def _keep_inner(self, tensor: Tensor) -> Any:
+        """Keeps a tensor that a call has made and nobody else has seen yet."""
+        if self._policy.compress and not self.keeper.collecting:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                packed = compress(tensor)
+            if packed is not None:
+                return packed
+        return self.keeper.keep(tensor)
 
 
 def _statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
