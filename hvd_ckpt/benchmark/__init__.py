@@ -10,4 +10,6 @@ held for gradients. One page per step:
     reduce      the plan (whole jobs in alternating order) and the statistics
     report      the table, results.json and report.md
     command     ``hvd-ckpt bench reduce``
+
+What recomputing costs and saves is measured in a room of its own, :mod:`hvd_ckpt.benchmark.recompute`.
 """

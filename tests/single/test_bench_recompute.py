@@ -1,0 +1,179 @@
+"""The recomputation benchmark on tiny models: contenders compute what keeping everything does, and figures mean what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from hvd_ckpt.benchmark.command import bench
+from hvd_ckpt.benchmark.recompute.case import Case, run_case
+from hvd_ckpt.benchmark.recompute.chain import twin
+from hvd_ckpt.benchmark.recompute.contenders import contenders, segment_counts
+from hvd_ckpt.benchmark.recompute.measure import BITWISE, Bench, Entry, time_rounds
+from hvd_ckpt.benchmark.recompute.report import contender_rows, plan_rows
+from hvd_ckpt.benchmark.recompute.workloads import workload
+from hvd_ckpt.memory import measure_peak
+
+CPU = torch.device("cpu")
+TORCH = ("sequential", "blocks", "selective")
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operators on two threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def installed(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in names if importlib.util.find_spec(name))
+
+
+@pytest.mark.parametrize("name", ["gpt", "lstm"])
+def test_contenders_compute_what_keeping_everything_does(name: str) -> None:
+    families = (*TORCH, *installed("torch_remat", "ckptplan"))
+    case = run_case(workload(name, "quick"), CPU, families, (), rounds=1)
+    assert {entry.family for entry in case.entries} == {"keep", *families}
+    assert {entry.name: entry.failure or entry.same for entry in case.entries} == {
+        entry.name: BITWISE for entry in case.entries
+    }
+    assert all(len(entry.seconds) == 1 for entry in case.entries)
+    peaks = {entry.name: entry.peak_bytes or 0 for entry in case.entries}
+    assert peaks["checkpoint every block"] < peaks["checkpoint every second block"] < peaks["keep everything"]
+
+
+def test_checkpointed_batch_norm_is_found_out() -> None:
+    case = run_case(workload("densenet", "quick"), CPU, ("blocks",), (), rounds=1)
+    assert [entry.same for entry in case.entries] == [BITWISE, "running statistics", "running statistics"]
+    assert case.sound, "a contender's fault is not ours"
+
+
+def test_a_peak_is_that_of_the_step_alone() -> None:
+    measured = Bench(workload("gpt", "quick"), CPU)
+    peak, same, right = measured.examine(measured.model)
+    loss = measured.loss(measured.model(measured.inputs))
+    assert (same, right) == (BITWISE, True)
+    del loss
+    assert peak == measure_peak(lambda: measured.loss(measured.model(measured.inputs)).backward()).peak_bytes
+
+
+def test_a_wrong_result_is_told_and_does_not_count() -> None:
+    measured = Bench(workload("gpt", "quick"), CPU)
+    entry = Entry("half", "blocks")
+    entry.measure(measured, lambda: lambda inputs: 0.5 * measured.model(inputs))
+    assert entry.runs and not entry.right
+    assert entry.same.startswith("loss by")
+
+
+def test_a_contender_that_fails_is_an_entry_with_a_reason() -> None:
+    measured = Bench(workload("gpt", "quick"), CPU)
+
+    def refuse() -> nn.Module:
+        raise RuntimeError("no\nnot today")
+
+    def missing() -> nn.Module:
+        import no_such_peer  # type: ignore[import-not-found]  # noqa: F401
+
+        raise AssertionError
+
+    first, second = Entry("one", "blocks"), Entry("two", "rockmate")
+    first.measure(measured, refuse)
+    second.measure(measured, missing)
+    assert first.failure == "RuntimeError: no"
+    assert second.failure == "no_such_peer is not installed (pip install hvd_ckpt[peers])"
+    assert not first.runs
+
+
+def test_a_twin_shares_parameters_and_buffers_but_no_modules() -> None:
+    model = workload("densenet", "quick").model()
+    other = twin(model)
+    assert all(one is two for one, two in zip(model.parameters(), other.parameters()))
+    assert all(one is two for one, two in zip(model.buffers(), other.buffers()))
+    assert not set(map(id, model.modules())) & set(map(id, other.modules()))
+
+
+def test_rounds_alternate() -> None:
+    measured = Bench(workload("lstm", "quick"), CPU)
+    order: list[str] = []
+
+    def entry(name: str) -> Entry:
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            order.append(name)
+            output: torch.Tensor = measured.model(inputs)
+            return output
+
+        return Entry(name, "blocks", forward, peak_bytes=1)
+
+    time_rounds(measured, [entry("a"), entry("b"), entry("c")], rounds=2)
+    assert order == ["a", "b", "c", "c", "b", "a"]
+
+
+def test_chunk_counts_go_up_to_one_per_block() -> None:
+    assert segment_counts(14) == [2, 3, 4, 6, 8, 12, 14]
+    assert segment_counts(4) == [2, 3, 4]
+    names = [one.name for one in contenders(workload("gpt"), 14, ("keep", "sequential"))]
+    assert names[0] == "keep everything" and len(names) == 8
+
+
+def ran(name: str, family: str, mib: int, seconds: list[float]) -> Entry:
+    return Entry(name, family, peak_bytes=mib * MIB, same=BITWISE, right=True, seconds=seconds)
+
+
+def test_our_plan_is_judged_against_the_contender_it_was_made_for() -> None:
+    keep = ran("keep", "keep", 100, [1.0, 10.0])  # the machine is ten times as slow in the second round
+    every = ran("every", "blocks", 50, [2.0, 20.0])
+    odd = ran("odd", "blocks", 70, [1.5, 15.0])
+    broken = Entry("broken", "rockmate", failure="it broke")
+    good, high = ran("plan a", "ours", 40, [1.8, 18.0]), ran("plan b", "ours", 71, [1.0, 10.0])
+    good.predicted_bytes, good.predicted_seconds = 50 * MIB, 9.9
+    answers = {"0.5x": "plan a", "every": "plan a", "odd": "plan b"}
+    case = Case("gpt", "", False, 0.95, None, [keep, every, odd, broken], [good, high], answers)
+    assert case.verdict(every) is True
+    assert case.verdict(odd) is False, "its peak is higher"
+    assert case.verdict(keep) is None and case.verdict(broken) is None
+    smallest = case.smallest()
+    assert smallest is not None and smallest[2] == 0.8
+    rows = {row[0]: row[1:] for row in contender_rows(case)}
+    assert rows["every"] == (
+        "50.0", "0.50", "2.00 [2.00, 2.00]", BITWISE, "40.0", "0.90 [0.90, 0.90]", "<= 0.95", "yes"
+    )  # fmt: skip
+    assert rows["rockmate"][3] == "does not run"
+    assert plan_rows(case)[0][4:] == (BITWISE, "0.80", "1.00", "0.5x; every")
+    high.failure = "RuntimeError: it broke"
+    assert not case.sound
+
+
+def test_command_writes_a_report(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    arguments = ["recompute", "--quick", "--workloads", "lstm", "--contenders", "blocks", "--rounds", "2"]
+    result = CliRunner().invoke(bench, [*arguments, "--output", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "checkpoint every block" in result.output
+    (found,) = json.loads((folder / "results.json").read_text())["results"]
+    assert [len(one["seconds"]) for one in found["contenders"]] == [2, 2, 2]
+    assert "| checkpoint every block |" in (folder / "report.md").read_text()
+    if installed("matplotlib"):
+        assert (folder / "recompute.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--workloads", "vgg"], "--workloads: 'vgg' is none of gpt, bert, densenet, lstm"),
+        (["--device", "meta"], "--device: 'meta' is neither cpu nor cuda"),
+    ],
+)
+def test_a_bad_argument_is_one_line(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(bench, ["recompute", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
