@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["PeakMemory", "measure_peak", "recording_peak"]
+__all__ = ["Mark", "Marks", "PeakMemory", "measure_peak", "recording_marks", "recording_peak"]
+
+_MARK = "hvd_ckpt.mark."
 
 
 @dataclass
@@ -64,6 +67,90 @@ def recording_peak(device: torch.device | str = "cpu") -> contextlib.AbstractCon
     raise ValueError(f"cannot measure memory on device '{device}': only cpu and cuda are supported")
 
 
+@dataclass(frozen=True)
+class Mark:
+    """The memory at a mark, in bytes above the start.
+
+    Attributes:
+        name: as it was given.
+        bytes: allocated at the mark.
+        peak_bytes: the most allocated since the mark before.
+    """
+
+    name: str
+    bytes: int
+    peak_bytes: int
+
+
+class Marks:
+    """Peaks of the parts of a piece of work; see :func:`recording_marks`.
+
+    Attributes:
+        marks: in order, once the recording has ended.
+        timeline: (seconds since the start, bytes above the start) at every change; on CPU only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks: list[Mark] = []
+        self.timeline: list[tuple[float, int]] = []
+        self._device = device
+        self._names: list[str] = []
+        self._start = 0
+
+    def mark(self, name: str) -> None:
+        """Ends a part of the work here."""
+        if self._device.type == "cuda":
+            now, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+            self.marks.append(Mark(name, now - self._start, peak - self._start))
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._names.append(name)
+        with torch.profiler.record_function(f"{_MARK}{len(self._names) - 1}"):
+            pass
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._start = torch.cuda.memory_allocated(self._device)
+            yield
+            return
+        with _profiling() as profiler:
+            yield
+        self._read(profiler)
+
+    def _read(self, profiler: profile) -> None:
+        allocated = peak = 0
+        start: int | None = None
+        for event in _events(profiler):
+            start = event.start_ns() if start is None else start
+            if event.name() == "[memory]":
+                allocated += event.nbytes()
+                peak = max(peak, allocated)
+                self.timeline.append(((event.start_ns() - start) / 1e9, allocated))
+            else:
+                name = self._names[int(event.name().removeprefix(_MARK))]
+                self.marks.append(Mark(name, allocated, peak))
+                peak = allocated
+
+
+@contextlib.contextmanager
+def recording_marks(device: torch.device | str = "cpu") -> Iterator[Marks]:
+    """Measure parts of the body of a ``with`` statement, each ended by ``marks.mark(name)``.
+
+    Counts what :func:`recording_peak` counts.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`recording_peak`.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"cannot measure memory on device '{device}': only cpu and cuda are supported")
+    marks = Marks(device)
+    with marks._recording():
+        yield marks
+
+
 @contextlib.contextmanager
 def _recording_cuda(device: torch.device) -> Iterator[PeakMemory]:
     memory = PeakMemory()
@@ -78,26 +165,37 @@ def _recording_cuda(device: torch.device) -> Iterator[PeakMemory]:
 
 @contextlib.contextmanager
 def _recording_cpu() -> Iterator[PeakMemory]:
+    memory = PeakMemory()
+    with _profiling() as profiler:
+        yield memory
+    allocated = 0
+    for event in _events(profiler):
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            memory.peak_bytes = max(memory.peak_bytes, allocated)
+    memory.held_bytes = allocated
+
+
+@contextlib.contextmanager
+def _profiling() -> Iterator[profile]:
     if torch._C._autograd._profiler_enabled():
         raise RuntimeError(
             "memory cannot be measured inside a running PyTorch profiler: end that profiler first"
         )
-    memory = PeakMemory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield memory
-    memory.peak_bytes, memory.held_bytes = _replay(profiler)
+        yield profiler
 
 
-def _replay(profiler: profile) -> tuple[int, int]:
-    """Add up the allocator's events in the order they happened; returns the peak and the final sum."""
+def _events(profiler: profile) -> list[Any]:
+    """The CPU allocator's events and the marks, in the order they happened."""
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    events = [event for event in results.events() if event.name() == "[memory]"]
+    events = [
+        event
+        for event in results.events()
+        if (event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU)
+        or event.name().startswith(_MARK)
+    ]
     events.sort(key=lambda event: event.start_ns())
-    allocated = peak = 0
-    for event in events:
-        if event.device_type() == torch._C._autograd.DeviceType.CPU:
-            allocated += event.nbytes()  # type: ignore[attr-defined]  # absent from the stub of _KinetoEvent
-            peak = max(peak, allocated)
-    return peak, allocated
+    return events

@@ -1,1 +1,26 @@
-"""Which block keeps, recomputes or compresses what its backward pass needs, so that a step fits a memory budget."""
+"""Which block of a model keeps what, for a memory budget: measure, solve, apply.
+
+One page per step:
+
+    budget      budgets as people think
+    blocks      the chain of blocks in a model, and what each is called with
+    trace       what a block does, call by call
+    cuts        sets of its calls that are worth dropping
+    measure     bytes and seconds of a block by itself
+    profile     all of that for a model, and what runs around its blocks
+    chain       the model of a chain that the solver sees; what a schedule of it costs
+    solve       the fastest schedule within a budget (with costs, fronts, smallest, table)
+    treatment   what is done with a block, and how a module is made to do it
+    plan        the decision, as data; applying it
+    planner     the way from a model to a plan
+    ranks       one plan for all ranks
+    file        a plan as a JSON file
+    draw        a plan as pictures
+    command     ``hvd-ckpt plan``
+"""
+
+from hvd_ckpt.planning.budget import BudgetError
+from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError
+from hvd_ckpt.planning.planner import Planner, largest_batch, plan
+
+__all__ = ["BlockPlan", "BudgetError", "Cost", "Plan", "PlanError", "Planner", "largest_batch", "plan"]

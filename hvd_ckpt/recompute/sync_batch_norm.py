@@ -10,6 +10,7 @@ frame.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class SyncBatchNorm(_BatchNorm):
         if tracking and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         use_batch = self.training or self.running_mean is None
-        if use_batch and hvd.size() > 1:
+        if use_batch and _communicates():
             return synchronized_batch_norm(self, input)
         return functional.batch_norm(
             input,
@@ -85,6 +86,25 @@ class SyncBatchNorm(_BatchNorm):
             _average_factor(self) if tracking else 0.0,
             self.eps,
         )
+
+
+_alone = threading.local()
+
+
+@contextlib.contextmanager
+def without_communication() -> Iterator[None]:
+    """Synchronized batch norms on this thread normalize by this rank's batch alone inside, for runs that other ranks do not
+    take part in."""
+    before = getattr(_alone, "active", False)
+    _alone.active = True
+    try:
+        yield
+    finally:
+        _alone.active = before
+
+
+def _communicates() -> bool:
+    return not getattr(_alone, "active", False) and bool(hvd.size() > 1)
 
 
 def synchronized_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
@@ -225,7 +245,7 @@ class _HorovodOverride:
         self.module = module
 
     def __call__(self, input: Tensor) -> Tensor:
-        if hvd.size() == 1:
+        if not _communicates():
             output: Tensor = self.module._run_bn(input)
             return output
         return synchronized_batch_norm(self.module, input)

@@ -32,7 +32,7 @@ from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors,
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Keeper, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
 
-__all__ = ["Policy", "run_selectively"]
+__all__ = ["Policy", "Tape", "run_selectively"]
 
 _TAG = "_hvd_ckpt_dropped"
 
@@ -97,7 +97,7 @@ def run_selectively(
         or any(isinstance(mode, CallMode) for mode in torch.overrides._get_current_function_mode_stack())
     ):
         return function(*args, **kwargs)
-    tape = _Tape(policy)
+    tape = Tape(policy)
     try:
         with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
@@ -108,7 +108,7 @@ def run_selectively(
     return result
 
 
-class _Tape(CallMode):
+class Tape(CallMode):
     """One forward pass of one piece of code."""
 
     def __init__(self, policy: Policy) -> None:
@@ -127,6 +127,7 @@ class _Tape(CallMode):
         if self._drops(number, func) and self._repeatable(func, args, kwargs, inputs):
             call = Call(func, number, inputs[0][0].device if inputs else torch.device("cpu"))
             group = Group()
+            self._begin(call)
         outer, self._running = self._running, _Running(inputs, call, group)
         try:
             result = func(*args, **kwargs)
@@ -140,6 +141,9 @@ class _Tape(CallMode):
             elif self._dropped and not self._expected(number, func):
                 self._dropped = frozenset()
         return result
+
+    def _begin(self, call: Call) -> None:
+        """Called before a call runs whose results may be dropped."""
 
     def _drops(self, number: int, func: Callable[..., Any]) -> bool:
         return number in self._dropped and self._expected(number, func)

@@ -1,0 +1,237 @@
+"""Finding the chain of blocks in a model: what a plan decides about, one by one.
+
+Deep models repeat themselves: layers stand in an ``nn.Sequential`` or an ``nn.ModuleList``, and the forward pass calls
+one after the other. Which ones it calls, in which order and with what is seen in one forward pass that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.planning.plan import kind_of, parameter_shapes
+from hvd_ckpt.planning.treatment import base_class, is_compiled
+from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+
+__all__ = ["FoundBlock", "find_blocks"]
+
+_LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
+
+
+@dataclass
+class FoundBlock:
+    """A block as the forward pass called it.
+
+    Attributes:
+        members: names of its modules; several only if an ``nn.Sequential`` calls them one after the other.
+        modules: those modules.
+        container: the name of the plain ``nn.Sequential`` it is a child of, or None.
+        args, kwargs: what it was called with; None for a block that is like an earlier one.
+        like: index of the first block that is like it: same class, configuration, parameters and input; its own if it is the first.
+    """
+
+    members: tuple[str, ...]
+    modules: list[nn.Module]
+    container: str | None
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    like: int = -1
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.modules)
+
+    @property
+    def parameters(self) -> tuple[tuple[int, ...], ...]:
+        return parameter_shapes(self.modules)
+
+    @property
+    def compiled(self) -> bool:
+        return any(is_compiled(module) for module in self.modules)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block as a function."""
+        result = self.modules[0](*args, **kwargs)
+        for module in self.modules[1:]:
+            result = module(result)
+        return result
+
+
+def find_blocks(
+    model: nn.Module, forward: Callable[[], Any], names: Sequence[str] | None = None
+) -> tuple[list[FoundBlock], Any]:
+    """The blocks of ``model`` in the order in which ``forward()`` calls them, and what it returned.
+
+    Args:
+        forward: runs the model on the sample.
+        names: of modules that are to be the blocks, as in ``model.named_modules()``; a name that ends in ``.*`` means all
+            children. By default blocks are the children of every ``nn.Sequential`` and ``nn.ModuleList`` that is not inside
+            another block.
+
+    Blocks that are called more than once in a forward pass, or not at all, are left as they are.
+
+    Raises:
+        ValueError: a name is no module's, or no block is called.
+    """
+    proposed = _named(model, names) if names is not None else _proposed(model)
+    calls: dict[str, int] = {}
+    found: dict[str, FoundBlock] = {}
+    order: list[str] = []
+    signatures: dict[Any, int] = {}
+    handles = []
+
+    def watch(block: FoundBlock) -> None:
+        key = block.members[0]
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[key] = calls.get(key, 0) + 1
+            if calls[key] > 1:
+                return
+            found[key] = block
+            order.append(key)
+            signature = _signature(block, args, kwargs)
+            if signature not in signatures:
+                signatures[signature] = len(signatures)
+                block.args, block.kwargs = _copied((args, kwargs))
+            block.like = signatures[signature]
+
+        handles.append(block.modules[0].register_forward_pre_hook(before, with_kwargs=True))
+
+    for block in proposed:
+        watch(block)
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
+            output = map_tensors(Tensor.detach, Tensor, forward())
+    finally:
+        for handle in handles:
+            handle.remove()
+    blocks = [found[key] for key in order if calls[key] == 1]
+    if not blocks:
+        raise ValueError(
+            f"No chain of blocks was found in this {type(model).__name__}: none of its nn.Sequential and nn.ModuleList children is "
+            "called exactly once. Name the modules to plan for with blocks=[...]."
+        )
+    return _numbered(blocks), output
+
+
+def _numbered(blocks: list[FoundBlock]) -> list[FoundBlock]:
+    """With ``like`` as an index into this list, and inputs at the first of each kind."""
+    first: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        block.like = first.setdefault(block.like, index)
+    return [block for block in blocks if blocks[block.like].args is not None]
+
+
+def _proposed(model: nn.Module) -> list[FoundBlock]:
+    blocks: list[FoundBlock] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if _is_container(module):
+            children = [(child_name, child) for child_name, child in module.named_children()]
+            leaves: list[tuple[str, nn.Module]] = []
+            for child_name, child in children:
+                full = f"{name}.{child_name}" if name else child_name
+                plain = isinstance(module, nn.Sequential)
+                if plain and not list(child.children()):
+                    leaves.append((full, child))
+                    if sum(bool(list(leaf.parameters())) for _, leaf in leaves) < _LEAVES_WITH_WEIGHTS:
+                        continue
+                    flush(name, leaves)
+                    continue
+                flush(name, leaves)
+                if _holds_chain(child):
+                    visit(full, child)
+                else:
+                    blocks.append(FoundBlock((full,), [child], name if plain else None))
+            flush(name, leaves)
+        else:
+            for child_name, child in module.named_children():
+                visit(f"{name}.{child_name}" if name else child_name, child)
+
+    def flush(container: str, leaves: list[tuple[str, nn.Module]]) -> None:
+        if any(list(leaf.parameters()) for _, leaf in leaves) or len(leaves) > 1:
+            blocks.append(FoundBlock(tuple(leaf for leaf, _ in leaves), [leaf for _, leaf in leaves], container))
+        leaves.clear()
+
+    visit("", model)
+    return blocks
+
+
+def _is_container(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return len(module) > 1
+    return isinstance(module, nn.Sequential) and (
+        base_class(module).forward is nn.Sequential.forward or _loops(module)
+    )
+
+
+def _loops(module: nn.Sequential) -> bool:
+    """A Sequential with a forward of its own counts if it holds composite modules: it is likely to loop over them."""
+    return len(module) > 1 and all(list(child.children()) for child in module)
+
+
+def _holds_chain(module: nn.Module) -> bool:
+    """Whether a child of a chain is better opened than taken as one block: a stage of several composite blocks."""
+    return (
+        isinstance(module, (nn.Sequential, nn.ModuleList))
+        and _is_container(module)
+        and sum(bool(list(child.children())) for child in module) > 1
+    )
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
+    modules = dict(model.named_modules())
+    blocks = []
+    for name in names:
+        if name.endswith(".*") and name[:-2] in modules:
+            chosen = [f"{name[:-2]}.{child}" for child, _ in modules[name[:-2]].named_children()]
+        elif name == "*":
+            chosen = [child for child, _ in model.named_children()]
+        elif name in modules:
+            chosen = [name]
+        else:
+            raise ValueError(f"blocks: '{name}' is no module of this {type(model).__name__}: see model.named_modules()")
+        for one in chosen:
+            parent = one.rpartition(".")[0]
+            plain = base_class(modules[parent]).forward is nn.Sequential.forward
+            blocks.append(FoundBlock((one,), [modules[one]], parent if plain else None))
+    return blocks
+
+
+def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = tuple(
+        (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad)
+        for tensor in tensors_in(args, kwargs)
+    )
+    shape = repr(map_tensors(lambda tensor: "tensor", Tensor, (args, sorted(kwargs))))
+    if " at 0x" in shape:  # an object without a representation of its own
+        shape = ""
+    parameters = tuple(
+        (name, parameter.dtype, tuple(parameter.shape), parameter.requires_grad)
+        for module in block.modules
+        for name, parameter in module.named_parameters()
+    )
+    return tuple(base_class(module) for module in block.modules), repr(block.modules), parameters, tensors, shape
+
+
+def _copied(values: Any) -> Any:
+    """Inputs as they are now: whatever the model changes later, tensors without their graph."""
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    copied = map_tensors(copy_tensor, Tensor, values)
+    memo = {id(tensor): tensor for tensor in tensors_in(copied)}
+    try:
+        return copy.deepcopy(copied, memo)
+    except (TypeError, RuntimeError):  # an object that cannot be copied is shared
+        return copied
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("this graph has no backward pass")

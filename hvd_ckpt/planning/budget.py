@@ -1,0 +1,114 @@
+"""Budgets as people think: ``6GiB``, ``0.3x``, ``80%``, ``min``."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Budget", "BudgetError", "parse_budget", "show_bytes"]
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = _UNITS[_letter] = 1024**_power
+
+
+class BudgetError(ValueError):
+    """No plan fits the budget; the message says what the smallest peak is and what sets it.
+
+    Attributes:
+        smallest: bytes of the smallest reachable peak.
+    """
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget that may need facts to become bytes.
+
+    Attributes:
+        kind: ``bytes``, ``share`` (of what keeping everything needs), ``device`` (share of the device's memory), ``min`` or
+            ``fastest``.
+        value: bytes or share.
+    """
+
+    kind: str
+    value: float = 0.0
+
+    def bytes(self, keep_everything: int, smallest: int, device: torch.device) -> int | None:
+        """The budget in bytes above the start of a step; None for the fastest plan."""
+        if self.kind == "fastest":
+            return None
+        if self.kind == "min":
+            return smallest
+        if self.kind == "share":
+            return int(self.value * keep_everything)
+        if self.kind == "device":
+            return device_budget(self.value, device)
+        return int(self.value)
+
+
+def parse_budget(budget: int | float | str | None) -> Budget:
+    """Reads a budget.
+
+    Args:
+        budget: bytes as a number or as text with a unit (``"6GiB"``, ``"512MB"``); ``"0.3x"`` of what keeping everything needs;
+            ``"80%"`` of the device's memory; ``"min"``; None or ``"fastest"`` for the fastest plan at any memory.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    wrong = f"budget must be bytes, or text like '6GiB', '0.3x', '80%' or 'min', or None, got {budget!r}"
+    if budget is None:
+        return Budget("fastest")
+    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
+        if not math.isfinite(budget) or budget <= 0:
+            raise ValueError(wrong)
+        return Budget("bytes", budget)
+    if not isinstance(budget, str):
+        raise ValueError(wrong)
+    text = budget.strip()
+    if text.lower() in ("min", "fastest"):
+        return Budget(text.lower())
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)", text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(wrong)
+    value, unit = float(match[1]), match[2]
+    if unit.lower() == "x":
+        return Budget("share", value)
+    if unit == "%":
+        if value > 100:
+            raise ValueError(f"budget: {text} is more than the device has: give at most 100%")
+        return Budget("device", value / 100)
+    if unit.upper() not in _UNITS:
+        raise ValueError(wrong)
+    return Budget("bytes", value * _UNITS[unit.upper()])
+
+
+def device_budget(share: float, device: torch.device) -> int:
+    """Bytes that a step may take so that the process (CUDA: everything on the device) stays within ``share`` of the memory."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held = total - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    else:
+        import psutil
+
+        total = psutil.virtual_memory().total
+        held = psutil.Process().memory_info().rss
+    return max(int(share * total) - held, 1)
+
+
+def show_bytes(count: int) -> str:
+    """``1.50 GiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError

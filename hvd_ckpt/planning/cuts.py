@@ -1,0 +1,253 @@
+"""Where to cut a block: sets of calls to drop that are worth measuring.
+
+Each result of a block can be kept or dropped. What a set of dropped results saves and costs follows from the block's
+trace; the sets that nothing beats in bytes and seconds are found by trying them all where they are few, and by
+descending from many sides where they are many. The estimates only choose which sets are measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hvd_ckpt.planning.trace import Trace
+from hvd_ckpt.planning.treatment import KEEP, Treatment
+from hvd_ckpt.recompute.tape import Policy
+
+__all__ = ["Estimate", "candidates", "estimate"]
+
+_EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
+_PRICES = 20
+_COMPRESSIBLE = 0.02  # share of what is kept below which compression is not tried
+_MATMULS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "__matmul__", "einsum"})
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a set of dropped calls should come to.
+
+    Attributes:
+        kept: bytes of the block's own results that are held for the backward pass.
+        seconds: time to compute again what is wanted.
+        working: most bytes that are there at a time because they have been computed again.
+    """
+
+    kept: int
+    seconds: float
+    working: int
+
+
+def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = frozenset()) -> Estimate:
+    """Bytes and seconds if the calls in ``dropped`` are dropped; ``breaks`` as in
+    :class:`~hvd_ckpt.recompute.tape.Policy`."""
+    calls = trace.calls
+    kept: set[int] = set()
+    read: set[int] = set()  # dropped calls whose results are read by calls that run again
+    needed: list[int] = []
+    for number in range(len(calls) - 1, -1, -1):
+        call = calls[number]
+        if number not in dropped:
+            kept.update(call.results[output] for output in call.saved)
+            kept.update(call.inner)
+            continue
+        if not (call.saved or call.inner or number in read):
+            continue
+        needed.append(number)
+        for source, output in call.reads:
+            if source in dropped:
+                read.add(source)
+            else:
+                kept.add(calls[source].results[output])
+    groups = {number: {number} for number in needed}
+    for number in reversed(needed):
+        for source, _ in calls[number].reads:
+            if source in dropped and source not in breaks and groups[source] is not groups[number]:
+                merged = groups[source] | groups[number]
+                for member in merged:
+                    groups[member] = merged
+    own = {
+        number: 0.0 if _only_inner(trace, number, read) and calls[number].name in _MATMULS else calls[number].seconds
+        for number in needed
+    }
+    seconds = sum(own.values())
+    again = {number: _closure(trace, number, dropped) for number in breaks if number in groups}
+    for group in {id(group): group for group in groups.values()}.values():
+        entered = {source for number in group for source, _ in calls[number].reads if source in breaks}
+        seconds += sum(calls[one].seconds for source in entered - group for one in again.get(source, ()))
+    working = max((_retained(trace, group) for group in groups.values()), default=0)
+    return Estimate(sum(trace.memory[place] for place in kept), seconds, working)
+
+
+def _only_inner(trace: Trace, number: int, read: set[int]) -> bool:
+    return number not in read and not trace.calls[number].saved
+
+
+def _closure(trace: Trace, number: int, dropped: frozenset[int]) -> set[int]:
+    found = {number}
+    pending = [number]
+    while pending:
+        for source, _ in trace.calls[pending.pop()].reads:
+            if source in dropped and source not in found:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
+def _retained(trace: Trace, group: Iterable[int]) -> int:
+    places: set[int] = set()
+    for number in group:
+        call = trace.calls[number]
+        places.update(call.results[output] for output in call.saved)
+        places.update(call.inner)
+    return sum(trace.memory[place] for place in places)
+
+
+def nodes(trace: Trace) -> list[frozenset[int]]:
+    """Calls that can only be dropped together, because their results lie in the same memory: a linear and the views of its
+    result, a batch norm and the relu that changes it in place."""
+    group_of: dict[int, set[int]] = {}
+    of_place: dict[int, set[int]] = {}
+    for number, call in enumerate(trace.calls):
+        if not call.droppable:
+            continue
+        group = group_of[number] = {number}
+        for place in call.results:
+            other = of_place.get(place, group)
+            if other is not group:
+                other |= group
+                for member in group:
+                    group_of[member] = other
+                group = other
+            of_place[place] = group
+    found = {id(group): frozenset(group) for group in group_of.values()}
+    return [node for node in found.values() if _matters(trace, node)]
+
+
+def _matters(trace: Trace, node: frozenset[int]) -> bool:
+    """Whether dropping it can change anything: something reads or saves it, and it is memory made here."""
+    calls = trace.calls
+    if any(calls[number].saved or calls[number].inner for number in node):
+        return True
+    return any(source in node for call in calls for source, _ in call.reads)
+
+
+def candidates(trace: Trace, limit: int = 8) -> list[Treatment]:
+    """Treatments worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
+    there is something to compress."""
+    parts = nodes(trace)
+    pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
+    chosen = _spread(pool, limit)
+    policies = [(dropped, frozenset[int]()) for dropped in chosen]
+    smallest = min(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds))
+    policies += [(smallest, breaks) for breaks in _breaks(trace, parts, smallest)]
+    found = [KEEP]
+    keep = pool[frozenset()].kept
+    for dropped, breaks in policies:
+        held = {place for number, call in enumerate(trace.calls) if number not in dropped for place in call.inner}
+        saves = sum(trace.compressible.get(place, 0) for place in held)
+        for compress in (False, True) if saves > _COMPRESSIBLE * keep else (False,):
+            policy = Policy(trace.names, dropped, breaks, compress)
+            if dropped or compress:
+                found.append(Treatment(_title(trace, policy), policy))
+    return found
+
+
+def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
+    pool = {}
+    for chosen in itertools.product((False, True), repeat=len(parts)):
+        dropped = frozenset[int]().union(*itertools.compress(parts, chosen))
+        pool[dropped] = estimate(trace, dropped)
+    return pool
+
+
+def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
+    """For many prices of a byte: change one node or two neighbours for as long as that makes the sum smaller."""
+    pool: dict[frozenset[int], Estimate] = {}
+
+    def look(dropped: frozenset[int]) -> Estimate:
+        if dropped not in pool:
+            pool[dropped] = estimate(trace, dropped)
+        return pool[dropped]
+
+    everything = frozenset[int]().union(*parts)
+    moves = [*parts, *(first | second for first, second in itertools.pairwise(parts))]
+    keep, drop = look(frozenset()), look(everything)
+    rate = max(drop.seconds, 1e-9) / max(keep.kept - drop.kept, 1)
+    for start in (frozenset[int](), everything):
+        current = start
+        for step in range(_PRICES):
+            power = step - _PRICES / 2 if start == frozenset() else _PRICES / 2 - step
+            price = rate * 2.0 ** (power / 2)
+            better = True
+            while better:
+                better = False
+                for move in moves:
+                    for changed in (current | move, current - move):
+                        cost, now = look(changed), look(current)
+                        if cost.seconds + price * cost.kept < now.seconds + price * now.kept - 1e-15:
+                            current, better = changed, True
+    return pool
+
+
+def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[int]]:
+    """The sets that none beats in bytes and seconds; of many, those that lie evenly along the curve."""
+    order = sorted(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds, len(dropped)))
+    front: list[frozenset[int]] = []
+    for dropped in order:
+        if not front or pool[dropped].seconds < pool[front[-1]].seconds - 1e-12:
+            front.append(dropped)
+    if len(front) > limit:
+        low, high = pool[front[0]].kept, pool[front[-1]].kept
+        slots: dict[int, frozenset[int]] = {}
+        for dropped in front:
+            slot = round((limit - 1) * (pool[dropped].kept - low) / max(high - low, 1))
+            best = slots.get(slot)
+            if best is None or _merit(pool, dropped, front) > _merit(pool, best, front):
+                slots[slot] = dropped
+        slots[0], slots[limit - 1] = front[0], front[-1]
+        front = list(dict.fromkeys(slots[slot] for slot in sorted(slots)))
+    return front
+
+
+def _merit(pool: dict[frozenset[int], Estimate], dropped: frozenset[int], front: list[frozenset[int]]) -> float:
+    """How far a point lies below the straight line between the ends of the front."""
+    first, last, here = pool[front[0]], pool[front[-1]], pool[dropped]
+    share = (here.kept - first.kept) / max(last.kept - first.kept, 1)
+    return first.seconds + share * (last.seconds - first.seconds) - here.seconds
+
+
+def _breaks(trace: Trace, parts: list[frozenset[int]], dropped: frozenset[int]) -> list[frozenset[int]]:
+    """Places where a block that keeps least is best replayed in two parts."""
+    whole = estimate(trace, dropped)
+    found: list[tuple[int, frozenset[int]]] = []
+    for part in parts:
+        if part <= dropped:
+            broken = estimate(trace, dropped, part)
+            if broken.working < 0.9 * whole.working:
+                found.append((broken.working, part))
+    found.sort(key=lambda entry: entry[0])
+    return [part for _, part in found[:2]]
+
+
+def _title(trace: Trace, policy: Policy) -> str:
+    """``drop gelu, layer_norm``: the calls that run again, those that take time first named."""
+    words = []
+    if policy.dropped:
+        again = [number for number in sorted(policy.dropped) if trace.calls[number].seconds > 0]
+        names = list(dict.fromkeys(trace.calls[number].name for number in again))
+        makes = [name for name in names if name not in _VIEWS] or names
+        words.append(f"drop {', '.join(makes[:5])}{', ...' if len(makes) > 5 else ''}")
+    if policy.breaks:
+        words.append("in two parts")
+    if policy.compress:
+        words.append("compress")
+    return ", ".join(words)
+
+
+_VIEWS = frozenset(
+    {
+        "view", "reshape", "permute", "transpose", "unbind", "chunk", "split", "unsqueeze", "squeeze", "expand", "contiguous",
+        "__getitem__", "T.__get__", "flatten", "unflatten", "detach", "to", "type_as",
+    }
+)  # fmt: skip

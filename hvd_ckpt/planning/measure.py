@@ -1,0 +1,186 @@
+"""Running a model, or a block of it, to measure it: without a trace left behind, and the same way each time."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hvd_ckpt.memory import recording_marks
+from hvd_ckpt.planning.treatment import Treatment
+from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+from hvd_ckpt.recompute.sync_batch_norm import without_communication
+
+__all__ = ["BlockCost", "BlockRunner", "undisturbed"]
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model can be trained inside, and is afterwards as it was.
+
+    Parameters have stand-ins that share their memory, with gradients of their own: hooks on the parameters (an optimizer
+    that reduces gradients over ranks) see nothing. Buffers and random states are put back. Synchronized batch norms do not
+    communicate.
+    """
+    twins: dict[int, nn.Parameter] = {}
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), without_communication():
+        try:
+            for module in model.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is None:
+                        continue
+                    if is_lazy(parameter):
+                        raise ValueError(
+                            f"The model has a parameter without a shape yet, '{name}' of a {type(module).__name__}: run the model "
+                            "once before planning."
+                        )
+                    if id(parameter) not in twins:
+                        twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                        if parameter.requires_grad:
+                            twin.grad = torch.zeros_like(twin)
+                        twins[id(parameter)] = twin
+                    originals.append((module, name, parameter))
+                    setattr(module, name, twins[id(parameter)])  # a recurrent module keeps a list of them, too
+            yield
+        finally:
+            for module, name, parameter in originals:
+                setattr(module, name, parameter)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+@dataclass
+class BlockCost:
+    """What one block costs under one treatment: bytes above its start, seconds of forward and backward together."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    seconds: float = 0.0
+
+
+class BlockRunner:
+    """Runs one block by itself, on inputs like those that the model gives it.
+
+    Args:
+        function: the block.
+        args, kwargs: its inputs.
+        autocast: a context for its forward pass.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._function = function
+        self._inputs = (args, kwargs)
+        self._device = device
+        self._autocast = autocast
+
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fresh inputs: the block may change them, and they are no leaves of the graph, as in the model."""
+
+        def fresh(tensor: Tensor) -> Tensor:
+            copied = tensor.detach().clone()
+            return copied.requires_grad_().clone() if tensor.requires_grad else copied
+
+        args, kwargs = map_tensors(fresh, Tensor, self._inputs)
+        return args, kwargs
+
+    def memory(self, treatments: Sequence[Treatment]) -> list[BlockCost]:
+        """Exact bytes under each treatment."""
+        costs = []
+        with recording_marks(self._device) as marks:
+            for treatment in treatments:
+                args, kwargs = self.inputs()
+                marks.mark("start")
+                edges, gradients = self._forward(treatment, args, kwargs, lambda: marks.mark("kept"))
+                _backward(edges, gradients)
+                del edges, gradients
+                marks.mark("end")
+                del args, kwargs
+        for number in range(len(treatments)):
+            start, kept, end = marks.marks[3 * number : 3 * number + 3]
+            costs.append(
+                BlockCost(
+                    max(kept.bytes - start.bytes, 0),
+                    max(kept.peak_bytes - start.bytes, 0),
+                    max(end.peak_bytes - start.bytes, 0),
+                )
+            )
+        return costs
+
+    def first_pass(self) -> tuple[int, int, float]:
+        """A forward pass that saves nothing: bytes of the output, peak bytes, seconds."""
+        seconds = []
+        with recording_marks(self._device) as marks, torch.no_grad():
+            for number in range(3):
+                args, kwargs = self.inputs()
+                if number == 0:
+                    marks.mark("start")
+                start = self._now()
+                with self._autocast():
+                    output = self._function(*args, **kwargs)
+                seconds.append(self._now() - start)
+                if number == 0:
+                    marks.mark("output")
+                del output
+        begin, end = marks.marks[:2]
+        return max(end.bytes - begin.bytes, 0), max(end.peak_bytes - begin.bytes, 0), min(seconds)
+
+    def seconds(self, treatments: Sequence[Treatment], least: float) -> list[float]:
+        """Median seconds of forward and backward under each treatment, in alternating order, for ``least`` seconds or three
+        rounds."""
+        times: list[list[float]] = [[] for _ in treatments]
+        begin = time.perf_counter()
+        rounds = 0
+        while rounds < 3 or (rounds < 15 and time.perf_counter() - begin < least):
+            order = range(len(treatments)) if rounds % 2 else range(len(treatments) - 1, -1, -1)
+            for index in order:
+                args, kwargs = self.inputs()
+                start = self._now()
+                edges, gradients = self._forward(treatments[index], args, kwargs)
+                _backward(edges, gradients)
+                times[index].append(self._now() - start)
+                del args, kwargs, edges, gradients
+            rounds += 1
+        return [statistics.median(one) for one in times]
+
+    def _forward(
+        self,
+        treatment: Treatment,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ready: Callable[[], None] = lambda: None,
+    ) -> tuple[list[Any], list[Tensor]]:
+        with torch.enable_grad(), self._autocast():
+            output = treatment.run(self._function, args, kwargs)
+        ready()
+        roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in roots]
+        return edges, [torch.ones_like(tensor) for tensor in roots]
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _backward(edges: list[Any], gradients: list[Tensor]) -> None:
+    if edges:
+        torch.autograd.backward(edges, gradients)

@@ -1,0 +1,390 @@
+"""From a model, a batch and a budget to a plan: profile, solve, measure, correct.
+
+The profile predicts; the truth is a step with the plan applied. Each plan is measured before it is handed out; where
+it needs more than was predicted, the chain is solved again with that much less. Of several plans within the budget
+that should be about as fast, the one that is fastest when measured is taken: on a CPU less memory can be faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_bytes
+from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
+from hvd_ckpt.planning.measure import undisturbed
+from hvd_ckpt.planning.plan import Cost, Plan
+from hvd_ckpt.planning.profile import Profile, Step
+from hvd_ckpt.planning.solve import frontier, smallest_peak, solve
+
+__all__ = ["Planner", "largest_batch", "plan"]
+
+_CORRECTIONS = 5
+_NEAR = 1.06  # predicted times up to this much above the best are measured too
+_RIVALS = 4
+_MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that costs no more than this much of keep-everything's time
+_FITS = 0.5  # share of the free memory up to which keeping everything is measured
+
+
+class Planner:
+    """Makes plans for one model and one batch; the profile is taken once.
+
+    Arguments as of :func:`plan`. The model is left as it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+        blocks: Sequence[str] | None = None,
+        autocast: torch.dtype | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._step = Step(model, args, kwargs or {}, loss, autocast)
+        self._say = say
+        self._args = (args, kwargs or {})
+        with undisturbed(model, self._step.device):
+            self.profile = Profile(self._step, blocks, say)
+            self._calibrate()
+
+    @property
+    def keep_everything(self) -> Cost:
+        """The predicted cost of keeping everything."""
+        return Cost(*simulate(self._chain, [Run(index, 0) for index in range(len(self._chain))]))
+
+    @property
+    def smallest(self) -> Cost:
+        """The predicted cost of the plan with the smallest peak."""
+        solution = smallest_peak(self._chain)
+        return Cost(solution.peak, solution.seconds)
+
+    def plan(self, budget: int | float | str | None = None, rounds: int = 3) -> Plan:
+        """The fastest plan whose peak stays within ``budget``.
+
+        Args:
+            budget: as in :func:`plan`.
+            rounds: how often each of the plans that come close is timed; 0 takes the solver's word.
+
+        Raises:
+            ValueError: the budget cannot be read.
+            BudgetError: no plan stays within it.
+        """
+        wanted = parse_budget(budget)
+        points = frontier(self._chain)
+        limit = self._limit(wanted, points)
+        with undisturbed(self._step.model, self._step.device):
+            solution, measured, timeline = self._fastest(limit, points, rounds)
+        predicted = Cost(solution.peak, solution.seconds)
+        timelines = {"after": _thinned(timeline)}
+        if self._kept is not None:
+            timelines["before"] = _thinned(self._kept[1])
+        return self._as_plan(
+            solution.items,
+            sample=tuple(
+                (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in _tensors(self._args)
+            ),
+            budget=limit,
+            predicted=predicted,
+            measured=measured,
+            keep_everything=self.keep_everything,
+            smallest=self.smallest,
+            frontier=tuple(Cost(point.peak, point.seconds) for point in points),
+            timelines=timelines,
+        )
+
+    def _limit(self, budget: Budget, points: list[Solution]) -> int | None:
+        if budget.kind == "min":
+            keep = self.keep_everything.seconds
+            quick = [point for point in points if point.seconds <= _MIN_SLOWDOWN * keep]
+            return min(point.peak for point in quick or points)
+        return budget.bytes(self.keep_everything.peak_bytes, 0, self._step.device)
+
+    def _fastest(
+        self, limit: int | None, points: list[Solution], rounds: int
+    ) -> tuple[Solution, Cost, tuple[tuple[float, int], ...]]:
+        """The fastest schedule that was measured to stay within the limit, its measured cost and its memory over time."""
+        first = self._within(limit)
+        rivals = [first]
+        if rounds:
+            best = first[0].seconds
+            ceiling = first[0].peak
+            near = [
+                point
+                for point in points
+                if point.peak < ceiling and point.seconds <= _NEAR * best and point.items != first[0].items
+            ]
+            for point in _evenly(near, _RIVALS - 1):
+                peak, timeline = self._peak(point)
+                if limit is None or peak <= limit:
+                    rivals.append((point, peak, timeline))
+        times: list[list[float]] = [[] for _ in rivals]
+        for number in range(max(rounds, 1)):
+            order = range(len(rivals)) if number % 2 else range(len(rivals) - 1, -1, -1)
+            for index in order:
+                times[index].append(self._seconds(rivals[index][0]))
+        medians = [statistics.median(one) for one in times]
+        chosen = min(range(len(rivals)), key=medians.__getitem__)
+        solution, peak, timeline = rivals[chosen]
+        return solution, Cost(peak, medians[chosen]), timeline
+
+    def _within(self, limit: int | None) -> tuple[Solution, int, tuple[tuple[float, int], ...]]:
+        """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
+        if limit is None:
+            solution = solve(self._chain, self.keep_everything.peak_bytes * 2)
+            peak, timeline = self._peak(solution)
+            return solution, peak, timeline
+        target = limit
+        found: tuple[Solution, int, tuple[tuple[float, int], ...]] | None = None
+        for _ in range(_CORRECTIONS):
+            try:
+                solution = solve(self._chain, target)
+            except Infeasible as infeasible:
+                if found is not None:
+                    break
+                if target == limit:
+                    raise self._too_small(limit, infeasible) from None
+                solution = smallest_peak(self._chain)
+                peak, timeline = self._peak(solution)
+                if peak <= limit:
+                    found = (solution, peak, timeline)
+                break
+            peak, timeline = self._peak(solution)
+            error = peak - solution.peak
+            if peak <= limit:
+                if found is None or solution.seconds < found[0].seconds:
+                    found = (solution, peak, timeline)
+                # What the prediction was too careful by can be spent.
+                if limit - peak <= 0.02 * limit or -error <= 0.02 * limit or target - error <= target:
+                    break
+                target = min(limit - error, limit + (limit - peak))
+            else:
+                target = min(target, solution.peak) - max(peak - limit, limit // 200)
+                if found is not None:
+                    break
+        if found is None:
+            solution = smallest_peak(self._chain)
+            raise BudgetError(
+                f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak measured was {show_bytes(peak)}, set by "
+                f"{self._place(bottleneck(self._chain, solution.items))}. Give a larger budget or a smaller batch.",
+                peak,
+            )
+        return found
+
+    def _too_small(self, limit: int, infeasible: Infeasible) -> BudgetError:
+        return BudgetError(
+            f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(infeasible.smallest)}, set by "
+            f"{self._place(infeasible.block)}. Give a larger budget or a smaller batch.",
+            infeasible.smallest,
+        )
+
+    def _place(self, block: int) -> str:
+        if block == 0:
+            return "what runs before the first block"
+        if block == len(self._chain) - 1:
+            return "what runs behind the last block (head and loss)"
+        return f"block '{self.profile.found[block - 1].members[0]}'"
+
+    def _calibrate(self) -> None:
+        """Measures keeping everything, where that surely fits, and charges what it takes beyond the sum of its blocks to the
+        bytes that it keeps: memory that is touched for the first time costs time."""
+        self._chain: list[Block] = self.profile.chain
+        self._kept: tuple[int, tuple[tuple[float, int], ...]] | None = None
+        everything = self.keep_everything
+        if everything.peak_bytes > _FITS * _free_memory(self._step.device):
+            return
+        self._step.run()
+        self._kept = self._step.peak()
+        seconds = statistics.median(self._step.seconds() for _ in range(3))
+        kept = sum(block.choices[0].kept for block in self._chain[1:-1])
+        rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
+        self._chain = [
+            replace(
+                block,
+                choices=tuple(
+                    replace(choice, seconds=choice.seconds + rate * choice.kept) for choice in block.choices
+                ),
+            )
+            for block in self._chain
+        ]
+
+    def _peak(self, solution: Solution) -> tuple[int, tuple[tuple[float, int], ...]]:
+        with _Applied(self._as_plan(solution.items), self._step.model):
+            self._step.run()
+            return self._step.peak()
+
+    def _seconds(self, solution: Solution) -> float:
+        with _Applied(self._as_plan(solution.items), self._step.model):
+            return self._step.seconds()
+
+    def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
+        choices = [0] * len(self.profile.found)
+
+        def number(item: Item) -> Any:
+            if isinstance(item, Segment):
+                return tuple(number(inner) for inner in item.items)
+            choices[item.block - 1] = item.choice
+            return item.block - 1
+
+        ends = (0, len(self._chain) - 1)
+        numbers = tuple(number(item) for item in items if not (isinstance(item, Run) and item.block in ends))
+        return self.profile.plan_of(numbers, choices, **facts)
+
+
+@dataclass
+class _Applied:
+    plan: Plan
+    model: nn.Module
+
+    def __enter__(self) -> None:
+        self.plan.apply(self.model)
+
+    def __exit__(self, *error: object) -> None:
+        self.plan.remove(self.model)
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    budget: int | float | str | None = None,
+    blocks: Sequence[str] | None = None,
+    autocast: torch.dtype | None = None,
+    verbose: bool = False,
+) -> Plan:
+    """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
+    time.
+
+    Args:
+        model: any module with a chain of blocks in an ``nn.Sequential`` or ``nn.ModuleList``; on its device, in training mode.
+        args, kwargs: a sample batch: the step is ``loss(model(*args, **kwargs)).backward()``.
+        loss: from the model's output to one number; by default the output itself if it is one number, else its ``loss``
+            attribute, else the sum of its tensors.
+        budget: for the peak of a step above its start, with the gradients of the parameters already there. Bytes, or
+            text: ``"6GiB"``; ``"0.3x"`` of what keeping everything needs; ``"80%"`` of the device's memory; ``"min"``, the
+            smallest peak that does not double the time; None for the fastest plan at any memory.
+        blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default they are found.
+        autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
+        verbose: say on standard error what is being measured.
+
+    Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It
+    can be called before or after an optimizer is wrapped. Where Horovod runs on several ranks, all of them must call it:
+    rank 0 plans with the smallest budget of all, and all get its plan.
+
+    Returns:
+        The plan, measured, not yet applied: ``plan.apply(model)``.
+
+    Raises:
+        ValueError: no blocks, a budget that cannot be read, a loss that is no single number.
+        BudgetError: no plan stays within the budget; names the smallest peak and what sets it.
+    """
+    from hvd_ckpt.planning.ranks import on_rank_0
+
+    def make(limit: int | float | str | None) -> Plan:
+        planner = Planner(
+            model, *args, kwargs=kwargs, loss=loss, blocks=blocks, autocast=autocast, say=_speaker(verbose)
+        )
+        return planner.plan(limit)
+
+    return on_rank_0(make, budget, Step(model, args, kwargs or {}, loss, autocast).device)
+
+
+def largest_batch(
+    model: nn.Module,
+    make_sample: Callable[[int], Any],
+    budget: int | float | str,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    most: int = 65536,
+    autocast: torch.dtype | None = None,
+) -> tuple[int, Plan]:
+    """The largest batch whose step fits ``budget``, and the plan that makes it fit.
+
+    Args:
+        make_sample: from a batch size to the model's arguments: a tensor or a tuple of them.
+        budget: bytes, text with a unit, or a share of the device, as in :func:`plan`.
+        most: the largest batch to try.
+
+    Returns:
+        batch size, plan
+
+    Raises:
+        ValueError: a budget that depends on the batch (``"0.3x"``, ``"min"``, None).
+        BudgetError: not even a batch of one fits.
+    """
+    if parse_budget(budget).kind not in ("bytes", "device"):
+        raise ValueError(
+            f"largest_batch needs a budget that does not depend on the batch, such as '6GiB' or '80%', got {budget!r}"
+        )
+
+    def attempt(batch: int) -> Plan:
+        sample = make_sample(batch)
+        return plan(
+            model, *(sample if isinstance(sample, tuple) else (sample,)), loss=loss, budget=budget, autocast=autocast
+        )
+
+    best, chosen = 1, attempt(1)
+    limit = chosen.budget or 0
+    too_large: int | None = None
+    guess = 2
+    while best < most and (too_large is None or too_large - best > 1):
+        guess = max(best + 1, min(guess, most, (too_large or most + 1) - 1))
+        try:
+            candidate = attempt(guess)
+        except BudgetError as error:
+            too_large = guess
+            # The smallest peak grows about linearly with the batch.
+            guess = max(best + 1, min(int(guess * limit / error.smallest), (best + guess) // 2 if guess - best > 2 else best + 1))
+        else:
+            best, chosen = guess, candidate
+            slope = candidate.smallest.peak_bytes / best
+            guess = max(best + 1, min(int(0.98 * limit / slope), 4 * best))
+            if too_large is not None:
+                guess = min(guess, max(best + 1, (best + too_large) // 2))
+    return best, chosen
+
+
+def _evenly(points: list[Solution], count: int) -> list[Solution]:
+    if len(points) <= count:
+        return points
+    return [points[round(index * (len(points) - 1) / (count - 1))] for index in range(count)]
+
+
+def _thinned(timeline: tuple[tuple[float, int], ...], points: int = 400) -> tuple[tuple[float, int], ...]:
+    """At most so many points, the highest and lowest of each stretch among them."""
+    if len(timeline) <= points:
+        return timeline
+    width = -(-len(timeline) * 2 // points)
+    kept: list[tuple[float, int]] = []
+    for start in range(0, len(timeline), width):
+        part = timeline[start : start + width]
+        ends = {part.index(max(part, key=lambda point: point[1])), part.index(min(part, key=lambda point: point[1]))}
+        kept += [part[index] for index in sorted(ends)]
+    return tuple(kept)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    from hvd_ckpt.recompute.calls import tensors_in
+
+    return list(tensors_in(*values))
+
+
+def _speaker(verbose: bool) -> Callable[[str], None]:
+    import sys
+
+    return (lambda text: print(f"plan: {text}", file=sys.stderr)) if verbose else (lambda text: None)

@@ -1,0 +1,263 @@
+"""What each block of a model costs under each treatment, measured on this device with the user's own batch.
+
+The chain that the solver gets begins with a pseudo-block for what runs before the first block (embeddings) and ends with
+one for what runs behind the last (a head, the loss). What those cost is what a step of the whole model costs beyond its
+blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.memory import Marks, recording_marks
+from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
+from hvd_ckpt.planning.chain import Block, Choice
+from hvd_ckpt.planning.cuts import candidates
+from hvd_ckpt.planning.measure import BlockRunner
+from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
+from hvd_ckpt.planning.trace import trace
+from hvd_ckpt.planning.treatment import KEEP, Treatment
+from hvd_ckpt.recompute.calls import tensors_in
+
+__all__ = ["Profile", "Step"]
+
+_RECOMPUTE = Treatment("recompute", recompute=True)
+_MANY_KINDS = 12  # from this many kinds of blocks on, fewer treatments of each are measured
+_SECONDS_PER_KIND = 1.5
+
+
+class Step:
+    """A training step of the user's model on the sample: forward, loss, backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.model = model
+        self.device = _device(model, args)
+        self._args = args
+        self._kwargs = dict(kwargs)
+        self._loss = loss
+        self._autocast = autocast
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of the forward pass."""
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def forward(self) -> Any:
+        """The model's output."""
+        with self.autocast():
+            return self.model(*self._args, **self._kwargs)
+
+    def run(self, marks: Marks | None = None) -> None:
+        """One step; gradients are added to what is there."""
+        with torch.enable_grad():
+            with self.autocast():
+                loss = self._loss_of(self.model(*self._args, **self._kwargs))
+            if marks is not None:
+                marks.mark("loss")
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float:
+        """How long a step takes."""
+        self._synchronize()
+        start = time.perf_counter()
+        self.run()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
+        """Peak bytes of a step above its start, and the bytes over time (CPU)."""
+        with recording_marks(self.device) as marks:
+            self.run()
+            marks.mark("end")
+        return marks.marks[-1].peak_bytes, tuple(marks.timeline)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        if self._loss is not None:
+            loss = self._loss(output)
+        elif isinstance(output, Tensor) and output.numel() == 1:
+            loss = output
+        elif isinstance(getattr(output, "loss", None), Tensor):
+            loss = output.loss
+        else:
+            floats = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
+            loss = torch.stack(floats).sum() if floats else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss must give one number that requires a gradient, got {what}: pass loss=function of the model's output."
+            )
+        return loss
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Profile:
+    """The measured chain.
+
+    Attributes:
+        found: the blocks.
+        treatments: of each block, those measured.
+        chain: what the solver takes: one block more at each end.
+    """
+
+    def __init__(self, step: Step, names: Sequence[str] | None, say: Callable[[str], None]) -> None:
+        self.step = step
+        self.found, _ = find_blocks(step.model, step.forward, names)
+        kinds = [index for index, block in enumerate(self.found) if block.like == index]
+        say(f"{len(self.found)} blocks of {len(kinds)} kinds")
+        costs: dict[int, Block] = {}
+        treatments: dict[int, list[Treatment]] = {}
+        for done, index in enumerate(kinds):
+            block = self.found[index]
+            say(f"measuring {block.members[0]} ({done + 1} of {len(kinds)})")
+            treatments[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
+        self.treatments = [treatments[block.like] for block in self.found]
+        inner = [
+            dataclasses.replace(costs[block.like], joins_next=self._joins(index))
+            for index, block in enumerate(self.found)
+        ]
+        say("measuring a step")
+        self.chain = self._with_ends(inner)
+
+    def _measure(self, block: FoundBlock, limit: int) -> tuple[list[Treatment], Block]:
+        assert block.args is not None and block.kwargs is not None
+        runner = BlockRunner(block, block.args, block.kwargs, self.step.device, self.step.autocast)
+        treatments = [KEEP, _RECOMPUTE]
+        if not block.compiled:
+            for _ in range(2):  # the first run is slower than any later one
+                args, kwargs = runner.inputs()
+                with self.step.autocast():
+                    traced = trace(block, args, kwargs)
+            treatments = candidates(traced, limit)
+        runner.memory(treatments[:1])
+        costs = runner.memory(treatments)
+        # A treatment that keeps as much as another and needs as much at work is measured no further than its bytes.
+        useful = [
+            number
+            for number, cost in enumerate(costs)
+            if number == 0 or not any(
+                other.kept <= cost.kept and other.backward_peak <= cost.backward_peak and index < number
+                for index, other in enumerate(costs[1:number], 1)
+            ) or treatments[number].policy is None
+        ]
+        treatments, costs = [treatments[number] for number in useful], [costs[number] for number in useful]
+        least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
+        for cost, seconds in zip(costs, runner.seconds(treatments, least)):
+            cost.seconds = seconds
+        output, working, forward = runner.first_pass()
+        choices = tuple(
+            Choice(treatment.title, cost.seconds, cost.kept, max(cost.forward_peak, cost.kept), cost.backward_peak)
+            for treatment, cost in zip(treatments, costs)
+        )
+        return treatments, Block(choices, output, forward, max(working, output))
+
+    def _joins(self, index: int) -> bool:
+        """Whether a block and the next one are children, one after the other, of one plain ``nn.Sequential``."""
+        if index + 1 >= len(self.found):
+            return False
+        this, following = self.found[index], self.found[index + 1]
+        if this.container is None or this.container != following.container:
+            return False
+        container = self.step.model.get_submodule(this.container)
+        names = list(container._modules)
+        return names.index(this.members[-1].rpartition(".")[2]) + 1 == names.index(
+            following.members[0].rpartition(".")[2]
+        )
+
+    def _with_ends(self, inner: list[Block]) -> list[Block]:
+        """The chain with what runs before and behind it, from one step with as little kept as can be."""
+        leanest = [min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner]
+        plan = self.plan_of(tuple(range(len(inner))), leanest)
+        plan.apply(self.step.model)
+        try:
+            self.step.run()
+            marks = self._marked_step()
+            seconds = statistics.median(self.step.seconds() for _ in range(3))
+        finally:
+            plan.remove(self.step.model)
+        by_name = {mark.name: mark for mark in marks.marks}
+        begin, end = by_name["first block"], by_name["last block"]
+        behind = max(by_name[name].peak_bytes for name in ("loss", "gradient") if name in by_name) - end.bytes
+        after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
+        rest = max(seconds - sum(block.choices[choice].seconds for block, choice in zip(inner, leanest)), 0.0)
+        before_block = Block(
+            (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),), begin.bytes, 0.0, begin.peak_bytes
+        )
+        behind_block = Block((Choice("behind", rest, 0, max(behind, 0), max(behind, 0)),), 0, 0.0, 0)
+        return [before_block, *inner, behind_block]
+
+    def _marked_step(self) -> Marks:
+        """A step with marks where the chain begins and ends, forward and backward."""
+        first, last = self.found[0].modules[0], self.found[-1].modules[-1]
+        seen: set[str] = set()
+        handles = []
+        with recording_marks(self.step.device) as marks:
+
+            def once(name: str) -> None:
+                if name not in seen:
+                    seen.add(name)
+                    marks.mark(name)
+
+            def on_gradient(values: Any, name: str) -> None:
+                for tensor in tensors_in(values):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda gradient: once(name))
+                        return
+
+            def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+                if "first block" not in seen:
+                    once("first block")
+                    on_gradient((args, kwargs), "input")
+
+            def behind(module: nn.Module, args: Any, output: Any) -> None:
+                if "last block" not in seen:
+                    once("last block")
+                    on_gradient(output, "gradient")
+
+            handles.append(first.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(last.register_forward_hook(behind))
+            try:
+                self.step.run(marks)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            marks.mark("end")
+        return marks
+
+    def plan_of(self, items: tuple[Any, ...], choices: Sequence[int], **facts: Any) -> Plan:
+        """A plan with these items (numbers of blocks, nested for segments) and a choice for each block."""
+        blocks = []
+        for index, (block, choice) in enumerate(zip(self.found, choices)):
+            measured = self.chain[index + 1].choices if hasattr(self, "chain") else ()
+            kept = measured[choice].kept if measured else 0
+            added = measured[choice].seconds - measured[0].seconds if measured else 0.0
+            blocks.append(
+                BlockPlan(
+                    block.members, block.kind, block.parameters, self.treatments[index][choice], kept, added
+                )
+            )
+        return Plan(tuple(blocks), items, **facts)
+
+
+def _device(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
+    for tensor in (*model.parameters(), *tensors_in(args)):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,67 @@
+"""One plan for all ranks: rank 0 plans, with the smallest budget of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import horovod.torch as hvd
+import torch
+
+from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.plan import Plan
+
+__all__ = ["on_rank_0"]
+
+Limit = int | float | str | None
+
+
+def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device) -> Plan:
+    """``make(budget)``, on rank 0 alone where there are several, and its plan on every rank.
+
+    Raises:
+        ValueError, BudgetError: on every rank, what one of them raised.
+    """
+    if not hvd.is_initialized() or hvd.size() == 1:
+        return make(budget)
+    local: tuple[str, str] | tuple[str, Limit]
+    try:
+        wanted = parse_budget(budget)
+        if wanted.kind in ("bytes", "device"):
+            local = ("bytes", wanted.bytes(0, 0, device))
+        else:
+            local = ("other", budget)
+    except ValueError as error:
+        local = ("error", str(error))
+    everyone = hvd.allgather_object(local)
+    for rank, (kind, value) in enumerate(everyone):
+        if kind == "error":
+            raise ValueError(f"rank {rank}: {value}")
+    answer: tuple[str, object, int]
+    if hvd.rank() == 0:
+        answer = _answer(make, everyone)
+    else:
+        answer = ("", "", 0)
+    kind, value, smallest = hvd.broadcast_object(answer, root_rank=0)
+    if kind == "plan":
+        result: Plan = value
+        return result
+    if kind == "budget":
+        raise BudgetError(value, smallest)
+    raise ValueError(value) if kind == "value" else RuntimeError(f"planning failed on rank 0: {value}")
+
+
+def _answer(make: Callable[[Limit], Plan], everyone: list[tuple[str, Limit]]) -> tuple[str, object, int]:
+    limits = [value for kind, value in everyone if kind == "bytes"]
+    others = {str(value) for kind, value in everyone if kind == "other"}
+    if others and (limits or len(others) > 1):
+        values = ", ".join(sorted(others | {str(limit) for limit in limits}))
+        return "value", f"budget: ranks asked for different kinds of budget: {values}. Give all the same.", 0
+    limit: Limit = min(limits) if limits else everyone[0][1]  # type: ignore[type-var]
+    try:
+        return "plan", make(limit), 0
+    except BudgetError as error:
+        return "budget", str(error), error.smallest
+    except ValueError as error:
+        return "value", str(error), 0
+    except Exception as error:  # the other ranks wait for an answer
+        return "error", f"{type(error).__name__}: {error}", 0

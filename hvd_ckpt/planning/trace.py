@@ -1,0 +1,167 @@
+"""What a block does, call by call: seconds, bytes, and which tensors autograd wants to keep.
+
+The block runs once under a tape that drops everything that can be dropped. What the tape has written down then is
+the whole flow of data: which call reads which result, and which results and inner tensors are saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_ckpt.recompute.calls import call_name, tensors_in
+from hvd_ckpt.recompute.replay import Call, unpack
+from hvd_ckpt.recompute.saved import compress
+from hvd_ckpt.recompute.tape import Policy, Tape
+
+__all__ = ["Trace", "TracedCall", "trace"]
+
+
+@dataclass
+class TracedCall:
+    """One torch function of a block.
+
+    Attributes:
+        name: of the function.
+        seconds: how long it took.
+        droppable: whether its results can be dropped; if not, the fields below are empty.
+        reads: (call, result) pairs of what it reads that is made in the block.
+        results: for each result, the number of the memory it lies in; several results may lie in one.
+        saved: which results are saved by autograd, by whatever call.
+        inner: for each inner tensor that it saves, the number of its memory.
+    """
+
+    name: str
+    seconds: float
+    droppable: bool = False
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    inner: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """All calls of a block.
+
+    Attributes:
+        calls: those that return tensors, in order.
+        memory: bytes of each piece of memory that was made in the block, by number.
+        compressible: of inner tensors, by the number of their memory: bytes that exact compression would save.
+    """
+
+    calls: list[TracedCall]
+    memory: list[int]
+    compressible: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(call.name for call in self.calls)
+
+
+def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Runs ``function(*args, **kwargs)`` once, with gradients, and says what it did."""
+    watch = _Watch(torch.device("cpu"))
+    for tensor in tensors_in(args, kwargs):
+        if tensor.device.type != "cpu":
+            watch.device = tensor.device
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(watch.pack, unpack), watch:
+        result = function(*args, **kwargs)
+    del result
+    return watch.finish()
+
+
+class _Watch(Tape):
+    """A tape that drops everything and keeps books."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(Policy(calls=(), dropped=frozenset()))
+        self.device = device
+        self._calls: list[TracedCall] = []
+        self._noted: dict[int, Call] = {}
+        self._memory: list[int] = []
+        self._pending: list[Tensor] = []
+        self._places: dict[tuple[int, int], int] = {}
+        self._compressible: dict[int, int] = {}
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = self._count
+        self._pending = []
+        sources = {
+            tensor.untyped_storage().data_ptr(): tag
+            for tensor in tensors_in(args, kwargs)
+            if (tag := self._tag(tensor)) is not None
+        }
+        self._synchronize()
+        start = time.perf_counter()
+        result = super().call(func, args, kwargs)
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        if self._count == number:
+            return result
+        traced = TracedCall(call_name(func), seconds)
+        self._calls.append(traced)
+        call = self._noted.get(number)
+        if call is not None and (call.args or call.kwargs or call.inner):
+            own: dict[int, int] = {}
+            traced.droppable = True
+            traced.reads = [(reference.call.number, reference.output) for reference in call.references()]
+            for output, tensor in enumerate(tensors_in(result)):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() in sources:  # a view of, or a change in place of, an earlier result
+                    tag = sources[storage.data_ptr()]
+                    place = self._places[tag.call.number, tag.output]
+                else:
+                    place = own.setdefault(storage.data_ptr(), len(self._memory))
+                    if place == len(self._memory):
+                        self._memory.append(0 if self._is_input(tensor, args, kwargs) else storage.nbytes())
+                self._places[number, output] = place
+                traced.results.append(place)
+            for tensor in self._pending:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() in sources:  # the result of a change in place
+                    tag = sources[storage.data_ptr()]
+                    traced.inner.append(self._places[tag.call.number, tag.output])
+                    continue
+                place = own.setdefault(storage.data_ptr(), len(self._memory))
+                if place == len(self._memory):
+                    self._memory.append(storage.nbytes())
+                    with torch._C.DisableTorchFunction():
+                        packed = compress(tensor.detach())
+                    if packed is not None:
+                        self._compressible[place] = tensor.nbytes - packed.nbytes
+                traced.inner.append(place)
+        self._pending = []
+        return result
+
+    def _drops(self, number: int, func: Callable[..., Any]) -> bool:
+        return True
+
+    def _begin(self, call: Call) -> None:
+        self._noted[call.number] = call
+
+    def pack(self, tensor: Tensor) -> Any:
+        inner = self._running.call.inner if self._running is not None and self._running.call is not None else 0
+        packed = super().pack(tensor)
+        if self._running is not None and self._running.call is not None and self._running.call.inner > inner:
+            self._pending.append(tensor)
+        return packed
+
+    def finish(self) -> Trace:
+        for number, call in self._noted.items():
+            self._calls[number].saved = {key for key in call.wanted if key >= 0}
+        return Trace(self._calls, self._memory, self._compressible)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def _is_input(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return any(source.untyped_storage().data_ptr() == storage for source in tensors_in(args, kwargs))
