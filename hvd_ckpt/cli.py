@@ -27,6 +27,7 @@ COMMANDS = {
         "hvd_ckpt.comparison.command", "compare", "Compare engines on real workloads: results, time, memory."
     ),
     "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
+    "plan": _Entry("hvd_ckpt.planning.command", "plan", "Fit a model's training step into a memory budget."),
 }
 
 

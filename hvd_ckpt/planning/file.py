@@ -141,11 +141,8 @@ class _Document:
             if kind in _SPARSE and field.default is not dataclasses.MISSING
         }
         record = self.record(kind, frozenset(optional), value, place)
-        if kind is Policy and not all(number < len(record.calls) for number in record.dropped):
-            raise _wrong(
-                f"{place}.dropped",
-                f"has the number {max(record.dropped)}, and there are {len(record.calls)} calls, numbered from 0",
-            )
+        if kind is Policy:
+            _check_calls(record, place)
         if kind is BlockPlan:
             _check_members(record.members, f"{place}.members")
             if record.treatment >= len(self.treatments):
@@ -238,6 +235,18 @@ def _check_members(members: tuple[str, ...], place: str) -> None:
         raise _wrong(place, "is empty")
     if len({name.rpartition(".")[0] for name in members}) > 1 or len(set(members)) < len(members):
         raise _wrong(place, "are not different modules of one container")
+
+
+def _check_calls(policy: Policy, place: str) -> None:
+    """Every set of numbers in a policy is one of calls."""
+    count = len(policy.calls)
+    for field in dataclasses.fields(policy):
+        numbers = getattr(policy, field.name)
+        if isinstance(numbers, frozenset) and max(numbers, default=-1) >= count:
+            raise _wrong(
+                f"{place}.{field.name}",
+                f"has the number {max(numbers)}, and there are {count} calls, numbered from 0",
+            )
 
 
 def _check_segment(blocks: tuple[BlockPlan, ...], place: str) -> None:

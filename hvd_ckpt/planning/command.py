@@ -1,0 +1,255 @@
+"""``hvd-ckpt plan``: options, progress, tables, files, exit status.
+
+Exit status 0 if the plan stays within its budget when measured, 1 if it does not, 2 for a bad argument, a budget that
+cannot be met, or a plan file that cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from hvd_ckpt.command_line import BadArgument, OneLineErrors, console_for_tables, output_folder
+from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.models import MODELS, Job, build
+from hvd_ckpt.planning.peers import Form, Measured, Timeline, applied, measure, peers_of
+from hvd_ckpt.planning.plan import Plan, PlanError
+from hvd_ckpt.planning.planner import Planner
+from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.show import print_plan
+from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+
+__all__ = ["plan"]
+
+FASTEST = "fastest"
+KEEP, CHOSEN = "keep everything", "this plan"
+LABELS = {"before": KEEP, "after": CHOSEN}  # of a plan's timelines
+ROUNDS = 5
+WIDTH = 120  # of the tables where the output is not a terminal
+
+
+@click.command("plan", cls=OneLineErrors)
+@click.option(
+    "--model", "name", required=True, metavar="NAME", help=f"One of {', '.join(MODELS)}, or module:function."
+)
+@click.option(
+    "--batch", type=click.IntRange(1), default=None, help="Samples in the batch.  [default: by model]"
+)
+@click.option(
+    "--length", type=click.IntRange(2), default=None, help="Tokens of a sequence.  [default: by model]"
+)
+@click.option(
+    "--pixels", type=click.IntRange(1), default=None, help="Of an image's side.  [default: by model]"
+)
+@click.option("--size", default=None, help="small or base, of the models of transformers.  [default: small]")
+@click.option("--width", type=click.IntRange(1), default=None, help="Of hidden states.  [default: by model]")
+@click.option("--layers", type=click.IntRange(1), default=None, help="Their number.  [default: by model]")
+@click.option(
+    "--budget",
+    default=None,
+    help=f"Peak of a step: 6GiB, 0.3x (of keep everything), 80% (of the device), min, {FASTEST}.  [default: {FASTEST}]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16: under autocast.",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
+@click.option(
+    "--load",
+    "file",
+    metavar="FILE",
+    default=None,
+    help="Measure the plan in this file instead of making one.",
+)
+@click.option(
+    "--peers", is_flag=True, help="Also measure what PyTorch's own checkpointing takes, for the picture."
+)
+@click.option(
+    "--output", metavar="FOLDER", default=None, help="For plan and pictures.  [default: runs/plan-<time>]"
+)
+def plan(
+    name: str,
+    budget: str | None,
+    precision: str,
+    device: str,
+    file: str | None,
+    peers: bool,
+    output: str | None,
+    **given: Any,
+) -> None:
+    """Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
+
+    A model of your own: module:function that returns the model, a tuple of its sample arguments, and its loss (a function
+    of its output) or None; of the options above it gets those that you give.
+    """
+    place = _device(device)
+    _check_budget(budget)
+    loaded = _load(file) if file is not None else None
+    job = _job(name, {option: value for option, value in given.items() if value is not None}, place)
+    if loaded is not None:
+        loaded = _fitting(loaded, job, budget, place)
+    folder = output_folder(output, "plan")
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # each peak on the CPU is a run of the profiler, which tells of its start
+    with Console(stderr=True).status("planning") as status:
+
+        def say(what: str) -> None:
+            status.update(what)
+
+        autocast = torch.bfloat16 if precision == "bf16" else None
+        chosen = loaded if loaded is not None else _made(job, budget, autocast, say)
+        step = Step(job.model, job.sample, {}, job.loss, autocast)
+        chosen, found, failures = _measured(chosen, step, peers, loaded is not None, say)
+    print_plan(chosen, console_for_tables(WIDTH), found[KEEP].cost if KEEP in found else None)
+    for peer, reason in failures.items():
+        click.echo(f"{peer} does not run: {reason}", err=True)
+    chosen.save(folder / "plan.json")
+    click.echo(f"Plan: {folder / 'plan.json'}")
+    _draw(chosen, found, folder)
+    assert chosen.measured is not None
+    if chosen.budget is not None and chosen.measured.peak_bytes > chosen.budget:
+        over = chosen.measured.peak_bytes - chosen.budget
+        click.echo(f"The plan's measured peak is {over} bytes over its budget of {chosen.budget}.", err=True)
+        sys.exit(1)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadArgument(f"--device: '{name}' is none: give cpu, cuda, or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadArgument(f"--device: there is no {name} here: see `hvd-ckpt doctor`")
+    return device
+
+
+def _check_budget(budget: str | None) -> None:
+    try:
+        parse_budget(budget)
+    except ValueError as error:
+        raise BadArgument(f"--budget: {error}") from None
+
+
+def _load(file: str) -> Plan:
+    try:
+        return Plan.load(file)
+    except PlanError as error:
+        raise BadArgument(f"--load: {error}") from None
+    except OSError as error:
+        raise BadArgument(f"--load: cannot read '{file}': {error.strerror}") from None
+
+
+def _job(name: str, given: dict[str, Any], device: torch.device) -> Job:
+    """The model and its sample, on the device."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(
+            0, str(Path.cwd())
+        )  # as `python -m` has it: module:function is most often in this folder
+    try:
+        job = build(name, given)
+    except ValueError as error:
+        raise BadArgument(f"--model: {error}") from None
+    except ModuleNotFoundError as error:
+        raise BadArgument(
+            f"--model {name}: {error.name} is not installed (pip install hvd_ckpt[comparison])"
+        ) from None
+    sample = map_tensors(lambda tensor: tensor.to(device), torch.Tensor, job.sample)
+    return Job(job.model.to(device), sample, job.loss)
+
+
+def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -> Plan:
+    """The loaded plan, with the budget asked for, if it fits the model."""
+    try:
+        loaded.check(job.model)
+    except PlanError as error:
+        raise BadArgument(f"--load: {error}") from None
+    sample = tuple(
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors_in(job.sample)
+    )
+    if sample != loaded.sample:
+        described = [
+            ", ".join(f"{dtype}{list(shape)}" for dtype, shape in one) for one in (loaded.sample, sample)
+        ]
+        click.echo(
+            f"The plan was made for {described[0]}, the batch is {described[1]}: predictions do not hold.",
+            err=True,
+        )
+    if budget is None:
+        return loaded
+    limit = parse_budget(budget).bytes(loaded.keep_everything.peak_bytes, loaded.smallest.peak_bytes, device)
+    return dataclasses.replace(loaded, budget=limit)
+
+
+def _made(job: Job, budget: str | None, autocast: torch.dtype | None, say: Callable[[str], None]) -> Plan:
+    try:
+        return Planner(job.model, *job.sample, loss=job.loss, autocast=autocast, say=say).plan(budget)
+    except BudgetError as error:
+        raise BadArgument(f"--budget {budget}: {error}") from None
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+
+
+def _measured(
+    chosen: Plan, step: Step, with_peers: bool, renew: bool, say: Callable[[str], None]
+) -> tuple[Plan, dict[str, Measured], dict[str, str]]:
+    """The plan with its cost measured anew, and what all that were measured took, or why they did not run.
+
+    ``renew``: its timelines are to be those of this measurement.
+    """
+    forms: dict[str, Form] = {CHOSEN: lambda model: applied(model, chosen)}
+    if "before" in chosen.timelines:  # it was seen to fit
+        forms[KEEP] = lambda model: contextlib.nullcontext()
+    if with_peers:
+        forms.update(peers_of(step.model, chosen))
+    found, failures = measure(step, forms, ROUNDS, say)
+    if CHOSEN in failures:
+        raise click.ClickException(f"the plan does not run: {failures[CHOSEN]}")
+    chosen = dataclasses.replace(chosen, measured=found[CHOSEN].cost)
+    if renew:
+        timelines = {label: _sparse(found[form].timeline) for label, form in LABELS.items() if form in found}
+        chosen = dataclasses.replace(chosen, timelines=timelines)
+    return chosen, found, failures
+
+
+def _sparse(timeline: Timeline, points: int = 400) -> Timeline:
+    """About so many points, the highest among them."""
+    if len(timeline) <= points:
+        return timeline
+    return tuple(
+        sorted({*timeline[:: -(-len(timeline) // points)], max(timeline, key=lambda point: point[1])})
+    )
+
+
+def _draw(chosen: Plan, found: dict[str, Measured], folder: Path) -> None:
+    try:
+        from hvd_ckpt.planning.draw import Curve, Peer, frontier_plot, timeline_plot
+    except ImportError as error:
+        click.echo(f"No pictures: {error}", err=True)
+        return
+    peers = [Peer(name, *one.cost) for name, one in found.items() if name not in (KEEP, CHOSEN)]
+    kept = found.get(KEEP)
+    frontier_plot(chosen, folder / "frontier.png", peers, kept.cost if kept else None)
+    click.echo(f"Frontier: {folder / 'frontier.png'}")
+    curves = {
+        label: Curve(found[form].timeline, found[form].cost.seconds, found[form].forward_seconds)
+        for label, form in LABELS.items()
+        if form in found and found[form].timeline
+    }
+    if curves:
+        timeline_plot(chosen, folder / "timeline.png", curves)
+        click.echo(f"Timeline: {folder / 'timeline.png'}")
