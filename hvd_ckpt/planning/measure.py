@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,7 @@ class BlockRunner:
     def memory(self, treatments: Sequence[Treatment]) -> list[BlockCost]:
         """Exact bytes under each treatment."""
         costs = []
+        gc.collect()
         with recording_marks(self._device) as marks:
             for treatment in treatments:
                 args, kwargs = self.inputs()

@@ -118,14 +118,18 @@ class Scratch:
     tensor: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reference:
-    """An argument that is a result of an earlier dropped call."""
+    """An argument that is a result of an earlier dropped call.
+
+    Attributes:
+        group: that call's group if it is another one; None within a group, which would otherwise never be freed.
+    """
 
     call: Call
     output: int
     requires_grad: bool
-    group: Group
+    group: Group | None
 
 
 class Call:
@@ -245,6 +249,7 @@ class Group:
             for reference in call.references():
                 place = (reference.call, reference.output)
                 if place not in values:
+                    assert reference.group is not None
                     values[place] = reference.group.root().compute(*place)
             result_needed = bare or call in read or any(key >= 0 for key in call.wanted)
             results, inner = _run(call, values, result_needed, inner_needed=not bare)

@@ -102,7 +102,7 @@ def run_selectively(
         with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
     finally:
-        tape.keeper.close()
+        tape.close()
     for tensor in tensors_in(result):
         tensor.__dict__.pop(_TAG, None)  # who keeps a result must not keep what it was computed from
     return result
@@ -118,7 +118,16 @@ class Tape(CallMode):
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
+        self._crossing: list[tuple[Group, Reference]] = []  # references from one group to another
         self._token = object()
+
+    def close(self) -> None:
+        """The forward pass is over."""
+        self.keeper.close()
+        for group, reference in self._crossing:
+            if reference.group is not None and reference.group.root() is group.root():
+                reference.group = None  # they have become one after all
+        self._crossing.clear()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._count
@@ -214,9 +223,13 @@ class Tape(CallMode):
             elif tag is None:
                 specified[id(tensor)] = Stored(self.keeper.keep(tensor), tensor.requires_grad, version)
             else:
-                if tag.call.number not in self._policy.breaks:
+                reference = Reference(tag.call, tag.output, tensor.requires_grad, None)
+                if tag.call.number in self._policy.breaks:
+                    reference.group = tag.group
+                    self._crossing.append((group, reference))
+                else:
                     group.merge(tag.group.root())
-                specified[id(tensor)] = Reference(tag.call, tag.output, tensor.requires_grad, tag.group)
+                specified[id(tensor)] = reference
         call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
         group.add(call)
         for output, tensor in new:
