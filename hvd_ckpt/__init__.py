@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         synchronize,
     )
 
+    from hvd_ckpt.planning import BudgetError, Plan, PlanError, largest_batch, plan
     from hvd_ckpt.precision import GradScaler, Precision
     from hvd_ckpt.recompute import (
         CheckpointFunction,
@@ -101,6 +102,13 @@ if TYPE_CHECKING:
 
 # Names are imported when they are first used: `hvd-ckpt --help` then needs no PyTorch, and `hvd-ckpt doctor` no working Horovod.
 _OWN = {
+    "hvd_ckpt.planning": (
+        "BudgetError",
+        "Plan",
+        "PlanError",
+        "largest_batch",
+        "plan",
+    ),
     "hvd_ckpt.precision": (
         "GradScaler",
         "Precision",
@@ -133,6 +141,7 @@ _HOMES = {name: module for module, names in _OWN.items() for name in names}
 __all__ = [
     "Adasum",
     "Average",
+    "BudgetError",
     "CheckpointFunction",
     "CheckpointSequential",
     "Compression",
@@ -141,6 +150,8 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "Plan",
+    "PlanError",
     "Precision",
     "ProcessSet",
     "Product",
@@ -193,6 +204,7 @@ __all__ = [
     "is_initialized",
     "is_recomputing",
     "join",
+    "largest_batch",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -203,6 +215,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "optimizer",
+    "plan",
     "poll",
     "rank",
     "reducescatter",

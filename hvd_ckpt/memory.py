@@ -100,7 +100,10 @@ class Marks:
     def mark(self, name: str) -> None:
         """Ends a part of the work here."""
         if self._device.type == "cuda":
-            now, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+            now, peak = (
+                torch.cuda.memory_allocated(self._device),
+                torch.cuda.max_memory_allocated(self._device),
+            )
             self.marks.append(Mark(name, now - self._start, peak - self._start))
             torch.cuda.reset_peak_memory_stats(self._device)
             return

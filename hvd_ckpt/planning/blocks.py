@@ -155,7 +155,9 @@ def _proposed(model: nn.Module) -> list[FoundBlock]:
 
     def flush(container: str, leaves: list[tuple[str, nn.Module]]) -> None:
         if any(list(leaf.parameters()) for _, leaf in leaves) or len(leaves) > 1:
-            blocks.append(FoundBlock(tuple(leaf for leaf, _ in leaves), [leaf for _, leaf in leaves], container))
+            blocks.append(
+                FoundBlock(tuple(leaf for leaf, _ in leaves), [leaf for _, leaf in leaves], container)
+            )
         leaves.clear()
 
     visit("", model)
@@ -195,7 +197,9 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
         elif name in modules:
             chosen = [name]
         else:
-            raise ValueError(f"blocks: '{name}' is no module of this {type(model).__name__}: see model.named_modules()")
+            raise ValueError(
+                f"blocks: '{name}' is no module of this {type(model).__name__}: see model.named_modules()"
+            )
         for one in chosen:
             parent = one.rpartition(".")[0]
             plain = base_class(modules[parent]).forward is nn.Sequential.forward
@@ -216,7 +220,13 @@ def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
         for module in block.modules
         for name, parameter in module.named_parameters()
     )
-    return tuple(base_class(module) for module in block.modules), repr(block.modules), parameters, tensors, shape
+    return (
+        tuple(base_class(module) for module in block.modules),
+        repr(block.modules),
+        parameters,
+        tensors,
+        shape,
+    )
 
 
 def _copied(values: Any) -> Any:

@@ -20,7 +20,21 @@ __all__ = ["Estimate", "candidates", "estimate"]
 _EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
 _PRICES = 20
 _COMPRESSIBLE = 0.02  # share of what is kept below which compression is not tried
-_MATMULS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "__matmul__", "einsum"})
+_MATMULS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "__matmul__",
+        "einsum",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,9 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
                 for member in merged:
                     groups[member] = merged
     own = {
-        number: 0.0 if _only_inner(trace, number, read) and calls[number].name in _MATMULS else calls[number].seconds
+        number: 0.0
+        if _only_inner(trace, number, read) and calls[number].name in _MATMULS
+        else calls[number].seconds
         for number in needed
     }
     seconds = sum(own.values())
@@ -144,7 +160,9 @@ def candidates(trace: Trace, limit: int = 8) -> list[Treatment]:
     found = [KEEP]
     keep = pool[frozenset()].kept
     for dropped, breaks in policies:
-        held = {place for number, call in enumerate(trace.calls) if number not in dropped for place in call.inner}
+        held = {
+            place for number, call in enumerate(trace.calls) if number not in dropped for place in call.inner
+        }
         saves = sum(trace.compressible.get(place, 0) for place in held)
         for compress in (False, True) if saves > _COMPRESSIBLE * keep else (False,):
             policy = Policy(trace.names, dropped, breaks, compress)
@@ -210,7 +228,9 @@ def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[
     return front
 
 
-def _merit(pool: dict[frozenset[int], Estimate], dropped: frozenset[int], front: list[frozenset[int]]) -> float:
+def _merit(
+    pool: dict[frozenset[int], Estimate], dropped: frozenset[int], front: list[frozenset[int]]
+) -> float:
     """How far a point lies below the straight line between the ends of the front."""
     first, last, here = pool[front[0]], pool[front[-1]], pool[dropped]
     share = (here.kept - first.kept) / max(last.kept - first.kept, 1)

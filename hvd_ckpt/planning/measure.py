@@ -51,7 +51,9 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                             twin.grad = torch.zeros_like(twin)
                         twins[id(parameter)] = twin
                     originals.append((module, name, parameter))
-                    setattr(module, name, twins[id(parameter)])  # a recurrent module keeps a list of them, too
+                    setattr(
+                        module, name, twins[id(parameter)]
+                    )  # a recurrent module keeps a list of them, too
             yield
         finally:
             for module, name, parameter in originals:

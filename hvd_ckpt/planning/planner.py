@@ -50,6 +50,7 @@ class Planner:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
         self._say = say
         self._args = (args, kwargs or {})
+        self._peaks: dict[tuple[Item, ...], tuple[int, tuple[tuple[float, int], ...]]] = {}
         with undisturbed(model, self._step.device):
             self.profile = Profile(self._step, blocks, say)
             self._calibrate()
@@ -88,7 +89,8 @@ class Planner:
         return self._as_plan(
             solution.items,
             sample=tuple(
-                (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in _tensors(self._args)
+                (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                for tensor in _tensors(self._args)
             ),
             budget=limit,
             predicted=predicted,
@@ -156,14 +158,13 @@ class Planner:
                     found = (solution, peak, timeline)
                 break
             peak, timeline = self._peak(solution)
-            error = peak - solution.peak
+            error = peak - solution.peak  # above zero where it needs more than predicted
             if peak <= limit:
                 if found is None or solution.seconds < found[0].seconds:
                     found = (solution, peak, timeline)
-                # What the prediction was too careful by can be spent.
-                if limit - peak <= 0.02 * limit or -error <= 0.02 * limit or target - error <= target:
+                if -error <= 0.02 * limit:
                     break
-                target = min(limit - error, limit + (limit - peak))
+                target = limit - error  # what the prediction was too careful by can be spent
             else:
                 target = min(target, solution.peak) - max(peak - limit, limit // 200)
                 if found is not None:
@@ -215,9 +216,11 @@ class Planner:
         ]
 
     def _peak(self, solution: Solution) -> tuple[int, tuple[tuple[float, int], ...]]:
-        with _Applied(self._as_plan(solution.items), self._step.model):
-            self._step.run()
-            return self._step.peak()
+        if solution.items not in self._peaks:
+            with _Applied(self._as_plan(solution.items), self._step.model):
+                self._step.run()
+                self._peaks[solution.items] = self._step.peak()
+        return self._peaks[solution.items]
 
     def _seconds(self, solution: Solution) -> float:
         with _Applied(self._as_plan(solution.items), self._step.model):
@@ -327,7 +330,11 @@ def largest_batch(
     def attempt(batch: int) -> Plan:
         sample = make_sample(batch)
         return plan(
-            model, *(sample if isinstance(sample, tuple) else (sample,)), loss=loss, budget=budget, autocast=autocast
+            model,
+            *(sample if isinstance(sample, tuple) else (sample,)),
+            loss=loss,
+            budget=budget,
+            autocast=autocast,
         )
 
     best, chosen = 1, attempt(1)
@@ -341,7 +348,12 @@ def largest_batch(
         except BudgetError as error:
             too_large = guess
             # The smallest peak grows about linearly with the batch.
-            guess = max(best + 1, min(int(guess * limit / error.smallest), (best + guess) // 2 if guess - best > 2 else best + 1))
+            guess = max(
+                best + 1,
+                min(
+                    int(guess * limit / error.smallest), (best + guess) // 2 if guess - best > 2 else best + 1
+                ),
+            )
         else:
             best, chosen = guess, candidate
             slope = candidate.smallest.peak_bytes / best
@@ -365,7 +377,10 @@ def _thinned(timeline: tuple[tuple[float, int], ...], points: int = 400) -> tupl
     kept: list[tuple[float, int]] = []
     for start in range(0, len(timeline), width):
         part = timeline[start : start + width]
-        ends = {part.index(max(part, key=lambda point: point[1])), part.index(min(part, key=lambda point: point[1]))}
+        ends = {
+            part.index(max(part, key=lambda point: point[1])),
+            part.index(min(part, key=lambda point: point[1])),
+        }
         kept += [part[index] for index in sorted(ends)]
     return tuple(kept)
 

@@ -22,7 +22,7 @@ from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
 from hvd_ckpt.planning.measure import BlockRunner
-from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
+from hvd_ckpt.planning.plan import BlockPlan, Plan
 from hvd_ckpt.planning.trace import trace
 from hvd_ckpt.planning.treatment import KEEP, Treatment
 from hvd_ckpt.recompute.calls import tensors_in
@@ -98,7 +98,9 @@ class Step:
             floats = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
             loss = torch.stack(floats).sum() if floats else output
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
             raise ValueError(
                 f"loss must give one number that requires a gradient, got {what}: pass loss=function of the model's output."
             )
@@ -153,10 +155,12 @@ class Profile:
         useful = [
             number
             for number, cost in enumerate(costs)
-            if number == 0 or not any(
+            if number == 0
+            or not any(
                 other.kept <= cost.kept and other.backward_peak <= cost.backward_peak and index < number
                 for index, other in enumerate(costs[1:number], 1)
-            ) or treatments[number].policy is None
+            )
+            or treatments[number].policy is None
         ]
         treatments, costs = [treatments[number] for number in useful], [costs[number] for number in useful]
         least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
@@ -164,7 +168,13 @@ class Profile:
             cost.seconds = seconds
         output, working, forward = runner.first_pass()
         choices = tuple(
-            Choice(treatment.title, cost.seconds, cost.kept, max(cost.forward_peak, cost.kept), cost.backward_peak)
+            Choice(
+                treatment.title,
+                cost.seconds,
+                cost.kept,
+                max(cost.forward_peak, cost.kept),
+                cost.backward_peak,
+            )
             for treatment, cost in zip(treatments, costs)
         )
         return treatments, Block(choices, output, forward, max(working, output))
@@ -184,7 +194,9 @@ class Profile:
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with what runs before and behind it, from one step with as little kept as can be."""
-        leanest = [min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner]
+        leanest = [
+            min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner
+        ]
         plan = self.plan_of(tuple(range(len(inner))), leanest)
         plan.apply(self.step.model)
         try:
@@ -199,7 +211,10 @@ class Profile:
         after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
         rest = max(seconds - sum(block.choices[choice].seconds for block, choice in zip(inner, leanest)), 0.0)
         before_block = Block(
-            (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),), begin.bytes, 0.0, begin.peak_bytes
+            (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
+            begin.bytes,
+            0.0,
+            begin.peak_bytes,
         )
         behind_block = Block((Choice("behind", rest, 0, max(behind, 0), max(behind, 0)),), 0, 0.0, 0)
         return [before_block, *inner, behind_block]

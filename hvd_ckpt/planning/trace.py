@@ -146,7 +146,9 @@ class _Watch(Tape):
         self._noted[call.number] = call
 
     def pack(self, tensor: Tensor) -> Any:
-        inner = self._running.call.inner if self._running is not None and self._running.call is not None else 0
+        inner = (
+            self._running.call.inner if self._running is not None and self._running.call is not None else 0
+        )
         packed = super().pack(tensor)
         if self._running is not None and self._running.call is not None and self._running.call.inner > inner:
             self._pending.append(tensor)
