@@ -124,11 +124,12 @@ def frontier_plot(
     )
     low, high = min(y for _, y in points), max(y for _, y in points)
     room = max(high - low, 0.1 * high) or 1
-    axes.set_ylim(max(low - 0.15 * room, 0), high + 0.25 * room)
+    axes.set_ylim(max(low - 0.15 * room, 0), high + 0.15 * room)
     axes.grid(alpha=0.25)
-    legend = axes.legend(fontsize=8, frameon=True, framealpha=0.9, loc="upper right")
+    lines = axes.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     figure.draw_without_rendering()
-    _place_names(axes, named, points + _along(frontier_line), [legend.get_window_extent()])
+    _place_names(axes, named, points + _along(frontier_line))
     figure.savefig(os.fspath(path), dpi=120)
 
 
@@ -212,10 +213,9 @@ def _place_names(
     axes: Axes,
     named: Sequence[tuple[tuple[float, float], str]],
     points: Sequence[tuple[float, float]],
-    taken: list[Bbox],
 ) -> None:
     """Writes each name beside its point, where it covers neither another name nor a point."""
-    occupied = [_around(axes, point, 5) for point in points] + taken
+    occupied = [_around(axes, point, 5) for point in points]
     frame = axes.get_window_extent()
     for point, name in named:
         text = axes.annotate(name, point, xytext=(0, 0), textcoords="offset points", fontsize=8, color=OTHERS)
