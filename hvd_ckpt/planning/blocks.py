@@ -6,7 +6,6 @@ one after the other. Which ones it calls, in which order and with what is seen i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.planning.measure import copied_objects
 from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.treatment import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
@@ -235,12 +235,7 @@ def _copied(values: Any) -> Any:
     def copy_tensor(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    copied = map_tensors(copy_tensor, Tensor, values)
-    memo = {id(tensor): tensor for tensor in tensors_in(copied)}
-    try:
-        return copy.deepcopy(copied, memo)
-    except (TypeError, RuntimeError):  # an object that cannot be copied is shared
-        return copied
+    return copied_objects(map_tensors(copy_tensor, Tensor, values))
 
 
 def _never(packed: None) -> Tensor:

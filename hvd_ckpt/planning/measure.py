@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import statistics
 import time
@@ -19,7 +20,7 @@ from hvd_ckpt.planning.treatment import Treatment
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 from hvd_ckpt.recompute.sync_batch_norm import without_communication
 
-__all__ = ["BlockCost", "BlockRunner", "undisturbed"]
+__all__ = ["BlockCost", "BlockRunner", "copied_objects", "undisturbed"]
 
 
 @contextlib.contextmanager
@@ -102,7 +103,7 @@ class BlockRunner:
             copied = tensor.detach().clone()
             return copied.requires_grad_().clone() if tensor.requires_grad else copied
 
-        args, kwargs = map_tensors(fresh, Tensor, self._inputs)
+        args, kwargs = copied_objects(map_tensors(fresh, Tensor, self._inputs))
         return args, kwargs
 
     def memory(self, treatments: Sequence[Treatment]) -> list[BlockCost]:
@@ -183,6 +184,15 @@ class BlockRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def copied_objects(values: Any) -> Any:
+    """Tensors in nested lists, tuples and dicts as they are, and copies of all else: a cache that blocks write to, say."""
+    memo = {id(tensor): tensor for tensor in tensors_in(values)}
+    try:
+        return copy.deepcopy(values, memo)
+    except (TypeError, RuntimeError):  # an object that cannot be copied is shared
+        return values
 
 
 def _backward(edges: list[Any], gradients: list[Tensor]) -> None:
