@@ -12,6 +12,7 @@ one process. One page per step:
     catalog      all of them by name
     recomputing  how a model's forward pass recomputes in a cell
     engines      how a rank joins the others, wraps model and optimizer, and recomputes
+    planned      how it gets a plan in a cell that leaves what is recomputed to one
     mixed        what a step does in each precision
     recording    which gradients are reduced, how often, and in which order
     training     one training run: seeds, steps, fingerprints

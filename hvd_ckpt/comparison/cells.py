@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["VARIANTS", "Cell", "Variant", "make_cells"]
+__all__ = ["VARIANTS", "Cell", "Variant", "find_variant", "make_cells", "planned"]
+
+PLAN = "plan "  # and a budget: the name of a variant
 
 
 @dataclass(frozen=True)
@@ -13,22 +15,24 @@ class Variant:
     """A way to recompute.
 
     Attributes:
-        name: what it is called on the command line.
-        recomputes: whether anything is recomputed.
+        name: what it is called on the command line and in reports.
+        segmented: the model's chain is cut into segments, each of which is recomputed.
         use_reentrant: PyTorch's argument of that name.
         explicit: by ``CheckpointFunction``, which gets the parameters as arguments.
+        budget: what is recomputed is left to a plan for this budget, or None.
     """
 
     name: str
-    recomputes: bool = True
+    segmented: bool = True
     use_reentrant: bool = False
     explicit: bool = False
+    budget: str | None = None
 
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
-        Variant("none", recomputes=False),
+        Variant("none", segmented=False),
         Variant("reentrant", use_reentrant=True),
         Variant("non-reentrant"),
         Variant("explicit", explicit=True),
@@ -36,9 +40,19 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def planned(budget: str) -> Variant:
+    """The variant that :func:`hvd_ckpt.plan` makes for a budget, such as ``plan 0.5x``."""
+    return Variant(f"{PLAN}{budget}", segmented=False, budget=budget)
+
+
+def find_variant(name: str) -> Variant:
+    """The variant of that name: one of :data:`VARIANTS`, or a planned one."""
+    return planned(name.removeprefix(PLAN)) if name.startswith(PLAN) else VARIANTS[name]
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One workload, one variant and the number of segments (``chunks``; 0 where nothing is recomputed)."""
+    """One workload, one variant and the number of segments (``chunks``; 0 where nothing is recomputed by segment)."""
 
     workload: str
     variant: str
@@ -58,7 +72,7 @@ class Cell:
 def make_cells(
     workloads: Mapping[str, Sequence[str]], variants: Sequence[str], chunks: Sequence[int]
 ) -> list[Cell]:
-    """Every combination, once; chunks mean nothing to a variant that recomputes nothing, so it gives one cell.
+    """Every combination, once; chunks mean nothing to a variant without segments, so it gives one cell.
 
     Args:
         workloads: for each workload the variants that mean something for it.
@@ -70,5 +84,5 @@ def make_cells(
         for workload, meaningful in workloads.items()
         for variant in variants
         if variant in meaningful
-        for count in (chunks if VARIANTS[variant].recomputes else (0,))
+        for count in (chunks if find_variant(variant).segmented else (0,))
     ]

@@ -25,7 +25,7 @@ from hvd_ckpt.command_line import (
     whole_number,
 )
 from hvd_ckpt.comparison.catalog import CATALOG
-from hvd_ckpt.comparison.cells import VARIANTS, make_cells
+from hvd_ckpt.comparison.cells import VARIANTS, make_cells, planned
 from hvd_ckpt.comparison.comparison import Comparison, ComparisonError
 from hvd_ckpt.comparison.data import check_text
 from hvd_ckpt.comparison.engines import ENGINES, find_engine
@@ -34,6 +34,7 @@ from hvd_ckpt.comparison.mixed import PRECISIONS
 from hvd_ckpt.comparison.report import Report
 from hvd_ckpt.comparison.scenarios import SCENARIOS
 from hvd_ckpt.comparison.workloads import WORKLOADS
+from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.precision import apex_unavailable
 
 __all__ = ["compare"]
@@ -80,6 +81,11 @@ PRESETS = {
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
 @click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
 @click.option(
+    "--budget",
+    default=None,
+    help="Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest.",
+)
+@click.option(
     "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 5]"
 )
 @click.option(
@@ -112,6 +118,7 @@ def compare(
     scenarios: str,
     variants: str,
     chunks: str | None,
+    budget: str | None,
     steps: int | None,
     passes: int | None,
     precision: str,
@@ -144,13 +151,14 @@ def compare(
     except ValueError as error:
         raise BadArgument(f"--text: {error}") from None
     _check_precision(precision, device)
+    plan = _plan_of(budget, chosen)
     trained = [
         *split_names("--workloads", workloads, (*WORKLOADS, NOTHING)),
         *split_names("--scenarios", scenarios, (*SCENARIOS, NOTHING)),
     ]
     cells = make_cells(
-        {name: CATALOG[name].variants for name in trained if name != NOTHING and _fits(name, precision)},
-        split_names("--variants", variants, VARIANTS),
+        {name: _meaningful(name, plan) for name in trained if name != NOTHING and _fits(name, precision)},
+        (*split_names("--variants", variants, VARIANTS), *plan),
         [
             whole_number("--chunks", count, "segments")
             for count in split_names("--chunks", chunks or preset.chunks)
@@ -207,6 +215,27 @@ def _run(comparison: Comparison) -> Report:
 def _fits(name: str, precision: str) -> bool:
     precisions = CATALOG[name].precisions
     return precisions is None or precision in precisions
+
+
+def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
+    """The name of the planned variant, if there is a budget to plan for."""
+    if budget is None:
+        return ()
+    try:
+        parse_budget(budget)
+    except ValueError as error:
+        raise BadArgument(f"--budget: {error}") from None
+    if not any(find_engine(engine).plans for engine in engines):
+        raise BadArgument(
+            f"--budget {budget}: none of the engines {', '.join(engines)} has plans: add {SUBJECT} to --engines"
+        )
+    return (planned(budget.strip()).name,)
+
+
+def _meaningful(workload: str, plan: tuple[str, ...]) -> tuple[str, ...]:
+    """The variants that mean something for a workload, ``plan`` among them."""
+    kind = CATALOG[workload]
+    return (*kind.variants, *plan) if kind.plannable else kind.variants
 
 
 def _check_precision(precision: str, device: str) -> None:

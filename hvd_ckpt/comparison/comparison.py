@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.comparison.catalog import CATALOG
-from hvd_ckpt.comparison.cells import Cell
+from hvd_ckpt.comparison.cells import Cell, find_variant
 from hvd_ckpt.comparison.engines import find_engine
 from hvd_ckpt.comparison.events import Event
-from hvd_ckpt.comparison.job import Job
+from hvd_ckpt.comparison.job import Job, folder_name
 from hvd_ckpt.comparison.launch import Failure, Launcher
 from hvd_ckpt.comparison.report import Report
 from hvd_ckpt.comparison.verdict import add_ratios, judge
@@ -34,7 +34,7 @@ class Comparison:
 
     Attributes:
         engines: names in the registry of engines, or ``module:Class``.
-        cells: what each engine trains.
+        cells: what each engine trains; planned ones only those engines that have plans.
         subject: the engine that must be right.
         size: number of ranks.
         controller: ``gloo`` or ``mpi``.
@@ -67,10 +67,11 @@ class Comparison:
     @property
     def trainings(self) -> int:
         """How many training runs the comparison takes: each cell twice to check it, and once in each timed pass."""
-        small = sum(CATALOG[cell.workload].small for cell in self.cells)
-        large = len(self.cells) - small
-        timed = large * self.passes + small * min(self.passes, 1)
-        return len(self.engines) * (2 * len(self.cells) + timed)
+        return sum(
+            2 + (min(self.passes, 1) if CATALOG[cell.workload].small else self.passes)
+            for engine in self.engines
+            for cell in self._cells_of(engine)
+        )
 
     def run(self, listener: Listener = lambda where, event: None) -> Report:
         """Make the comparison and write its report; ``listener`` hears of every event and where it happens.
@@ -89,7 +90,12 @@ class Comparison:
         with Launcher(self.controller, self.size, self.timeout, jobs, environment) as launcher:
             workloads = self._references(launcher, listener)
             checks, failures = self._check(launcher, present, listener)
-            timed = self._time(launcher, present, failures, listener)
+            left_out = {engine: _left_out(events) for engine, events in checks.items()}
+            cells = {
+                engine: [cell for cell in self._cells_of(engine) if cell.key not in left_out[engine]]
+                for engine in present
+            }
+            timed = self._time(launcher, cells, failures, listener)
         results = [
             judge(
                 cell,
@@ -102,6 +108,7 @@ class Comparison:
             )
             for cell in self.cells
             for engine in present
+            if cell in cells[engine]
         ]
         add_ratios(results)
         report = Report(
@@ -112,6 +119,12 @@ class Comparison:
             absent={engine: reason for engine, reason in absent.items() if reason is not None},
             subject=self.subject,
             seconds=time.monotonic() - start,
+            left_out=[
+                f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"
+                for cell in self.cells
+                for engine in present
+                if cell.key in left_out[engine]
+            ],
         )
         report.save(self.folder)
         return report
@@ -148,7 +161,7 @@ class Comparison:
         """Train every cell twice with each engine, looking closely; returns the events and what failed."""
         events, failures = {}, {}
         for engine in engines:
-            job = self._job(f"check-{_folder_name(engine)}", engine, list(self.cells), checks=True)
+            job = self._job(f"check-{folder_name(engine)}", engine, self._cells_of(engine), checks=True)
             outcome = launcher.train(job, functools.partial(listener, f"checking {engine}"))
             events[engine], failures[engine] = outcome.events, outcome.failures
         return events, failures
@@ -156,26 +169,32 @@ class Comparison:
     def _time(
         self,
         launcher: Launcher,
-        engines: list[str],
+        cells: dict[str, list[Cell]],
         failures: dict[str, dict[str, Failure]],
         listener: Listener,
     ) -> dict[str, list[list[Event]]]:
-        """Time the cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
+        """Time each engine's cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
+        engines = list(cells)
         passes: dict[str, list[list[Event]]] = {engine: [] for engine in engines}
         for number in range(1, self.passes + 1):
             order = engines if number % 2 else engines[::-1]
             for engine in order:
-                cells = [
+                left = [
                     cell
-                    for cell in self.cells
+                    for cell in cells[engine]
                     if cell.key not in failures[engine] and (number == 1 or not CATALOG[cell.workload].small)
                 ]
-                job = self._job(f"time{number}-{_folder_name(engine)}", engine, cells)
+                job = self._job(f"time{number}-{folder_name(engine)}", engine, left)
                 where = f"timing {engine}, pass {number} of {self.passes}"
                 outcome = launcher.train(job, functools.partial(listener, where))
                 passes[engine].append(outcome.events)
                 failures[engine].update(outcome.failures)
         return passes
+
+    def _cells_of(self, engine: str) -> list[Cell]:
+        """The cells that mean something for an engine."""
+        plans = find_engine(engine).plans
+        return [cell for cell in self.cells if plans or find_variant(cell.variant).budget is None]
 
     def _job(self, name: str, engine: str, cells: list[Cell], *, checks: bool = False) -> Job:
         return Job(
@@ -208,5 +227,6 @@ class Comparison:
         }
 
 
-def _folder_name(engine: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in engine)
+def _left_out(events: list[Event]) -> dict[str, str]:
+    """The keys of the cells that have no plan, and why."""
+    return {event["cell"]: event["reason"] for event in events if event["event"] == "left out"}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hvd_ckpt.comparison.recording import Recording
+    from hvd_ckpt.planning.plan import Plan
 
 __all__ = ["ENGINES", "Engine", "find_engine", "launched_rank_and_size"]
 
@@ -37,6 +38,7 @@ class Engine(ABC):
         title: the name in tables.
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
+        plans: it has :meth:`plan`.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
     """
@@ -44,6 +46,7 @@ class Engine(ABC):
     title: ClassVar[str]
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
+    plans: ClassVar[bool] = False
     rank: int
     size: int
 
@@ -78,6 +81,14 @@ class Engine(ABC):
             [functools.partial(function, **shared) for function in functions] if shared else list(functions)
         )
         return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
+
+    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
+        """What ``model`` recomputes, one plan for all ranks: as :func:`hvd_ckpt.plan`, only of engines with ``plans``.
+
+        Raises:
+            ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
+        """
+        raise NotImplementedError(f"{self.title} has no plans")
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         """Scales losses: PyTorch's own unless the engine brings another."""
@@ -137,6 +148,7 @@ class HvdCkpt(HorovodFamily):
     """This library."""
 
     title = "hvd_ckpt"
+    plans = True
 
     def start(self, folder: Path) -> None:
         from hvd_ckpt import runtime
@@ -165,6 +177,11 @@ class HvdCkpt(HorovodFamily):
         return recompute.checkpoint_sequential(
             functions, segments, *inputs, use_reentrant=use_reentrant, **shared
         )
+
+    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
+        from hvd_ckpt import planning
+
+        return planning.plan(model, *inputs, **options)
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         from hvd_ckpt import precision

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_ckpt.comparison.cells import Cell
 
-__all__ = ["Job"]
+__all__ = ["Job", "folder_name"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         folder: where the job file, the log and the ranks' events of this launch lie.
-        references: where the references lie, one file per workload.
+        references: where the references lie, one file per workload, and the plans.
         engine: a name in the registry of engines, or ``module:Class``.
         cells: keys of the cells, in the order in which they are trained.
         size: number of ranks.
@@ -59,6 +59,10 @@ class Job:
     def reference_file(self, workload: str) -> Path:
         return self.references / f"reference-{workload}.pt"
 
+    def plan_file(self, workload: str) -> Path:
+        """Where the plan of a workload lies for the engine's later jobs."""
+        return self.references / f"plan-{folder_name(self.engine)}-{workload}.json"
+
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {**dataclasses.asdict(self), "folder": str(self.folder), "references": str(self.references)}
@@ -71,3 +75,8 @@ class Job:
             folder=Path(values["folder"]), references=Path(values["references"]), cells=tuple(values["cells"])
         )
         return cls(**values)
+
+
+def folder_name(engine: str) -> str:
+    """An engine's name as a file system takes it."""
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in engine)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from hvd_ckpt.comparison.engines import Engine
 
-__all__ = ["PRECISIONS", "MixedPrecision"]
+__all__ = ["AUTOCAST", "PRECISIONS", "MixedPrecision"]
 
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}

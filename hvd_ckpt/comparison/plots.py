@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from hvd_ckpt.comparison.cells import find_variant
 from hvd_ckpt.comparison.tables import SEVERITY, recomputed, short_name
 from hvd_ckpt.comparison.verdict import Result
 
@@ -189,8 +190,10 @@ def _price(results: Sequence[Result], place: str) -> Figure:
     patches = [Patch(color=LINES[i % len(LINES)], label=short_name(name)) for i, name in enumerate(engines)]
     patches.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="wrong result"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
+    planned = any(find_variant(result.variant).budget for result in results)
+    missing = "an error, a hang or an engine without plans" if planned else "an error or a hang"
     figure.suptitle(
-        f"Price; {place}; engines in the order of the legend, a missing bar is an error or a hang",
+        f"Price; {place}; engines in the order of the legend, a missing bar is {missing}",
         fontsize=11,
     )
     return figure

@@ -1,7 +1,8 @@
 """How a model's forward pass recomputes in a cell: the one place where models, engines and variants meet.
 
 A model is written once. It hands its layers to :meth:`Recompute.chain` or a part of itself to :meth:`Recompute.region`;
-the cell says in which way and in how many segments, and the engine brings the functions that do it.
+the cell says in which way and in how many segments, and the engine brings the functions that do it. Where the cell leaves it to a
+plan, a model keeps everything until the plan is applied (see :mod:`.planned`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hvd_ckpt.comparison.cells import VARIANTS, Cell
+from hvd_ckpt.comparison.cells import VARIANTS, Cell, find_variant
 
 __all__ = ["KEEP", "Chain", "Recompute", "Recomputer", "Region"]
 
@@ -33,10 +34,10 @@ class Recompute:
     """Recomputes as a cell says, with an engine's functions; without an engine, which only the reference does, it keeps."""
 
     def __init__(self, cell: Cell | None = None, engine: Recomputer | None = None) -> None:
-        variant = VARIANTS[cell.variant] if cell is not None else VARIANTS["none"]
+        variant = find_variant(cell.variant) if cell is not None else VARIANTS["none"]
         self._variant = variant
         self._chunks = cell.chunks if cell is not None else 0
-        self._engine = engine if variant.recomputes else None
+        self._engine = engine if variant.segmented else None
 
     def chain(self, functions: Sequence[Function], *inputs: Any, **shared: Any) -> Any:
         """Apply ``functions`` in turn, recomputed by segment; each of them gets ``shared``."""

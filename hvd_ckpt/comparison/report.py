@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from hvd_ckpt.comparison import tables
+from hvd_ckpt.comparison.cells import find_variant
 from hvd_ckpt.comparison.verdict import BASELINE, Result
 
 __all__ = ["Report"]
@@ -32,6 +33,7 @@ class Report:
         subject: the engine that must be right for the comparison to succeed.
         seconds: how long it took.
         absent: engines that cannot run here, and why.
+        left_out: a line for each cell that cannot be planned: of which engine, and why.
     """
 
     settings: dict[str, Any]
@@ -41,6 +43,7 @@ class Report:
     subject: str
     seconds: float
     absent: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
@@ -52,6 +55,8 @@ class Report:
     def conclusion(self) -> str:
         mine = [result for result in self.results if result.engine == self.subject]
         wrong = [result for result in mine if not result.right]
+        if not mine:
+            return f"{self.subject} has no cells to be right in."
         if not wrong:
             return f"{self.subject} is right in all {len(mine)} cells."
         names = ", ".join(f"{result.workload} {tables.recomputed(result)}" for result in wrong)
@@ -62,6 +67,11 @@ class Report:
         """The results of workloads whose time and memory mean something."""
         return [result for result in self.results if not self.workloads[result.workload].get("small")]
 
+    @property
+    def _planned(self) -> bool:
+        """Whether there are planned cells."""
+        return any(find_variant(result.variant).budget for result in self.results)
+
     def print(self, console: Console) -> None:
         """Print who is right where, the price of the larger workloads, what is wrong with the subject, the conclusion."""
         title = f"{self.settings['np']} ranks over {self.settings['controller']}"
@@ -70,7 +80,7 @@ class Report:
             console.print(tables.terminal_price(self.large))
         for engine, reason in self.absent.items():
             console.print(f"{engine} is absent: {reason}", highlight=False, markup=False)
-        for note in self.notes(self.subject):
+        for note in [*self.left_out, *self.notes(self.subject)]:
             console.print(note, highlight=False, markup=False)
         console.print(self.conclusion, style="bold green" if self.right else "bold red", highlight=False)
 
@@ -97,6 +107,7 @@ class Report:
             "facts": self.facts,
             "workloads": self.workloads,
             "absent": self.absent,
+            "left_out": self.left_out,
             "results": [
                 {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
                 for result in self.results
@@ -123,6 +134,7 @@ class Report:
         lines += [f"![{Path(name).stem}]({name})" for name in plots]
         lines += ["", "## Who is right", "", *tables.markdown_matrix(self.results, self.absent), ""]
         lines += [f"- {engine} is absent: {reason}" for engine, reason in self.absent.items()]
+        lines += [f"- {line}" for line in self.left_out]
         if self.large:
             lines += ["", "## Time and memory", "", *tables.markdown_price(self.large), "", PRICE]
         lines += ["", "## What was trained", ""]
@@ -133,7 +145,8 @@ class Report:
             )
         lines += ["", "## Every cell", "", *tables.markdown_details(self.results)]
         lines += ["", "What is not right:", "", *(f"- {note}" for note in self.notes())]
-        return "\n".join([*lines, "", "What the columns say:", "", *LEGEND, ""])
+        legend = [*LEGEND, *([PLANNED] if self._planned else [])]
+        return "\n".join([*lines, "", "What the columns say:", "", *legend, ""])
 
 
 PRICE = (
@@ -157,6 +170,11 @@ LEGEND = (
     f"the same pass (jobs alternate: A B C, then C B A): of its cell without recomputation, else of the same cell ({BASELINE}).",
     "- peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights, gradients and "
     "optimizer included; communication threads' own buffers are not part of it.",
+)
+
+PLANNED = (
+    "- plan: what is recomputed was left to `hvd_ckpt.plan` with that budget, for the peak of a step above its start; peak MiB "
+    "counts from before the model is made. Other engines have no plans."
 )
 
 

@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 SEVERITY = ("right", "loose", "wrong", "error", "hang")
-STYLES = {"right": "green", "loose": "yellow", "absent": "dim"}
+STYLES = {"right": "green", "loose": "yellow", "absent": "dim", "-": "dim"}
 DETAILS = (
     "workload", "recomputed", "engine", "verdict", "ranks", "weights", "buffers", "runs", "reduced", "order", "step ms",
     "ratio", "peak MiB",
@@ -77,7 +77,8 @@ def terminal_price(results: Sequence[Result]) -> Table:
 def markdown_matrix(results: Sequence[Result], absent: Mapping[str, str]) -> list[str]:
     header, rows = _matrix(results, absent)
     bold = [
-        [*row[:2], *(e if e.startswith(("right", "absent")) else f"**{e}**" for e in row[2:])] for row in rows
+        [*row[:2], *(e if e.startswith(("right", "absent", "-")) else f"**{e}**" for e in row[2:])]
+        for row in rows
     ]
     return _markdown(header, bold)
 

@@ -67,12 +67,14 @@ def train(
     precision: str = "fp32",
     device: torch.device = CPU,
     record_in: Path | None = None,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> Trained:
     """Train one cell from the start for ``steps`` steps; every rank of the job calls it.
 
     Args:
         record_in: a folder, if the reductions are to be recorded; the same on all ranks.
+        prepare: called with the unwrapped model when the engine has wrapped it, before the first step.
         after_step: called with the number of each step that is done.
     """
     torch.manual_seed(build_seed(seed, engine.rank))
@@ -81,6 +83,7 @@ def train(
     parameters = dict(bare.named_parameters())
     mixed = MixedPrecision(precision, device, engine, workload.scales_loss)
     model, optimizer = mixed.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
+    prepare(bare)
     torch.manual_seed(step_seed(seed, engine.rank))
     if record_in is not None:
         trained.recording = Recording(parameters)

@@ -6,25 +6,31 @@ cells that are left (see :mod:`.nursery`).
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hvd_ckpt.comparison.catalog import make_workload
-from hvd_ckpt.comparison.cells import Cell
+from hvd_ckpt.comparison.cells import Cell, find_variant
 from hvd_ckpt.comparison.engines import Engine, find_engine, launched_rank_and_size
 from hvd_ckpt.comparison.events import EventWriter
 from hvd_ckpt.comparison.job import Job
+from hvd_ckpt.comparison.planned import NoPlan, apply_plan, make_plan
 from hvd_ckpt.comparison.reference import Reference, largest_difference
 from hvd_ckpt.comparison.training import Trained, fingerprint, train
 from hvd_ckpt.comparison.workloads import Workload
 from hvd_ckpt.memory import recording_peak
 
 __all__ = ["Worker", "work"]
+
+Prepare = Callable[[nn.Module], object]
 
 
 class Worker:
@@ -43,23 +49,28 @@ class Worker:
     def run(self) -> None:
         """Train every cell: twice with a close look, or once against the clock, as the job says."""
         for key in self._job.cells:
-            self._events.write("cell", cell=key, small=self._workloads[Cell.from_key(key).workload].small)
-            self._run(key)
+            self._events.write("cell", cell=key, small=self._is_small(Cell.from_key(key)))
+            try:
+                self._run(key)
+            except NoPlan as error:
+                self._events.write("left out", cell=key, reason=str(error))
             gc.collect()
             self._events.write("finished", cell=key)
 
     def _run(self, key: str) -> None:
+        cell = Cell.from_key(key)
         if not self._job.checks:
-            trained = self._train(key)
+            trained = self._train(key, self._planned(cell))
             self._events.write("timed", cell=key, seconds=trained.seconds, **self._hashes(trained))
             return
-        trained = self._train(key)
+        trained = self._train(key, self._first_planned(cell))
         self._events.write("trained", cell=key, **self._outcome(key, trained), **_reductions(trained))
         del trained
         gc.collect()
+        prepare = self._planned(cell)
         # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is.
         with recording_peak(self._device) as memory:
-            trained = self._train(key)
+            trained = self._train(key, prepare)
         self._events.write(
             "measured",
             cell=key,
@@ -68,7 +79,32 @@ class Worker:
             **_reductions(trained),
         )
 
-    def _train(self, key: str) -> Trained:
+    def _is_small(self, cell: Cell) -> bool:
+        """Whether milliseconds pass between two events; planning takes seconds."""
+        return self._workloads[cell.workload].small and find_variant(cell.variant).budget is None
+
+    def _first_planned(self, cell: Cell) -> Prepare:
+        """What is done to the model of a cell's first training: where the cell wants it, it is planned."""
+        budget = find_variant(cell.variant).budget
+        if budget is None:
+            return as_it_is
+        return functools.partial(
+            make_plan,
+            workload=self._workloads[cell.workload],
+            engine=self._engine,
+            budget=budget,
+            precision=self._job.precision,
+            device=self._device,
+            file=self._job.plan_file(cell.workload),
+        )
+
+    def _planned(self, cell: Cell) -> Prepare:
+        """What is done to the model of each later training: it gets the plan of the first."""
+        if find_variant(cell.variant).budget is None:
+            return as_it_is
+        return apply_plan(self._job.plan_file(cell.workload))
+
+    def _train(self, key: str, prepare: Prepare) -> Trained:
         cell = Cell.from_key(key)
         return train(
             self._workloads[cell.workload],
@@ -79,6 +115,7 @@ class Worker:
             precision=self._job.precision,
             device=self._device,
             record_in=self._job.folder if self._job.checks else None,
+            prepare=prepare,
             after_step=lambda step: self._events.write("step", cell=key, step=step),
         )
 
@@ -128,6 +165,10 @@ def work(job_file: Path) -> int:
             sys.stderr.flush()
             return 1
     return 0
+
+
+def as_it_is(model: nn.Module) -> None:
+    """Does nothing to a model."""
 
 
 def _reductions(trained: Trained) -> dict[str, object]:

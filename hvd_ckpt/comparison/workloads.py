@@ -70,6 +70,7 @@ class Workload(ABC):
         title: one line that says what learns what.
         model_line: one line with the model's size, at this scale.
         variants: the ways to recompute that mean something for it.
+        plannable: planning what it recomputes means something for it, too.
         passes: most backward passes in a step, for engines that must be told.
         static: the same graph in every step, so that each gradient takes part in exactly one reduction.
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
@@ -83,6 +84,7 @@ class Workload(ABC):
     model_line: str
     learning_rate: ClassVar[float]
     variants: ClassVar[tuple[str, ...]] = ("none", "reentrant", "non-reentrant")
+    plannable: ClassVar[bool] = True
     passes: ClassVar[int] = 1
     static: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
