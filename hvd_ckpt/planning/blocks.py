@@ -76,7 +76,7 @@ def find_blocks(
     Blocks that are called more than once in a forward pass, or not at all, are left as they are.
 
     Raises:
-        ValueError: a name is no module's, or no block is called.
+        ValueError: a name is no module's, two names lie in one another, or no block is called.
     """
     proposed = _named(model, names) if names is not None else _proposed(model)
     calls: dict[str, int] = {}
@@ -110,21 +110,19 @@ def find_blocks(
     finally:
         for handle in handles:
             handle.remove()
+    inputs = {block.like: (block.args, block.kwargs) for block in found.values() if block.args is not None}
     blocks = [found[key] for key in order if calls[key] == 1]
     if not blocks:
         raise ValueError(
             f"No chain of blocks was found in this {type(model).__name__}: none of its nn.Sequential and nn.ModuleList children is "
             "called exactly once. Name the modules to plan for with blocks=[...]."
         )
-    return _numbered(blocks), output
-
-
-def _numbered(blocks: list[FoundBlock]) -> list[FoundBlock]:
-    """With ``like`` as an index into this list, and inputs at the first of each kind."""
-    first: dict[int, int] = {}
+    first: dict[int, int] = {}  # the first of its kind may have been one that is called twice
     for index, block in enumerate(blocks):
-        block.like = first.setdefault(block.like, index)
-    return [block for block in blocks if blocks[block.like].args is not None]
+        kind = block.like
+        block.like = first.setdefault(kind, index)
+        block.args, block.kwargs = inputs[kind] if block.like == index else (None, None)
+    return blocks, output
 
 
 def _proposed(model: nn.Module) -> list[FoundBlock]:
@@ -188,7 +186,7 @@ def _holds_chain(module: nn.Module) -> bool:
 
 def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
     modules = dict(model.named_modules())
-    blocks = []
+    blocks: list[FoundBlock] = []
     for name in names:
         if name.endswith(".*") and name[:-2] in modules:
             chosen = [f"{name[:-2]}.{child}" for child, _ in modules[name[:-2]].named_children()]
@@ -201,9 +199,18 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
                 f"blocks: '{name}' is no module of this {type(model).__name__}: see model.named_modules()"
             )
         for one in chosen:
+            if any(one == block.members[0] for block in blocks):
+                continue
             parent = one.rpartition(".")[0]
             plain = base_class(modules[parent]).forward is nn.Sequential.forward
             blocks.append(FoundBlock((one,), [modules[one]], parent if plain else None))
+    taken = {block.members[0] for block in blocks}
+    for name in taken:
+        for outer in taken:
+            if name.startswith(f"{outer}."):
+                raise ValueError(
+                    f"blocks: '{name}' lies in '{outer}', which is named as well: name one of them."
+                )
     return blocks
 
 

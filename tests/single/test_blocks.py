@@ -1,0 +1,191 @@
+"""The chain that is found in a model, and the cuts that are found in a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hvd_ckpt.models.densenet import densenet
+from hvd_ckpt.planning.blocks import find_blocks
+from hvd_ckpt.planning.cuts import candidates, estimate
+from hvd_ckpt.planning.trace import trace
+
+
+def names_of(model, *args, blocks=None, **kwargs):
+    found, _ = find_blocks(model, lambda: model(*args, **kwargs), blocks)
+    return [block.members for block in found]
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, inner=32):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Walked(nn.Module):
+    """A list that the forward pass walks in an order of its own."""
+
+    def __init__(self, order, count=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(count))
+        self.order = order
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def test_leaves_in_a_row_make_blocks_with_two_weights():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.Flatten()
+    )
+    members = names_of(model, torch.randn(2, 3, 8, 8))
+    assert [name for block in members for name in block] == list("012345")
+    assert members[0] == ("0", "1")
+    assert len(members) == 2
+
+
+def test_stages_are_opened():
+    model = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.Sequential(Block(), Block()),
+        nn.Sequential(Block(), nn.Sequential(Block(), Block())),
+    )
+    assert names_of(model, torch.randn(2, 4)) == [
+        ("0",),
+        ("1.0",),
+        ("1.1",),
+        ("2.0",),
+        ("2.1.0",),
+        ("2.1.1",),
+    ]
+
+
+def test_densenet_gives_every_layer():
+    model = densenet(22, classes=10)
+    members = names_of(model, torch.randn(2, 3, 32, 32))
+    assert len(members) > 9
+    assert all(len(block) == 1 for block in members[1:-1])
+    parameters = {id(parameter) for parameter in model.parameters()}
+    modules = dict(model.named_modules())
+    for block in members:
+        for name in block:
+            parameters -= {id(parameter) for parameter in modules[name].parameters()}
+    assert not parameters  # nothing that has weights is left out
+
+
+def test_lists_are_taken_in_the_order_of_the_forward_pass():
+    assert names_of(Walked([2, 0, 1]), torch.randn(2, 8)) == [("layers.2",), ("layers.0",), ("layers.1",)]
+
+
+def test_blocks_called_twice_or_never_are_left_alone():
+    assert names_of(Walked([0, 1, 1]), torch.randn(2, 8)) == [("layers.0",)]
+
+
+def test_inputs_of_a_block_like_one_that_is_called_twice():
+    """Layers 1 and 2 are like layer 0, which is no block because it is called twice: they are still blocks."""
+    model = Walked([0, 0, 1, 2])
+    found, _ = find_blocks(model, lambda: model(torch.randn(2, 8, requires_grad=True)))
+    assert [(block.members, block.like) for block in found] == [(("layers.1",), 0), (("layers.2",), 0)]
+    assert found[0].args[0].shape == (2, 8)
+
+
+def test_blocks_that_are_alike_are_known_as_such():
+    model = Walked([0, 1, 2, 3], 4)
+    model.layers[2] = Block()
+    model.layers[2].norm.eps = 1e-3
+    for parameter in model.layers[3].parameters():
+        parameter.requires_grad_(False)
+    found, _ = find_blocks(model, lambda: model(torch.randn(2, 8, requires_grad=True)))
+    assert [block.like for block in found] == [0, 0, 2, 3]
+    assert found[0].args is not None and found[1].args is None
+
+
+def test_named_blocks():
+    model = nn.ModuleDict({"a": Block(), "b": Block()})
+    both = nn.Sequential(Block(), nn.Sequential(model["a"], model["b"]))
+    x = torch.randn(2, 8)
+    assert names_of(both, x, blocks=["1"]) == [("1",)]
+    assert names_of(both, x, blocks=["0", "1.*"]) == [("0",), ("1.0",), ("1.1",)]
+    assert names_of(both, x, blocks=["*"]) == [("0",), ("1",)]
+    with pytest.raises(ValueError, match="'2' is no module of this Sequential"):
+        names_of(both, x, blocks=["2"])
+    with pytest.raises(ValueError, match=r"'2\.\*' is no module"):
+        names_of(both, x, blocks=["2.*"])
+
+
+def test_named_blocks_do_not_lie_in_one_another():
+    both = nn.Sequential(Block(), nn.Sequential(Block(), Block()))
+    with pytest.raises(ValueError, match=r"'1\.0' lies in '1'"):
+        names_of(both, torch.randn(2, 8), blocks=["1", "1.0"])
+    assert names_of(both, torch.randn(2, 8), blocks=["0", "0", "1"]) == [("0",), ("1",)]
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), Walked([0, 0], 2), Block()])
+def test_no_chain(model):
+    with pytest.raises(ValueError, match="No chain of blocks was found in this .*blocks="):
+        names_of(model, torch.randn(2, 8))
+
+
+def test_finding_leaves_no_hooks():
+    model = Walked([0, 1])
+    with pytest.raises(IndexError):
+        find_blocks(Walked([7]), lambda: Walked([7])(torch.randn(2, 8)))
+    names_of(model, torch.randn(2, 8))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def cuts_of(block, *args):
+    traced = trace(block, args, {})
+    return traced, {
+        frozenset(traced.calls[number].name for number in treatment.policy.dropped): treatment
+        for treatment in candidates(traced)[1:]
+    }
+
+
+def test_cuts_keep_matrix_products_and_drop_what_is_cheap():
+    traced, cuts = cuts_of(Block(256, 512), torch.randn(512, 256, requires_grad=True))
+    assert candidates(traced)[0].title == "keep"
+    assert any("gelu" in dropped and "linear" not in dropped for dropped in cuts)
+    everything = max(cuts, key=len)
+    assert {"layer_norm", "gelu", "linear"} <= everything
+
+
+def test_estimates_of_a_cut_count_what_it_frees():
+    rows, width = 256, 64
+    traced, _ = cuts_of(Block(width), torch.randn(rows, width, requires_grad=True))
+    number = {call.name: index for index, call in enumerate(traced.calls)}
+    keep = estimate(traced, frozenset())
+    without = estimate(traced, frozenset({number["gelu"]}))
+    assert keep.kept - without.kept == rows * 32 * 4
+    assert (keep.seconds, keep.working) == (0.0, 0)
+    assert without.seconds == traced.calls[number["gelu"]].seconds
+
+
+def test_cuts_in_halves():
+    """Dropping everything, replayed in two parts, needs less at a time."""
+    chain = nn.Sequential(*[Block(16) for _ in range(4)])
+    traced = trace(chain, (torch.randn(64, 16, requires_grad=True),), {})
+    halves = [treatment for treatment in candidates(traced) if treatment.policy and treatment.policy.breaks]
+    assert halves
+    for treatment in halves:
+        policy = treatment.policy
+        assert policy.breaks <= policy.dropped
+        whole = estimate(traced, policy.dropped)
+        assert estimate(traced, policy.dropped, policy.breaks).working < 0.9 * whole.working
+        assert "in two parts" in treatment.title
+
+
+def test_compression_is_tried_where_masks_are_kept():
+    chain = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
+    titles = [
+        treatment.title
+        for treatment in candidates(trace(chain, (torch.randn(64, 16, requires_grad=True),), {}))
+    ]
+    assert any(title.endswith("compress") for title in titles)
