@@ -1,0 +1,80 @@
+"""Budgets as people write them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvd_ckpt.planning.budget import parse_budget, show_bytes
+
+CPU = torch.device("cpu")
+KEEP, SMALLEST = 1_000_000, 100_000
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (12345, 12345),
+        (1.5e6, 1_500_000),
+        ("12345", 12345),
+        ("6GiB", 6 * 1024**3),
+        ("6 gib", 6 * 1024**3),
+        ("6G", 6 * 1024**3),
+        ("6GB", 6 * 1000**3),
+        ("1.5KiB", 1536),
+        (".5 MB", 500_000),
+        ("512B", 512),
+        ("2T", 2 * 1024**4),
+        ("0.3x", 300_000),
+        (" 1.2X ", 1_200_000),
+        ("min", SMALLEST),
+        ("MIN", SMALLEST),
+        (None, None),
+        ("fastest", None),
+    ],
+)
+def test_budget_in_bytes(text, expected):
+    assert parse_budget(text).bytes(KEEP, SMALLEST, CPU) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "six",
+        "6 GiX",
+        "-3GiB",
+        "0",
+        "0x",
+        "0%",
+        0,
+        -1,
+        float("nan"),
+        float("inf"),
+        True,
+        "1e9",
+        "3 x 4",
+        [6],
+        b"6",
+    ],
+)
+def test_what_is_no_budget_is_named(wrong):
+    with pytest.raises(ValueError, match="budget must be bytes, or text like '6GiB'") as caught:
+        parse_budget(wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+def test_share_of_the_device():
+    half, all_of_it = (parse_budget(text).bytes(KEEP, SMALLEST, CPU) for text in ("50%", "100%"))
+    assert 1 <= half < all_of_it
+    assert parse_budget("0.0001%").bytes(KEEP, SMALLEST, CPU) == 1  # the process is larger already
+    with pytest.raises(ValueError, match="101% is more than the device has"):
+        parse_budget("101%")
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 1024**3, "5.00 GiB"), (2**50, "1048576.00 GiB")],
+)
+def test_bytes_for_people(count, text):
+    assert show_bytes(count) == text
