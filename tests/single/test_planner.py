@@ -1,0 +1,384 @@
+"""Plans as their user sees them: a budget that is kept, the same numbers in training, and a model that planning leaves alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.memory import measure_peak
+from hvd_ckpt.planning import Planner
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Three rounds of timing for each kind of block, and one thread: bytes are what is looked at here."""
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Residual(nn.Module):
+    """A transformer's feed-forward block."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Convolution(nn.Module):
+    def __init__(self, channels=8):
+        super().__init__()
+        self.convolve = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm, self.act = nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.norm(self.convolve(x)))
+
+
+class Listed(nn.Module):
+    """Layers that a forward pass walks, with keyword arguments; the head has the weight of the embedding."""
+
+    def __init__(self, depth=4, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.layers = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.head = nn.Linear(width, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def listed():
+    return Listed(), (torch.randint(20, (16, 16)),), {}
+
+
+def sequential():
+    return nn.Sequential(*[Residual(32) for _ in range(6)]), (torch.randn(1024, 32),), {}
+
+
+def convolutions():
+    stages = [nn.Sequential(Convolution(), Convolution()) for _ in range(2)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return model, (torch.randn(32, 3, 12, 12),), {}
+
+
+def hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0}
+    encoder = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder |= {"max_position_embeddings": 40}
+    config, model = {
+        "bert": (transformers.BertConfig(**sizes, **encoder), transformers.BertForMaskedLM),
+        "roberta": (transformers.RobertaConfig(**sizes, **encoder), transformers.RobertaForMaskedLM),
+        "xlnet": (
+            transformers.XLNetConfig(**sizes, d_model=16, n_layer=3, n_head=2, d_inner=32),
+            transformers.XLNetLMHeadModel,
+        ),
+        "gpt2": (
+            transformers.GPT2Config(**sizes, n_embd=16, n_layer=3, n_head=2, n_positions=32),
+            transformers.GPT2LMHeadModel,
+        ),
+    }[kind]
+    ids = torch.randint(5, 40, (8, 16))
+    return model(config).train(), (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+MODELS = {
+    "list": listed,
+    "sequential": sequential,
+    "convolutions": convolutions,
+    **{name: lambda name=name: hugging_face(name) for name in ("bert", "roberta", "xlnet", "gpt2")},
+}
+
+
+def loss_of(output):
+    if isinstance(output, torch.Tensor):
+        return output.square().mean()
+    return output.loss
+
+
+def train(model, args, kwargs, steps=3, forward=None):
+    """Weights, buffers and losses of some steps."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of((forward or model)(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(value.detach().clone() for value in model.state_dict().values())]
+
+
+def assert_same_training(model, args, kwargs, plan, **options):
+    """Training with and without the plan, from the same start, is the same bit for bit."""
+    start = copy.deepcopy(model)
+    expected = train(start, args, kwargs, **options)
+    actual = train(plan.apply(model), args, kwargs, **options)
+    assert len(expected) == len(actual)
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual))
+
+
+def step_peak(model, args, kwargs):
+    """Independent of the planner: gradients there, one step."""
+
+    def step():
+        loss_of(model(*args, **kwargs)).backward()
+
+    step()
+    return measure_peak(step).peak_bytes
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_budget_is_kept_and_training_is_the_same(name):
+    model, args, kwargs = MODELS[name]()
+    planner = Planner(model, *args, kwargs=kwargs, loss=loss_of)
+    everything = step_peak(copy.deepcopy(model), args, kwargs)
+    assert planner.keep_everything.peak_bytes == pytest.approx(everything, rel=0.02)
+    smallest = planner.smallest.peak_bytes
+    for budget in ((smallest + everything) // 2, int(smallest * 1.04)):
+        plan = planner.plan(budget, rounds=0)
+        assert plan.measured.peak_bytes <= plan.budget == budget
+        if not any(isinstance(item, tuple) for item in plan.items):
+            assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
+        planned = plan.apply(copy.deepcopy(model))
+        assert step_peak(planned, args, kwargs) == pytest.approx(plan.measured.peak_bytes, rel=0.01)
+        assert_same_training(copy.deepcopy(model), args, kwargs, plan)
+
+
+def test_blocks_that_write_to_a_cache():
+    """GPT-2 as it comes: each block adds keys and values to one object, which lives as long as the model's output."""
+    model, _, kwargs = hugging_face("gpt2")
+    del kwargs["use_cache"]
+    plan = hc.plan(model, kwargs=kwargs, budget="0.6x")
+    assert [block.name for block in plan.blocks] == [f"transformer.h.{number}" for number in range(3)]
+    assert plan.measured.peak_bytes <= plan.budget
+    assert_same_training(model, (), kwargs, plan)
+
+
+def state_of(model):
+    parameters = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    buffers = [(name, buffer.clone()) for name, buffer in model.named_buffers()]
+    return parameters + buffers + [("random", torch.get_rng_state())]
+
+
+def test_planning_leaves_the_model_alone():
+    model, args, _ = convolutions()
+    model[1].eval()
+    fired = []
+    parameters = list(model.parameters())
+    parameters[0].register_post_accumulate_grad_hook(lambda parameter: fired.append("parameter"))
+    loss_of(model(*args)).backward()
+    del fired[:]
+    gradients = [(parameter.grad, parameter.grad.clone()) for parameter in parameters]
+    versions = [parameter._version for parameter in parameters]
+    classes = [type(module) for module in model.modules()]
+    flags = [module.training for module in model.modules()]
+    hooks = [
+        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+        for module in model.modules()
+    ]
+    before = state_of(model)
+    plan = hc.plan(model, *args, loss=loss_of, budget="0.8x")
+    for (name, old), (_, new) in zip(before, state_of(model), strict=True):
+        assert torch.equal(old, new), name
+    assert fired == []
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert all(
+        one.grad is old and torch.equal(old, value) for one, (old, value) in zip(parameters, gradients)
+    )
+    assert [parameter._version for parameter in parameters] == versions
+    assert [type(module) for module in model.modules()] == classes
+    assert [module.training for module in model.modules()] == flags
+    assert [
+        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+        for module in model.modules()
+    ] == hooks
+    loss_of(plan.apply(model)(*args)).backward()
+    assert fired == ["parameter"]
+
+
+def test_gradients_that_were_not_there_are_not_there_afterwards():
+    model, args, _ = listed()
+    hc.plan(model, *args)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_that_fails_leaves_the_model_alone_too():
+    model, args, _ = sequential()
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match=r"one number.*shape \(1024, 32\)"):
+        hc.plan(model, *args, loss=lambda output: output)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_impossible_budget_names_the_smallest_and_it_can_be_met():
+    model, args, _ = listed()
+    planner = Planner(model, *args)
+    with pytest.raises(hc.BudgetError, match="smallest peak is .* KiB, set by ") as caught:
+        planner.plan(1000)
+    assert "layers." in str(caught.value) or "last block" in str(caught.value)
+    smallest = caught.value.smallest
+    assert smallest == planner.smallest.peak_bytes
+    assert planner.plan(int(smallest * 1.01), rounds=0).measured.peak_bytes <= smallest * 1.01
+
+
+def test_fastest_plan_and_min():
+    model, args, _ = listed()
+    planner = Planner(model, *args)
+    assert planner.plan(None).budget is None
+    least = planner.plan("min")
+    assert least.measured.peak_bytes <= least.budget < planner.keep_everything.peak_bytes
+    assert planner.plan(10**9).measured.peak_bytes <= planner.keep_everything.peak_bytes * 1.05
+
+
+def test_keeping_a_chain_of_linear_and_relu_to_the_byte():
+    """Forward: each relu's output stays (it is the next linear's input, too), the linears' outputs do not. The last block's
+    backward pass sees all of them, the loss's gradient of its output, and the gradient of that relu's input."""
+    rows, width, depth = 128, 32, 5
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)])
+    planner = Planner(model, torch.randn(rows, width), loss=torch.sum)
+    activation = rows * width * 4
+    gradient = width * width * 4  # of a weight, before it is added to what is there
+    expected = depth * activation + 2 * activation + max(gradient - activation, 0)
+    assert planner.keep_everything.peak_bytes == pytest.approx(expected, abs=64)
+
+
+def test_segments_of_a_sequential():
+    """Far below what single blocks can give: nested segments."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)])
+    args = (torch.randn(8192, 16),)
+    planner = Planner(model, *args, loss=loss_of)
+    plan = planner.plan(int(planner.smallest.peak_bytes * 1.05), rounds=0)
+
+    def nesting(item):
+        return 1 + max(map(nesting, item)) if isinstance(item, tuple) else 0
+
+    assert max(map(nesting, plan.items)) >= 2
+    assert plan.measured.peak_bytes <= plan.budget < 0.5 * planner.keep_everything.peak_bytes
+    assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
+    assert_same_training(model, args, {}, plan)
+
+
+class Marked(Residual):
+    """A block whose author recomputes a part of it."""
+
+    def forward(self, x, scale=1.0):
+        hidden = hc.checkpoint(lambda y: functional.gelu(self.up(self.norm(y))), x)
+        return x + scale * self.drop(self.down(hidden))
+
+
+def test_marked_regions_inside_blocks():
+    model = nn.Sequential(*[Marked(16) for _ in range(4)])
+    args = (torch.randn(512, 16),)
+    planner = Planner(model, *args, loss=loss_of)
+    plan = planner.plan((planner.keep_everything.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
+    assert plan.measured.peak_bytes <= plan.budget
+    assert_same_training(model, args, {}, plan)
+
+
+def test_autocast():
+    model, args, _ = sequential()
+    plan = hc.plan(model, *args, loss=loss_of, budget="0.5x", autocast=torch.bfloat16)
+    assert plan.keep_everything.peak_bytes < Planner(model, *args, loss=loss_of).keep_everything.peak_bytes
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    assert plan.measured.peak_bytes <= plan.budget
+    start = copy.deepcopy(model)
+    expected = train(model, args, {}, forward=forward)
+    model.load_state_dict(start.state_dict())
+    plan.apply(model)
+    assert all(
+        torch.equal(one, other) for one, other in zip(expected, train(model, args, {}, forward=forward))
+    )
+
+
+def test_frozen_blocks():
+    model, args, _ = listed()
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    model.embed.requires_grad_(False)
+    planner = Planner(model, *args, blocks=["layers.*"])
+    plan = planner.plan((planner.keep_everything.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
+    assert plan.measured.peak_bytes <= plan.budget
+    assert_same_training(model, args, {}, plan)
+    assert model.layers[0].up.weight.grad is None
+
+
+def test_applied_removed_copied_and_applied_again():
+    model, args, _ = listed()
+    start = copy.deepcopy(model)
+    plan = hc.plan(model, *args, budget="0.5x")
+    expected = train(copy.deepcopy(start), args, {})
+
+    def same(one):
+        return all(torch.equal(a, b) for a, b in zip(expected, train(one, args, {}), strict=True))
+
+    kept = step_peak(copy.deepcopy(start), args, {})
+    planned = plan.apply(model)
+    assert planned is model and list(model.state_dict()) == list(start.state_dict())
+    twin = copy.deepcopy(model)
+    assert step_peak(copy.deepcopy(twin), args, {}) <= plan.budget < kept
+    assert same(twin)
+    plan.remove(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in start.modules()]
+    assert step_peak(copy.deepcopy(model), args, {}) == kept
+    plan.apply(plan.apply(model))
+    assert step_peak(copy.deepcopy(model), args, {}) <= plan.budget
+    assert same(model)
+
+
+def test_evaluation_with_a_plan():
+    model, args, _ = listed()
+    start = copy.deepcopy(model).eval()
+    hc.plan(model, *args, budget="0.5x").apply(model).eval()
+    with torch.no_grad():
+        assert torch.equal(model(*args), start(*args))
+    model(*args).backward()
+    start(*args).backward()
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), start.parameters(), strict=True)
+    )
+
+
+def test_largest_batch_is_the_largest():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)])
+
+    def sample(batch):
+        return torch.randn(batch * 64, 16)
+
+    budget = 200_000
+    batch, plan = hc.largest_batch(model, sample, budget, loss=loss_of)
+    assert plan.measured.peak_bytes <= budget
+    assert plan.sample == (("float32", (batch * 64, 16)),)
+    with pytest.raises(hc.BudgetError):
+        hc.plan(model, sample(batch + 1), loss=loss_of, budget=budget)
+
+
+def test_largest_batch_refuses_budgets_that_depend_on_it():
+    model, _, _ = sequential()
+    for budget in ("0.5x", "min", None):
+        with pytest.raises(ValueError, match="does not depend on the batch"):
+            hc.largest_batch(model, lambda batch: torch.randn(batch, 32), budget)
