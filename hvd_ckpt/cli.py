@@ -21,10 +21,14 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "bench": _Entry(
-        "hvd_ckpt.benchmark.command", "bench", "Time the reduction beside stock Horovod and DDP."
+        "hvd_ckpt.benchmark.command",
+        "bench",
+        "Time the reduction, and the recomputation, beside everything else that does it.",
     ),
     "compare": _Entry(
-        "hvd_ckpt.comparison.command", "compare", "Compare engines on real workloads: results, time, memory."
+        "hvd_ckpt.comparison.command",
+        "compare",
+        "Compare engines and ways to recompute on real workloads: results, time, memory.",
     ),
     "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
     "plan": _Entry("hvd_ckpt.planning.command", "plan", "Fit a model's training step into a memory budget."),
