@@ -128,6 +128,24 @@ def test_mixed_precision_is_right(tmp_path):
     assert results["hvd_ckpt", "non-reentrant"]["right"]
 
 
+def test_a_plan_is_compared_like_any_other_way_to_recompute(tmp_path):
+    process, results = run_compare(
+        tmp_path / "out",
+        *("--budget", "0.5x", "--engines", "hvd_ckpt", "--variants", "none"),
+        *("--workloads", "bert", "--scenarios", "plain"),
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert set(results) == {("hvd_ckpt", "none"), ("hvd_ckpt", "plan 0.5x")}
+    kept, plan = results["hvd_ckpt", "none"], results["hvd_ckpt", "plan 0.5x"]
+    assert (plan["workload"], plan["status"], plan["difference"]) == ("bert", "right", kept["difference"])
+    assert (plan["runs"], plan["least"], plan["most"], plan["same_order"]) == (3, 1, 1, True)
+    assert plan["peak_bytes"] < 0.8 * kept["peak_bytes"]
+    assert plan["step_seconds"] > 0
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| bert | plan 0.5x | hvd_ckpt | right | equal |" in page
+    assert "hvd_ckpt, plain plan 0.5x is left out: No plan stays within a budget of" in page
+
+
 def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
     arguments = [*SMALL, "--chunks", "99", "--variants", "reentrant", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(compare, arguments)
@@ -155,6 +173,9 @@ def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
         (["--variants", "both"], "--variants: 'both' is none of none, reentrant, non-reentrant"),
         (["--chunks", "2,0"], "--chunks: '0' is not a number of segments"),
         (["--chunks", "-1"], "--chunks: '-1' is not a number of segments"),
+        (["--budget", "half"], "--budget: budget must be bytes, or text like '6GiB'"),
+        (["--budget", "0x"], "--budget: budget must be bytes, or text like '6GiB'"),
+        (["--budget", "min", "--engines", "ddp", "--subject", "ddp"], "none of the engines ddp has plans"),
         (["--steps", "0"], "'--steps': 0 is not in the range"),
         (["--quick", "--full"], "--quick and --full exclude each other"),
         (["--text", "no/such/file"], "--text: cannot read the text file 'no/such/file': No such file"),

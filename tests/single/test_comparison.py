@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from hvd_ckpt.comparison.catalog import make_workload
-from hvd_ckpt.comparison.cells import Cell, make_cells
+from hvd_ckpt.comparison.cells import Cell, find_variant, make_cells, planned
 from hvd_ckpt.comparison.data import BYTES, IGNORED, MASK, PADDING, Digits, Text, check_text
 from hvd_ckpt.comparison.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
 from hvd_ckpt.comparison.events import EventReader, EventWriter
 from hvd_ckpt.comparison.job import Job
 from hvd_ckpt.comparison.launch import Failure
-from hvd_ckpt.comparison.recomputing import KEEP
+from hvd_ckpt.comparison.planned import NoPlan, apply_plan, make_plan
+from hvd_ckpt.comparison.recomputing import KEEP, Chain
 from hvd_ckpt.comparison.recording import Recording, executed
 from hvd_ckpt.comparison.reference import Reference, largest_difference, make_reference
 from hvd_ckpt.comparison.report import Report
-from hvd_ckpt.comparison.scenarios import SCENARIOS
+from hvd_ckpt.comparison.scenarios import SCENARIOS, Scenario
 from hvd_ckpt.comparison.training import fingerprint, step_seed, train
 from hvd_ckpt.comparison.verdict import Result, add_ratios, judge
 from hvd_ckpt.comparison.workloads import Batch, Workload
@@ -34,6 +35,16 @@ def test_cells_are_every_combination_that_means_something_and_none_has_no_chunks
     cells = make_cells(meaningful, ["none", "reentrant"], [1, 4])
     expected = ["a/none/0", "a/reentrant/1", "a/reentrant/4", "b/reentrant/1", "b/reentrant/4"]
     assert [cell.key for cell in cells] == expected
+    assert [Cell.from_key(cell.key) for cell in cells] == cells
+
+
+def test_a_plan_is_one_cell_of_each_workload_it_means_something_for():
+    plan = planned("0.5x")
+    assert plan.name == "plan 0.5x"
+    assert find_variant(plan.name) == plan
+    assert find_variant("none").budget is None
+    cells = make_cells({"a": ("none", plan.name), "b": ("none",)}, ["none", plan.name], [1, 4])
+    assert [cell.key for cell in cells] == ["a/none/0", "a/plan 0.5x/0", "b/none/0"]
     assert [Cell.from_key(cell.key) for cell in cells] == cells
 
 
@@ -369,6 +380,22 @@ def test_report_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_tells_of_plans_and_why_a_cell_is_left_out(tmp_path):
+    cell = Cell("densenet", "plan 0.5x", 0)
+    planned_result = judged([trained(rank, cell=cell.key) for rank in (0, 1)], cell=cell)
+    line = "engine, tied plan 0.5x is left out: too small"
+    report = make_report([planned_result], left_out=[line])
+    assert report.right
+    page = report.markdown([])
+    assert "| densenet | plan 0.5x | right |" in page
+    assert f"- {line}" in page
+    assert "- plan: what is recomputed was left to" in page
+    assert "- plan:" not in make_report([judged([trained(0), trained(1)])]).markdown([])
+    report.save(tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["left_out"] == [line]
+    assert make_report([], left_out=[line]).conclusion == "engine has no cells to be right in."
+
+
 def test_a_loose_result_is_no_success():
     loose = judged([trained(0), trained(1, most=2)])
     assert not make_report([loose]).right
@@ -450,6 +477,60 @@ class OneProcess(HvdCkpt):
 
     def uneven(self, model):
         return nullcontext()
+
+
+class Wide(Scenario):
+    """Layers whose inside is large beside what passes between them: something to recompute."""
+
+    title = "wide layers"
+
+    def model(self, recompute):
+        layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+        return Chain(layers, recompute)
+
+    def batch(self, rank, size, step, part=0):
+        x = torch.randn(256, 16, generator=torch.Generator().manual_seed(step))
+        return Batch((x,), torch.full((256, 16), 0.3))
+
+
+def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_from_a_file(tmp_path):
+    file = tmp_path / "plan.json"
+    wide, engine = Wide("quick", 1, None), OneProcess()
+    reference = make_reference(wide, size=1, steps=2, seed=1)
+
+    def plan(model):
+        make_plan(
+            model,
+            wide,
+            engine,
+            budget="0.7x",
+            precision="fp32",
+            device=torch.device("cpu"),
+            file=file,
+        )
+
+    cell = Cell("wide", "plan 0.7x", 0)
+    first = train(wide, engine, cell, steps=2, seed=1, prepare=plan).model
+    later = train(wide, engine, cell, steps=2, seed=1, prepare=apply_plan(file)).model
+    assert any(block["treatment"] for block in json.loads(file.read_text())["blocks"])
+    assert fingerprint(first.named_parameters()) == fingerprint(later.named_parameters())
+    far, _, worst = largest_difference(dict(first.named_parameters()), reference.parameters, reference.start)
+    assert far <= 1e-5, worst
+
+
+def test_a_model_that_cannot_be_planned_says_why(tmp_path):
+    plain = make_workload("plain", "quick", 1, None)
+    with pytest.raises(NoPlan, match="No plan stays within a budget of 8 B: the smallest peak is"):
+        make_plan(
+            plain.model(KEEP),
+            plain,
+            OneProcess(),
+            budget="8",
+            precision="fp32",
+            device=torch.device("cpu"),
+            file=tmp_path / "plan.json",
+        )
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_engines_are_found_by_name_or_path():
