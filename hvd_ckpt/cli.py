@@ -21,14 +21,10 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "bench": _Entry(
-        "hvd_ckpt.benchmark.command",
-        "bench",
-        "Time the reduction, and the recomputation, beside everything else that does it.",
+        "hvd_ckpt.benchmark.command", "bench", "Time reduction and recomputation beside their peers."
     ),
     "compare": _Entry(
-        "hvd_ckpt.comparison.command",
-        "compare",
-        "Compare engines and ways to recompute on real workloads: results, time, memory.",
+        "hvd_ckpt.comparison.command", "compare", "Compare engines and recomputation: results, time, memory."
     ),
     "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
     "plan": _Entry("hvd_ckpt.planning.command", "plan", "Fit a model's training step into a memory budget."),
