@@ -81,7 +81,13 @@ class Planner:
         points = frontier(self._chain)
         limit = self._limit(wanted, points)
         with undisturbed(self._step.model, self._step.device):
-            solution, measured, timeline = self._fastest(limit, points, rounds)
+            try:
+                solution, measured, timeline = self._fastest(limit, points, rounds)
+            except BudgetError as error:
+                if wanted.kind != "min":
+                    raise
+                limit = error.smallest  # it takes a little more than was predicted
+                solution, measured, timeline = self._fastest(limit, points, rounds)
         predicted = Cost(solution.peak, solution.seconds)
         timelines = {"after": _thinned(timeline)}
         if self._kept is not None:
@@ -147,15 +153,7 @@ class Planner:
         for _ in range(_CORRECTIONS):
             try:
                 solution = solve(self._chain, target)
-            except Infeasible as infeasible:
-                if found is not None:
-                    break
-                if target == limit:
-                    raise self._too_small(limit, infeasible) from None
-                solution = smallest_peak(self._chain)
-                peak, timeline = self._peak(solution)
-                if peak <= limit:
-                    found = (solution, peak, timeline)
+            except Infeasible:
                 break
             peak, timeline = self._peak(solution)
             error = peak - solution.peak  # above zero where it needs more than predicted
@@ -171,19 +169,15 @@ class Planner:
                     break
         if found is None:
             solution = smallest_peak(self._chain)
-            raise BudgetError(
-                f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak measured was {show_bytes(peak)}, set by "
-                f"{self._place(bottleneck(self._chain, solution.items))}. Give a larger budget or a smaller batch.",
-                peak,
-            )
+            peak, timeline = self._peak(solution)
+            if peak > limit:
+                raise BudgetError(
+                    f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(peak)}, set by "
+                    f"{self._place(bottleneck(self._chain, solution.items))}. Give a larger budget or a smaller batch.",
+                    peak,
+                )
+            found = (solution, peak, timeline)
         return found
-
-    def _too_small(self, limit: int, infeasible: Infeasible) -> BudgetError:
-        return BudgetError(
-            f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(infeasible.smallest)}, set by "
-            f"{self._place(infeasible.block)}. Give a larger budget or a smaller batch.",
-            infeasible.smallest,
-        )
 
     def _place(self, block: int) -> str:
         if block == 0:

@@ -238,8 +238,8 @@ def test_impossible_budget_names_the_smallest_and_it_can_be_met():
         planner.plan(1000)
     assert "layers." in str(caught.value) or "last block" in str(caught.value)
     smallest = caught.value.smallest
-    assert smallest == planner.smallest.peak_bytes
-    assert planner.plan(int(smallest * 1.01), rounds=0).measured.peak_bytes <= smallest * 1.01
+    assert smallest == pytest.approx(planner.smallest.peak_bytes, rel=0.05)
+    assert planner.plan(smallest, rounds=0).measured.peak_bytes <= smallest
 
 
 def test_fastest_plan_and_min():
@@ -249,6 +249,13 @@ def test_fastest_plan_and_min():
     least = planner.plan("min")
     assert least.measured.peak_bytes <= least.budget < planner.keep_everything.peak_bytes
     assert planner.plan(10**9).measured.peak_bytes <= planner.keep_everything.peak_bytes * 1.05
+
+
+def test_min_is_met_where_a_plan_needs_more_than_predicted():
+    """Segments hold a random state each, which no prediction counts; for "min" there is no slack to take it from."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
+    plan = hc.plan(model, torch.randn(512, 16), loss=loss_of, budget="min")
+    assert plan.measured.peak_bytes <= plan.budget < plan.keep_everything.peak_bytes
 
 
 def test_keeping_a_chain_of_linear_and_relu_to_the_byte():
