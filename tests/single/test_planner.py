@@ -153,8 +153,10 @@ def test_budget_is_kept_and_training_is_the_same(name):
     planner = Planner(model, *args, kwargs=kwargs, loss=loss_of)
     everything = step_peak(copy.deepcopy(model), args, kwargs)
     assert planner.keep_everything.peak_bytes == pytest.approx(everything, rel=0.02)
-    smallest = planner.smallest.peak_bytes
-    for budget in ((smallest + everything) // 2, int(smallest * 1.04)):
+    with pytest.raises(hc.BudgetError) as caught:
+        planner.plan(1)
+    smallest = caught.value.smallest
+    for budget in ((smallest + everything) // 2, smallest):
         plan = planner.plan(budget, rounds=0)
         assert plan.measured.peak_bytes <= plan.budget == budget
         if not any(isinstance(item, tuple) for item in plan.items):
