@@ -23,7 +23,7 @@ from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
 from hvd_ckpt.planning.measure import BlockRunner
 from hvd_ckpt.planning.plan import BlockPlan, Plan
-from hvd_ckpt.planning.trace import trace
+from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.planning.treatment import KEEP, Treatment
 from hvd_ckpt.recompute.calls import tensors_in
 
@@ -144,23 +144,23 @@ class Profile:
         runner = BlockRunner(block, block.args, block.kwargs, self.step.device, self.step.autocast)
         treatments = [KEEP, _RECOMPUTE]
         if not block.compiled:
-            for _ in range(2):  # the first run is slower than any later one
+            traces = []
+            for _ in range(4):  # the first run is slower than any later one
                 args, kwargs = runner.inputs()
                 with self.step.autocast():
-                    traced = trace(block, args, kwargs)
-            treatments = candidates(traced, limit)
+                    traces.append(trace(block, args, kwargs))
+            treatments = candidates(fastest(traces[1:]), limit)
         runner.memory(treatments[:1])
         costs = runner.memory(treatments)
-        # A treatment that keeps as much as another and needs as much at work is measured no further than its bytes.
+        # Treatments that come to the same bytes, compressing what is not there, say, are measured no further.
         useful = [
             number
             for number, cost in enumerate(costs)
-            if number == 0
+            if number < 2
             or not any(
-                other.kept <= cost.kept and other.backward_peak <= cost.backward_peak and index < number
-                for index, other in enumerate(costs[1:number], 1)
+                (other.kept, other.backward_peak) == (cost.kept, cost.backward_peak)
+                for other in costs[1:number]
             )
-            or treatments[number].policy is None
         ]
         treatments, costs = [treatments[number] for number in useful], [costs[number] for number in useful]
         least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
@@ -209,7 +209,10 @@ class Profile:
         begin, end = by_name["first block"], by_name["last block"]
         behind = max(by_name[name].peak_bytes for name in ("loss", "gradient") if name in by_name) - end.bytes
         after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
-        rest = max(seconds - sum(block.choices[choice].seconds for block, choice in zip(inner, leanest)), 0.0)
+        alone = sum(block.choices[choice].seconds for block, choice in zip(inner, leanest))
+        if 0 < seconds < alone:  # by themselves, blocks ran slower than they do in a step
+            inner = [_paced(block, seconds / alone) for block in inner]
+        rest = max(seconds - alone, 0.0)
         before_block = Block(
             (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
             begin.bytes,
@@ -270,6 +273,11 @@ class Profile:
                 )
             )
         return Plan(tuple(blocks), items, **facts)
+
+
+def _paced(block: Block, pace: float) -> Block:
+    choices = tuple(dataclasses.replace(choice, seconds=pace * choice.seconds) for choice in block.choices)
+    return dataclasses.replace(block, choices=choices, forward_seconds=pace * block.forward_seconds)
 
 
 def _device(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
