@@ -10,6 +10,7 @@ number on every run.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +186,9 @@ def _profiling() -> Iterator[profile]:
         raise RuntimeError(
             "memory cannot be measured inside a running PyTorch profiler: end that profiler first"
         )
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # else the profiler writes a line to standard error as it starts and ends
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield profiler
 

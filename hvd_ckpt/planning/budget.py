@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 
 __all__ = ["Budget", "BudgetError", "parse_budget", "show_bytes"]
 
+_MOST = 2.0**62
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
@@ -68,7 +68,7 @@ def parse_budget(budget: int | float | str | None) -> Budget:
     if budget is None:
         return Budget("fastest")
     if isinstance(budget, (int, float)) and not isinstance(budget, bool):
-        if not math.isfinite(budget) or budget <= 0:
+        if not 1 <= budget <= _MOST:
             raise ValueError(wrong)
         return Budget("bytes", budget)
     if not isinstance(budget, str):
@@ -77,7 +77,7 @@ def parse_budget(budget: int | float | str | None) -> Budget:
     if text.lower() in ("min", "fastest"):
         return Budget(text.lower())
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)", text)
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) <= _MOST:
         raise ValueError(wrong)
     value, unit = float(match[1]), match[2]
     if unit.lower() == "x":
@@ -88,7 +88,12 @@ def parse_budget(budget: int | float | str | None) -> Budget:
         return Budget("device", value / 100)
     if unit.upper() not in _UNITS:
         raise ValueError(wrong)
-    return Budget("bytes", value * _UNITS[unit.upper()])
+    count = value * _UNITS[unit.upper()]
+    if count < 1:
+        raise ValueError(
+            f"budget: '{text}' is less than a byte: did you mean '{text}x', a share of what keeping everything needs?"
+        )
+    return Budget("bytes", count)
 
 
 def device_budget(share: float, device: torch.device) -> int:

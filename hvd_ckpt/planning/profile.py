@@ -237,7 +237,7 @@ class Profile:
             def on_gradient(values: Any, name: str) -> None:
                 for tensor in tensors_in(values):
                     if tensor.requires_grad:
-                        tensor.register_hook(lambda gradient: once(name))
+                        tensor.register_hook(lambda gradient: once(name))  # type: ignore[no-untyped-call]
                         return
 
             def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -263,16 +263,43 @@ class Profile:
     def plan_of(self, items: tuple[Any, ...], choices: Sequence[int], **facts: Any) -> Plan:
         """A plan with these items (numbers of blocks, nested for segments) and a choice for each block."""
         blocks = []
+        depths = _depths(items)
         for index, (block, choice) in enumerate(zip(self.found, choices)):
-            measured = self.chain[index + 1].choices if hasattr(self, "chain") else ()
-            kept = measured[choice].kept if measured else 0
-            added = measured[choice].seconds - measured[0].seconds if measured else 0.0
+            kept, added = 0, 0.0
+            if hasattr(self, "chain"):
+                measured = self.chain[index + 1]
+                depth, last = depths[index]
+                added = (
+                    measured.choices[choice].seconds
+                    - measured.choices[0].seconds
+                    + depth * measured.forward_seconds
+                )
+                # Of a segment, only the output of its last block is held.
+                kept = measured.choices[choice].kept if not depth else measured.output if last else 0
             blocks.append(
                 BlockPlan(
                     block.members, block.kind, block.parameters, self.treatments[index][choice], kept, added
                 )
             )
         return Plan(tuple(blocks), items, **facts)
+
+
+def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
+    """For each block: in how many segments it lies, and whether it is the last one of the outermost."""
+    found: dict[int, tuple[int, bool]] = {}
+
+    def walk(inner: Sequence[Any], depth: int) -> None:
+        for item in inner:
+            if isinstance(item, tuple):
+                walk(item, depth + 1)
+                if depth == 0:
+                    last = max(found)
+                    found[last] = (found[last][0], True)
+            else:
+                found[item] = (depth, False)
+
+    walk(items, 0)
+    return found
 
 
 def _paced(block: Block, pace: float) -> Block:
