@@ -24,7 +24,7 @@ _RANDOM = {
     "alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "gru",
     "gumbel_softmax", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh", "rrelu", "rrelu_",
     "scaled_dot_product_attention", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
-    "fractional_max_pool3d_with_indices",
+    "fractional_max_pool3d_with_indices", "pca_lowrank", "svd_lowrank",
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class CallMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._depth = depth()
+        self.depth = depth()
 
     def __torch_function__(
         self,
@@ -45,7 +45,8 @@ class CallMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if depth() != self._depth:
+        # What torch.compile compiles is one piece: it would look into this method otherwise.
+        if torch.compiler.is_compiling() or depth() != self.depth:
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 

@@ -11,22 +11,24 @@ References point one way only (holder, group, call, argument), so that everythin
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, is_random, map_tensors, tensors_in
 from hvd_ckpt.recompute.saved import Compressed
-from hvd_ckpt.recompute.state import autocast_context, autocast_state, random_context
+from hvd_ckpt.recompute.state import attention_context, autocast_context, autocast_state, random_context
 
-__all__ = ["Call", "Group", "Holder", "Keeper", "Kept", "Reference", "Scratch", "Stored", "unpack"]
-
-View = tuple[tuple[int, ...], tuple[int, ...], int]
+__all__ = [
+    "Call", "Group", "Holder", "Keeper", "Kept", "Packed", "Plain", "Reference", "Scratch", "Stored", "View",
+    "memory_of", "unpack", "version_of",
+]  # fmt: skip
 
 
 class Keeper:
@@ -34,48 +36,80 @@ class Keeper:
 
     Usually nowhere: autograd and the calls hold them. But where saved-tensor hooks of somebody else are active (an outer
     region that is recomputed as a whole, ``save_on_cpu``), kept tensors must go through those hooks; then they are collected
-    and, at the end of the forward pass, saved all together by a node of their own.
+    and, at the end of the forward pass, saved, each by a node of its own, so that each can go after its last use.
     """
 
     def __init__(self) -> None:
         self.collecting = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        self._tensors: list[Tensor] | None = []
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._node: Any = None
+        self._slots: dict[tuple[Any, ...], _Slot] = {}
 
-    def keep(self, tensor: Tensor) -> Any:
-        """What to hold in place of ``tensor``: itself without its graph (which would be a cycle), or its number."""
+    def keep(self, tensor: Tensor, user: str) -> Plain | Kept:
+        """What to hold in place of ``tensor``: itself without its graph (which would be a cycle), or where it will be.
+
+        Args:
+            user: who needs it, for the error if it is changed in place meanwhile.
+        """
+        version = version_of(tensor)
         if not self.collecting:
-            return tensor.detach() if tensor.grad_fn is not None else tensor
-        assert self._tensors is not None
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._tensors)
-            self._tensors.append(tensor.detach())
-        return Kept(self, number)
+            return Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version, user)
+        key: tuple[Any, ...] = (len(self._slots),)
+        if memory_of(tensor) is not None:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = _Slot(tensor.detach(), version, tensor.stride() if key[1:] else None)
+        return Kept(slot, user)
 
     def close(self) -> None:
         """The forward pass is over, and the outer hooks are the active ones again."""
-        if self._tensors:
+        if self._slots:
             with torch.enable_grad():
                 root = torch.empty(0, requires_grad=True)
-                self._node = _SaveAll.apply(root, *self._tensors).grad_fn  # type: ignore[no-untyped-call]
-        self._tensors = None
-        self._numbers.clear()
-
-    def get(self, number: int) -> Tensor:
-        if self._tensors is None:
-            self._tensors = list(self._node.saved_tensors)
-        return self._tensors[number]
+                for slot in self._slots.values():
+                    slot.save(root)
+        self._slots.clear()
 
 
-class _SaveAll(torch.autograd.Function):
-    """Saves tensors; nothing flows through it."""
+class _Slot:
+    """One collected tensor. It goes when the last one who was promised it goes."""
+
+    __slots__ = ("changed", "node", "stride", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int, stride: tuple[int, ...] | None) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = version
+        self.changed = version
+        self.stride = stride
+        self.node: Any = None
+
+    def save(self, root: Tensor) -> None:
+        assert self.tensor is not None
+        self.changed = version_of(self.tensor)
+        self.node = _Save.apply(root, self.tensor).grad_fn  # type: ignore[no-untyped-call]
+        self.tensor = None
+
+    def get(self) -> Tensor:
+        if self.tensor is None:
+            (saved,) = self.node.saved_tensors
+            self.tensor = _in_layout(saved, self.stride)
+        return self.tensor
+
+
+def _in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """The tensor with those strides, which decide on what a call saves; hooks may have given back others."""
+    if stride is None or tensor.stride() == stride:
+        return tensor
+    once = tensor[tuple(slice(None) if step else slice(1) for step in stride)]
+    laid_out = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(once).expand(tensor.shape)
+
+
+class _Save(torch.autograd.Function):
+    """Saves a tensor; nothing flows through it."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, root: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
         return torch.empty(0)
 
     @staticmethod
@@ -83,32 +117,68 @@ class _SaveAll(torch.autograd.Function):
         raise AssertionError("no gradient flows here")
 
 
-@dataclass(frozen=True)
-class Kept:
+class Packed:
+    """A compressed tensor whose payload a keeper collected."""
+
+    __slots__ = ("_compressed", "_payload")
+
+    def __init__(self, compressed: Compressed, payload: Any) -> None:
+        self._compressed = dataclasses.replace(compressed, payload=compressed.payload.new_empty(0))
+        self._payload = payload
+
+    def get(self) -> Tensor:
+        """The tensor as it was."""
+        return dataclasses.replace(self._compressed, payload=self._payload.get()).restore()
+
+
+class Kept(NamedTuple):
     """A tensor that a keeper collected."""
 
-    keeper: Keeper
-    number: int
+    slot: _Slot
+    user: str
+
+    def peek(self) -> Tensor:
+        """The tensor as it is now, during the forward pass."""
+        return self.slot.get()
+
+    def get(self) -> Tensor:
+        """The tensor; an error if it was changed in place before the end of the forward pass."""
+        if self.slot.changed != self.slot.version:
+            raise _changed_in_place(self.slot.version, self.slot.changed, self.user)
+        return self.slot.get()
 
 
-@dataclass(frozen=True)
+class Plain(NamedTuple):
+    """A tensor that is kept as it is. (Where there are saved-tensor hooks, autograd leaves the check to them.)"""
+
+    tensor: Tensor
+    version: int
+    user: str
+
+    def peek(self) -> Tensor:
+        """The tensor as it is now."""
+        return self.tensor
+
+    def get(self) -> Tensor:
+        """The tensor; an error if it was changed in place meanwhile."""
+        if version_of(self.tensor) != self.version:
+            raise _changed_in_place(self.version, version_of(self.tensor), self.user)
+        return self.tensor
+
+
+def _changed_in_place(expected: int, version: int, user: str) -> RuntimeError:
+    return RuntimeError(
+        f"A tensor that '{user}' needs for the backward pass has been modified by an inplace operation: it is at "
+        f"version {version}, expected {expected}. Change a copy of it instead."
+    )
+
+
+@dataclass(eq=False)
 class Stored:
     """A kept argument of a call."""
 
-    tensor: Any  # a Tensor or a Kept
+    kept: Plain | Kept
     requires_grad: bool
-    version: int
-
-    def get(self, name: str) -> Tensor:
-        if isinstance(self.tensor, Kept):
-            return self.tensor.keeper.get(self.tensor.number)
-        tensor: Tensor = self.tensor
-        if _version(tensor) != self.version:
-            raise RuntimeError(
-                f"A {tuple(tensor.shape)} tensor that '{name}' needs to be computed again has been changed in place since the "
-                f"forward pass (it is at version {_version(tensor)}, expected {self.version})."
-            )
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -120,16 +190,11 @@ class Scratch:
 
 @dataclass(eq=False)
 class Reference:
-    """An argument that is a result of an earlier dropped call.
-
-    Attributes:
-        group: that call's group if it is another one; None within a group, which would otherwise never be freed.
-    """
+    """An argument that is a result of an earlier dropped call."""
 
     call: Call
     output: int
     requires_grad: bool
-    group: Group | None
 
 
 class Call:
@@ -143,11 +208,16 @@ class Call:
         grad: whether gradients were enabled.
         autocast: whether autocast was on, and for what.
         random: a context with the random state that it started from, if it draws random numbers.
+        attention: a context with the kernels that were allowed for attention, if it is one.
         in_place: it changes its first argument.
+        alias: its results lie in the memory of kept arguments.
+        read: a later dropped call reads one of its results.
+        cache: for keys in ``wanted``, the tensor, how many holders have not asked yet, and the tensor's version.
     """
 
     __slots__ = (
-        "args", "autocast", "cache", "func", "grad", "in_place", "inner", "kwargs", "number", "random", "wanted",
+        "alias", "args", "attention", "autocast", "cache", "func", "grad", "in_place", "inner", "kwargs", "number", "random",
+        "read", "wanted",
     )  # fmt: skip
 
     def __init__(self, func: Callable[..., Any], number: int, device: torch.device) -> None:
@@ -156,11 +226,14 @@ class Call:
         self.grad = torch.is_grad_enabled()
         self.autocast = autocast_state(device.type)
         self.random = random_context(device) if is_random(func) else None
+        self.attention = attention_context() if "attention" in call_name(func) else None
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.inner = 0
         self.wanted: dict[int, int] = {}
         self.in_place = False
+        self.alias = False
+        self.read = False
         self.cache: dict[int, list[Any]] = {}
 
     def references(self) -> Iterator[Reference]:
@@ -204,64 +277,81 @@ class Group:
         with self._lock:
             if key not in call.cache:
                 self._replay()
+            tensor = _cached(call, key)
             entry = call.cache[key]
             entry[1] -= 1
             if entry[1] == 0:
                 del call.cache[key]
-            tensor: Tensor = entry[0]
             return tensor
 
     def _replay(self) -> None:
         """Runs all calls again whose results or inner tensors are wanted, and caches those."""
-        for call, results, inner in self._run_again({call for call in self._calls if call.wanted}):
+        members = set(self._calls)
+        for call, results, inner in _run_again({call for call in members if call.wanted}, members):
             for key, count in call.wanted.items():
-                call.cache[key] = [results[key] if key >= 0 else inner[-1 - key], count]
+                tensor = results[key] if key >= 0 else inner[-1 - key]
+                assert tensor is not None
+                call.cache[key] = [tensor, count, version_of(tensor)]
 
-    def compute(self, call: Call, output: int) -> Tensor:
-        """One result, for another group that begins with it; nothing is cached."""
-        with self._lock:
-            if output in call.cache:
-                tensor: Tensor = call.cache[output][0]
-                return tensor
-            found: Tensor | None = None
-            for one, results, _ in self._run_again({call}, bare=True):
-                if one is call:
-                    found = results[output]
-            assert found is not None
-            return found
 
-    def _run_again(
-        self, wanted: set[Call], bare: bool = False
-    ) -> Iterator[tuple[Call, list[Tensor], list[Tensor | None]]]:
-        """Runs the wanted calls and those they depend on, in order; ``bare`` for results alone, without what they saved."""
-        self._calls.sort(key=lambda call: call.number)
-        readers: dict[tuple[Call, int], int] = defaultdict(int)
-        read: set[Call] = set()
-        needed: list[Call] = []
-        for call in reversed(self._calls):
-            if call in wanted or call in read:
-                needed.append(call)
-                for reference in call.references():
-                    readers[reference.call, reference.output] += 1
-                    read.add(reference.call)
-        values: dict[tuple[Call, int], Tensor] = {}
-        for call in reversed(needed):
-            for reference in call.references():
-                place = (reference.call, reference.output)
-                if place not in values:
-                    assert reference.group is not None
-                    values[place] = reference.group.root().compute(*place)
-            result_needed = bare or call in read or any(key >= 0 for key in call.wanted)
-            results, inner = _run(call, values, result_needed, inner_needed=not bare)
-            for reference in call.references():
-                place = (reference.call, reference.output)
-                readers[place] -= 1
-                if readers[place] == 0:
-                    del values[place]
-            for output, result in enumerate(results):
-                if readers[call, output]:
-                    values[call, output] = result
-            yield call, results, inner
+def _cached(call: Call, key: int) -> Tensor:
+    """What is in a call's cache. A later call that was replayed too may have changed it in place, just as in the forward pass."""
+    tensor: Tensor = call.cache[key][0]
+    if version_of(tensor) != call.cache[key][2]:
+        raise _changed_in_place(call.cache[key][2], version_of(tensor), call_name(call.func))
+    return tensor
+
+
+def _compute(reference: Reference) -> Tensor:
+    """One result, for a group that begins with it; nothing is cached."""
+    if reference.output in reference.call.cache:
+        return _cached(reference.call, reference.output)
+    found: Tensor | None = None
+    for call, results, _ in _run_again({reference.call}, None):
+        if call is reference.call:
+            found = results[reference.output]
+    assert found is not None
+    return found
+
+
+def _run_again(
+    wanted: set[Call], members: Container[Call] | None
+) -> Iterator[tuple[Call, list[Tensor], list[Tensor | None]]]:
+    """Runs the wanted calls and those they depend on, in order.
+
+    Args:
+        members: the calls of the group that is replayed; what it reads of others is computed. None: results alone, without
+            what the calls saved, of whatever group.
+    """
+    readers: dict[tuple[Call, int], int] = defaultdict(int)
+    read: set[Call] = set()
+    needed, open_calls = set(wanted), list(wanted)
+    while open_calls:
+        for reference in open_calls.pop().references():
+            readers[reference.call, reference.output] += 1
+            if reference.output in reference.call.cache if members is None else reference.call not in members:
+                continue
+            read.add(reference.call)
+            if reference.call not in needed:
+                needed.add(reference.call)
+                open_calls.append(reference.call)
+    values: dict[tuple[Call, int], Tensor] = {}
+    for call in sorted(needed, key=lambda call: call.number):
+        for reference in call.references():
+            place = (reference.call, reference.output)
+            if place not in values:
+                values[place] = _compute(reference)
+        result_needed = members is None or call in read or any(key >= 0 for key in call.wanted)
+        results, inner = _run(call, values, result_needed, inner_needed=members is not None)
+        for reference in call.references():
+            place = (reference.call, reference.output)
+            readers[place] -= 1
+            if readers[place] == 0:
+                del values[place]
+        for output, result in enumerate(results):
+            if readers[call, output]:
+                values[call, output] = result
+        yield call, results, inner
 
 
 class _Enough(Exception):
@@ -276,20 +366,20 @@ def _run(
     It runs with gradients where it did so in the forward pass, needed or not: kernels are chosen by that too.
     """
     name = call_name(call.func)
-    storages: list[tuple[int, Tensor, int]] = []
+    storages: list[tuple[int | None, Tensor, int]] = []
     arguments: dict[int, Tensor] = {}
 
     def argument(spec: Any) -> Tensor:
         # The same tensor twice must be the same tensor again: attention asks whether its key is its query.
         if id(spec) not in arguments:
             tensor = arguments[id(spec)] = build(spec)
-            storages.append((tensor.untyped_storage().data_ptr(), tensor, _version(tensor)))
+            storages.append((memory_of(tensor), tensor, version_of(tensor)))
         return arguments[id(spec)]
 
     def build(spec: Any) -> Tensor:
         if isinstance(spec, Scratch):
             return spec.tensor.clone()
-        tensor: Tensor = values[spec.call, spec.output] if isinstance(spec, Reference) else spec.get(name)
+        tensor: Tensor = values[spec.call, spec.output] if isinstance(spec, Reference) else spec.kept.get()
         tensor = tensor.detach()
         if spec.requires_grad:
             tensor.requires_grad_()
@@ -301,9 +391,10 @@ def _run(
     inner: list[Tensor | None] = []
 
     def pack(tensor: Tensor) -> None:
-        pointer = tensor.untyped_storage().data_ptr()
+        memory = memory_of(tensor)
         if not tensor.numel() or any(
-            pointer == storage and _version(source) == version for storage, source, version in storages
+            (source is tensor or (memory is not None and memory == storage)) and version_of(source) == version
+            for storage, source, version in storages
         ):
             return
         inner.append(tensor.detach() if inner_needed and -1 - len(inner) in call.wanted else None)
@@ -314,11 +405,17 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.grad))
         args, kwargs = map_tensors(argument, (Stored, Scratch, Reference), (call.args, call.kwargs))
-        if any(now not in call.autocast for now in autocast_state(call.autocast[-1][0])):
+        # Entered even where it is on: a cast of an argument must not stay in autocast's own cache.
+        if any(state[1] for state in (*call.autocast, *autocast_state(call.autocast[-1][0]))):
             stack.enter_context(autocast_context(call.autocast)())
         if call.random is not None:
             stack.enter_context(call.random())
+        if call.attention is not None:
+            stack.enter_context(call.attention())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
+        # The hooks keep ``pack`` alive, and a change in place makes an argument its own result, which keeps the hooks alive.
+        stack.callback(storages.clear)
+        stack.callback(arguments.clear)
         with contextlib.suppress(_Enough):
             results = [result.detach() for result in tensors_in(call.func(*args, **kwargs))]
     if len(inner) <= last:
@@ -329,7 +426,18 @@ def _run(
     return results, inner
 
 
-def _version(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int | None:
+    """What tensors that lie in the same memory have in common; None for those that lie in none (sparse ones, wrappers)."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -350,6 +458,25 @@ def _never(packed: None) -> Tensor:
 
 
 @dataclass(frozen=True)
+class View:
+    """Where a view lies in the memory of another tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # from the other tensor's
+
+    @classmethod
+    def of(cls, tensor: Tensor, source: Tensor) -> View:
+        """The place of ``tensor`` in the memory of ``source``."""
+        offset = int(tensor.storage_offset()) - int(source.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), offset)
+
+    def apply(self, source: Tensor) -> Tensor:
+        """The view of that other tensor, come back."""
+        return source.as_strided(self.shape, self.stride, int(source.storage_offset()) + self.offset)
+
+
+@dataclass(frozen=True)
 class Holder:
     """What autograd holds in place of a dropped tensor: a result or inner tensor of a call, or a view of it."""
 
@@ -361,12 +488,12 @@ class Holder:
 
 def unpack(packed: Any) -> Tensor:
     """The tensor for what was packed."""
-    if isinstance(packed, Tensor):
-        return packed
+    if isinstance(packed, (Plain, Kept)):
+        return packed.get()
     if isinstance(packed, Compressed):
         return packed.restore()
-    if isinstance(packed, Kept):
-        return packed.keeper.get(packed.number)
+    if isinstance(packed, Packed):
+        return packed.get()
     assert isinstance(packed, Holder)
     tensor = packed.group.root().take(packed.call, packed.key)
-    return tensor if packed.view is None else tensor.as_strided(*packed.view)
+    return tensor if packed.view is None else packed.view.apply(tensor)

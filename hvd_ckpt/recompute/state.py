@@ -1,4 +1,4 @@
-"""State around a torch function that its result depends on: random generators, autocast."""
+"""State around a torch function that its result depends on: random generators, autocast, kernels of attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AutocastState", "autocast_context", "autocast_state", "random_context"]
+__all__ = ["AutocastState", "attention_context", "autocast_context", "autocast_state", "random_context"]
 
 AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 
@@ -23,14 +23,50 @@ def autocast_state(device: str) -> AutocastState:
 
 
 def autocast_context(state: AutocastState) -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which autocast is as it was."""
+    """A context in which autocast is as it was; it remembers no casts."""
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in state:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
+
+    return context
+
+
+def attention_context() -> Callable[[], AbstractContextManager[Any]]:
+    """A context in which attention may use the kernels that it may use now: each saves other tensors."""
+    kernels = torch.backends.cuda  # the switches count on every device
+    switches = (
+        kernels.enable_flash_sdp,
+        kernels.enable_mem_efficient_sdp,
+        kernels.enable_math_sdp,
+        kernels.enable_cudnn_sdp,
+    )
+
+    states: tuple[Callable[[], bool], ...] = (
+        kernels.flash_sdp_enabled,
+        kernels.mem_efficient_sdp_enabled,
+        kernels.math_sdp_enabled,
+        kernels.cudnn_sdp_enabled,
+    )
+
+    def enabled() -> tuple[bool, ...]:
+        return tuple(bool(switch()) for switch in states)
+
+    then = enabled()
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        now = enabled()
+        for switch, on in zip(switches, then):
+            switch(on)
+        try:
+            yield
+        finally:
+            for switch, on in zip(switches, now):
+                switch(on)
 
     return context
 

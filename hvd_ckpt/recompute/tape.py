@@ -19,6 +19,7 @@ that in its place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,9 +28,24 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
+from torch.utils.weak import TensorWeakRef
 
 from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors, tensors_in
-from hvd_ckpt.recompute.replay import Call, Group, Holder, Keeper, Reference, Scratch, Stored, View, unpack
+from hvd_ckpt.recompute.frames import depth
+from hvd_ckpt.recompute.replay import (
+    Call,
+    Group,
+    Holder,
+    Keeper,
+    Packed,
+    Reference,
+    Scratch,
+    Stored,
+    View,
+    memory_of,
+    unpack,
+    version_of,
+)
 from hvd_ckpt.recompute.saved import compress
 
 __all__ = ["Policy", "Tape", "run_selectively"]
@@ -44,6 +60,12 @@ _STATISTICS = {
 }
 """Functions that update running statistics without a word to the version counters, and where those stand among the
 arguments. Results do not depend on statistics that are updated."""
+
+_UNREPEATABLE = {"_base.__get__", "data.__get__", "grad", "grad.__get__", "set_"}
+"""Calls whose results depend on more than the values of their arguments."""
+
+_UNTRACKED = {"__set__", "data.__get__", "set_"}
+"""Calls through which their arguments can be changed past the version counters."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +95,13 @@ class _Tag(NamedTuple):
     call: Call
     output: int
     version: int
+    fresh: bool  # lies in memory that dropped calls have made
 
 
 class _Running(NamedTuple):
     """The torch function that is running now."""
 
+    func: Callable[..., Any]
     inputs: list[tuple[Tensor, int, _Tag | None]]
     call: Call | None  # None: its results are not dropped
     group: Group | None
@@ -94,7 +118,10 @@ def run_selectively(
     if (
         not (policy.dropped or policy.compress)
         or not torch.is_grad_enabled()
-        or any(isinstance(mode, CallMode) for mode in torch.overrides._get_current_function_mode_stack())
+        or any(
+            isinstance(mode, CallMode) and mode.depth == depth()
+            for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        )
     ):
         return function(*args, **kwargs)
     tape = Tape(policy)
@@ -103,8 +130,6 @@ def run_selectively(
             result = function(*args, **kwargs)
     finally:
         tape.close()
-    for tensor in tensors_in(result):
-        tensor.__dict__.pop(_TAG, None)  # who keeps a result must not keep what it was computed from
     return result
 
 
@@ -118,26 +143,31 @@ class Tape(CallMode):
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
-        self._crossing: list[tuple[Group, Reference]] = []  # references from one group to another
+        self._tagged: list[TensorWeakRef] = []
+        self._stored: dict[int, list[tuple[weakref.ref[Stored], Call]]] = {}  # by memory
         self._token = object()
 
     def close(self) -> None:
         """The forward pass is over."""
         self.keeper.close()
-        for group, reference in self._crossing:
-            if reference.group is not None and reference.group.root() is group.root():
-                reference.group = None  # they have become one after all
-        self._crossing.clear()
+        self._stored.clear()
+        for reference in self._tagged:
+            tensor = reference()
+            if tensor is not None:  # whoever keeps a result must not keep what it was computed from
+                tensor.__dict__.pop(_TAG, None)
+        self._tagged.clear()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._count
-        inputs = [(tensor, _version(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
+        inputs = [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
+        needs_grad = [tensor.requires_grad for tensor, _, _ in inputs]
+        self._protect(func, args, kwargs)
         call = group = None
         if self._drops(number, func) and self._repeatable(func, args, kwargs, inputs):
             call = Call(func, number, inputs[0][0].device if inputs else torch.device("cpu"))
             group = Group()
             self._begin(call)
-        outer, self._running = self._running, _Running(inputs, call, group)
+        outer, self._running = self._running, _Running(func, inputs, call, group)
         try:
             result = func(*args, **kwargs)
         finally:
@@ -146,7 +176,7 @@ class Tape(CallMode):
         if outputs:
             self._count += 1
             if call is not None and group is not None:
-                self._record(call, group, args, kwargs, inputs, outputs)
+                self._record(call, group, args, kwargs, inputs, needs_grad, outputs)
             elif self._dropped and not self._expected(number, func):
                 self._dropped = frozenset()
         return result
@@ -168,15 +198,45 @@ class Tape(CallMode):
         kwargs: dict[str, Any],
         inputs: list[tuple[Tensor, int, _Tag | None]],
     ) -> bool:
-        """A change in place can be repeated if what it changes comes back as it was: if that is a dropped result itself."""
-        return not in_place(func, args, kwargs) or (bool(inputs) and inputs[0][2] is not None)
+        """Whether the call does the same when it is run again with the same arguments.
+
+        A change in place does if what it changes comes back as it was: in memory that dropped calls have made.
+        """
+        if call_name(func) in _UNREPEATABLE or kwargs.get("max_norm") is not None:
+            return False
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            return False
+        if not in_place(func, args, kwargs):
+            return True
+        tag = inputs[0][2] if inputs else None
+        return tag is not None and tag.fresh
 
     def _tag(self, tensor: Tensor) -> _Tag | None:
         """The tensor's tag, if it is what this tape has dropped."""
         tag: _Tag | None = tensor.__dict__.get(_TAG)
-        if tag is None or tag.tape is not self._token or tag.version != _version(tensor):
+        if tag is None or tag.tape is not self._token or tag.version != version_of(tensor):
             return None
         return tag
+
+    def _protect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before a call runs: if it changes kept arguments of dropped calls in place, those get copies."""
+        name = call_name(func)
+        if name in _UNTRACKED:
+            for tensor in tensors_in(args):
+                tensor.__dict__.pop(_TAG, None)
+        if not self._stored:
+            return
+        changed = [kwargs.get("out")]
+        if name == "__setitem__" or in_place(func, args, kwargs):
+            changed.append(next(tensors_in(args, kwargs), None))
+        for tensor in tensors_in(changed):
+            for reference, call in self._stored.pop(memory_of(tensor) or 0, ()):
+                stored = reference()
+                # A view that nobody has used yet is no longer what it was either: nobody will want it.
+                if stored is not None and (call.read or call.wanted or not call.alias):
+                    with torch.no_grad():
+                        copy = stored.kept.peek().clone()
+                    stored.kept = self.keeper.keep(copy, call_name(call.func))
 
     def _record(
         self,
@@ -185,10 +245,11 @@ class Tape(CallMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inputs: list[tuple[Tensor, int, _Tag | None]],
+        needs_grad: list[bool],
         outputs: tuple[Tensor, ...],
     ) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
-        changed = [entry for entry in inputs if _version(entry[0]) != entry[1]]
+        changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]]
         new = [
             (output, tensor)
             for output, tensor in enumerate(outputs)
@@ -196,10 +257,10 @@ class Tape(CallMode):
         ]
         if not new and not call.inner:
             return
+        name = call_name(call.func)
         scratch = _statistics(call.func, args, kwargs)
         changed = [entry for entry in changed if not any(entry[0] is one for one in scratch)]
         if changed:
-            name = call_name(call.func)
             if (
                 len(changed) == 1
                 and changed[0] is inputs[0]
@@ -215,25 +276,29 @@ class Tape(CallMode):
             else:
                 return
         specified: dict[int, Stored | Scratch | Reference] = {}
-        for tensor, version, tag in inputs:
+        foreign: set[int | None] = set()
+        for (tensor, _, tag), requires_grad in zip(inputs, needs_grad):
+            if tag is None or not tag.fresh:
+                foreign.add(memory_of(tensor))
             if id(tensor) in specified:
                 continue
             if any(tensor is one for one in scratch):
                 specified[id(tensor)] = Scratch(tensor)
             elif tag is None:
-                specified[id(tensor)] = Stored(self.keeper.keep(tensor), tensor.requires_grad, version)
+                specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, name), requires_grad)
+                self._stored.setdefault(memory_of(tensor) or 0, []).append((weakref.ref(stored), call))
             else:
-                reference = Reference(tag.call, tag.output, tensor.requires_grad, None)
-                if tag.call.number in self._policy.breaks:
-                    reference.group = tag.group
-                    self._crossing.append((group, reference))
-                else:
+                tag.call.read = True
+                if tag.call.number not in self._policy.breaks:
                     group.merge(tag.group.root())
-                specified[id(tensor)] = reference
+                specified[id(tensor)] = Reference(tag.call, tag.output, requires_grad)
         call.args, call.kwargs = map_tensors(lambda tensor: specified[id(tensor)], Tensor, (args, kwargs))
         group.add(call)
         for output, tensor in new:
-            tensor.__dict__[_TAG] = _Tag(self._token, group, call, output, _version(tensor))
+            fresh = memory_of(tensor) not in foreign
+            call.alias = call.alias or not fresh
+            tensor.__dict__[_TAG] = _Tag(self._token, group, call, output, version_of(tensor), fresh)
+            self._tagged.append(TensorWeakRef(tensor))
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd is to hold in place of ``tensor``."""
@@ -241,28 +306,43 @@ class Tape(CallMode):
         if tag is not None:
             return _hold(tag.group, tag.call, tag.output)
         running = self._running
-        if running is None or not tensor.numel():
-            return self.keeper.keep(tensor)
-        storage = tensor.untyped_storage().data_ptr()
+        if running is None:
+            return self.keeper.keep(tensor, "a custom autograd function")
+        name = call_name(running.func)
+        if not tensor.numel():
+            return self.keeper.keep(tensor, name)
+        memory = memory_of(tensor)
         for source, version, tag in running.inputs:
-            if source.untyped_storage().data_ptr() == storage and _version(source) == version:
-                if tag is None or tensor.dtype != source.dtype or tensor.is_conj() or tensor.is_neg():
-                    return self.keeper.keep(tensor)
-                view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-                return _hold(tag.group, tag.call, tag.output, view)
+            same = source is tensor or (memory is not None and memory_of(source) == memory)
+            if same and version_of(source) == version:
+                # What comes back through hooks of others may lie in less memory than it did.
+                whole = tag is not None and (tag.fresh or not self.keeper.collecting)
+                if (
+                    tag is None
+                    or not whole
+                    or tensor.dtype != source.dtype
+                    or tensor.is_conj()
+                    or tensor.is_neg()
+                ):
+                    return self.keeper.keep(tensor, name)
+                return _hold(tag.group, tag.call, tag.output, View.of(tensor, source))
         if running.call is None or running.group is None:
-            return self._keep_inner(tensor)
+            return self._keep_inner(tensor, name)
         running.call.inner += 1
         return _hold(running.group, running.call, -running.call.inner)
 
-    def _keep_inner(self, tensor: Tensor) -> Any:
+    def _keep_inner(self, tensor: Tensor, name: str) -> Any:
         """Keeps a tensor that a call has made and nobody else has seen yet."""
-        if self._policy.compress and not self.keeper.collecting:
+        if self._policy.compress:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 packed = compress(tensor)
             if packed is not None:
-                return packed
-        return self.keeper.keep(tensor)
+                return (
+                    Packed(packed, self.keeper.keep(packed.payload, name))
+                    if self.keeper.collecting
+                    else packed
+                )
+        return self.keeper.keep(tensor, name)
 
 
 def _statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -276,7 +356,3 @@ def _statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _hold(group: Group, call: Call, key: int, view: View | None = None) -> Holder:
     call.wanted[key] = call.wanted.get(key, 0) + 1
     return Holder(group, call, key, view)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
