@@ -120,7 +120,10 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
             (_chained, ()) if _ITEMS in self.__dict__ else (_treated, (next(iter(namespace)),))
         )
         assert kind is maker(base, *attributes)
-        return _new, (maker, base, attributes), self.__dict__.copy()
+        getstate = getattr(base, "__getstate__", None)
+        if getstate is None or getstate is getattr(object, "__getstate__", None):
+            return _new, (maker, base, attributes), self.__dict__.copy()
+        return _new, (maker, base, attributes), getstate(self)  # the class has a way of its own
 
     return type(
         base.__name__,

@@ -1,0 +1,184 @@
+"""A treated module is the same module: its class, parameters, copies and files, and its numbers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.planning.treatment import KEEP, Treatment, base_class, treat, treat_chain, untreat
+from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
+from hvd_ckpt.recompute.tape import Policy
+
+
+class Names(CallMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if any(True for _ in tensors_in(result)):
+            self.names.append(call_name(func))
+        return result
+
+
+class Block(nn.Module):
+    """A block with arguments by name, random numbers, and something that cannot be pickled."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
+        self.log = open("/dev/null")  # noqa: SIM115
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + scale * nn.functional.dropout(self.down(hidden), 0.2, self.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "log"}
+
+
+def drop_all(function: Callable[[Tensor], Any], x: Tensor) -> Treatment:
+    with torch.random.fork_rng(), Names() as mode:
+        function(x)
+    return Treatment("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
+
+
+def train(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def saved(model: nn.Module, x: Tensor) -> int:
+    """Bytes that autograd keeps of the model, its parameters aside."""
+    out = model(x)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    nodes, seen, found = [out.grad_fn], set(), {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                raw = getattr(node, name)
+                data = getattr(raw, "data", None)
+                if isinstance(data, Tensor) and data.data_ptr() not in own:
+                    found[data.data_ptr()] = data.nbytes
+    return sum(found.values())
+
+
+def assert_same(left: list[Tensor | None], right: list[Tensor | None]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right):
+        assert one is not None and other is not None and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["policy", "recompute"])
+def test_treated_module_is_still_itself(recompute: bool) -> None:
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(4, 8)
+    expected, shown, keys = train(block, x), repr(block), list(block.state_dict())
+    treat(block, Treatment("recompute", recompute=True) if recompute else drop_all(block, x))
+    assert isinstance(block, Block) and type(block) is not Block and base_class(block) is Block
+    assert (type(block).__name__, repr(block), list(block.state_dict())) == ("Block", shown, keys)
+    assert_same(expected, train(block, x))
+    assert torch.equal(block.eval()(x, scale=2.0), Block.forward(block, x, scale=2.0))
+    untreat(block)
+    assert type(block) is Block and not any(name.startswith("_hvd_ckpt") for name in vars(block))
+    untreat(block)
+    treat(block, KEEP)
+    assert type(block) is Block
+
+
+def through_file(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), through_file],
+    ids=["deepcopy", "pickle", "torch.save"],
+)  # fmt: skip
+def test_copies_are_treated_too(copied: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    chain, x = nn.Sequential(nn.Linear(8, 8), Block(), Block()), torch.randn(4, 8)
+    expected = train(chain, x)
+    treatment = drop_all(chain[1], x)
+    treat(chain[1], treatment)
+    treat_chain(chain, [(("0",), drop_all(chain[0], x)), [(("1",), KEEP), (("2",), treatment)]])
+    other = copied(chain)
+    assert type(other) is type(chain) and type(other[1]) is type(chain[1])
+    assert not hasattr(other[1], "log")  # its own way of being copied is respected
+    assert_same(expected, train(other, x))
+    assert next(other.parameters()) is not next(chain.parameters())
+    untreat(other)
+    assert type(other) is nn.Sequential and type(chain) is not nn.Sequential
+    assert_same(expected, train(chain, x))
+
+
+def test_treatment_saves_memory_and_can_be_changed() -> None:
+    block, x = Block(), torch.randn(4, 8)
+    everything = saved(block, x)
+    treat(block, drop_all(block, x))
+    assert saved(block, x) < everything / 2
+    treat(block, Treatment("other", Policy((), frozenset())))
+    assert saved(block, x) == everything and base_class(block) is Block
+
+
+def test_compiled_module_is_treated_as_a_whole() -> None:
+    torch.manual_seed(0)
+    block, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    expected = train(block, x)
+    block.compile(backend="eager")
+    treat(block, Treatment("recompute", recompute=True))
+    assert_same(expected, train(block, x))
+
+
+CHAINS: dict[str, list[Any]] = {
+    "span": [(("1", "2"), "drop")],
+    "segment": [[(("0",), "keep"), (("1", "2"), "drop")]],
+    "nested": [(("0",), "drop"), [(("1",), "drop"), [(("2",), "keep"), (("3",), "drop")], (("4",), "keep")]],
+    "nested deeper": [[[[(("0",), "drop")], (("1", "2"), "keep")], (("3",), "drop")], (("4",), "drop")],
+    "two segments": [[(("0",), "keep"), (("1",), "keep")], [(("2",), "drop"), (("3",), "drop")]],
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_with_spans_and_segments_are_bitwise_equal(name: str) -> None:
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(Block() for _ in range(3)), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    plain = copy.deepcopy(chain)
+
+    def with_treatments(item: Any) -> Any:
+        if isinstance(item, list):
+            return [with_treatments(inner) for inner in item]
+        names, kind = item
+        modules = copy.deepcopy(nn.Sequential(*(chain[int(name)] for name in names)))
+        return names, KEEP if kind == "keep" else drop_all(modules, x)
+
+    items = [with_treatments(item) for item in CHAINS[name]]
+    calls: list[int] = []
+    chain[1].register_forward_hook(lambda *_: calls.append(1))
+    treat_chain(chain, items)
+    for _ in range(2):
+        assert_same(train(plain, x), train(chain, x))
+        assert_same(list(plain.buffers()), list(chain.buffers()))
+    assert len(chain) == 5 and list(chain.state_dict()) == list(plain.state_dict())
+    if name == "span":
+        assert len(calls) == 2
