@@ -23,6 +23,15 @@ from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Gpt(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
