@@ -148,9 +148,9 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
     return any(source in node for call in calls for source, _ in call.reads)
 
 
-def candidates(trace: Trace, limit: int = 8) -> list[Treatment]:
+def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[Treatment]:
     """Treatments worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
-    there is something to compress."""
+    there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given."""
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
     chosen = _spread(pool, limit)
@@ -168,6 +168,9 @@ def candidates(trace: Trace, limit: int = 8) -> list[Treatment]:
             policy = Policy(trace.names, dropped, breaks, compress)
             if dropped or compress:
                 found.append(Treatment(_title(trace, policy), policy))
+        if lossy is not None:
+            policy = Policy(trace.names, dropped, breaks, saves > 0, lossy)
+            found.append(Treatment(_title(trace, policy), policy))
     return found
 
 
@@ -262,6 +265,8 @@ def _title(trace: Trace, policy: Policy) -> str:
         words.append("in two parts")
     if policy.compress:
         words.append("compress")
+    if policy.lossy is not None:
+        words.append(f"keep as {policy.lossy}")
     return ", ".join(words)
 
 

@@ -40,6 +40,9 @@ class Cost(NamedTuple):
     seconds: float
 
 
+_NOTHING = Cost(0, 0.0)
+
+
 @dataclass(frozen=True)
 class BlockPlan:
     """One block of the chain.
@@ -89,10 +92,10 @@ class Plan:
     items: Items
     sample: tuple[tuple[str, tuple[int, ...]], ...] = ()
     budget: int | None = None
-    predicted: Cost = Cost(0, 0.0)
+    predicted: Cost = _NOTHING
     measured: Cost | None = None
-    keep_everything: Cost = Cost(0, 0.0)
-    smallest: Cost = Cost(0, 0.0)
+    keep_everything: Cost = _NOTHING
+    smallest: Cost = _NOTHING
     frontier: tuple[Cost, ...] = ()
     timelines: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
@@ -131,14 +134,15 @@ class Plan:
             missing = [name for name in block.members if name not in modules]
             if missing:
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: it has no module '{missing[0]}'. Make a plan for this model."
+                    f"The plan does not fit this {type(model).__name__}: it has no module '{missing[0]}'. Make a plan for this "
+                    "model."
                 )
             members = [modules[name] for name in block.members]
             kind = kind_of(members)
             if kind != block.kind:
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: block '{block.name}' is of class {kind}, the plan was made "
-                    f"for {block.kind}."
+                    f"The plan does not fit this {type(model).__name__}: block '{block.name}' is of class {kind}, the plan was "
+                    f"made for {block.kind}."
                 )
             shapes = parameter_shapes(members)
             if shapes != block.parameters:
@@ -155,16 +159,16 @@ class Plan:
                     for one in (shapes, block.parameters)
                 )
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: parameter {at} of block '{block.name}' has the shape {have}, "
-                    f"the plan was made for {want}."
+                    f"The plan does not fit this {type(model).__name__}: parameter {at} of block '{block.name}' has the shape "
+                    f"{have}, the plan was made for {want}."
                 )
         for container in self._containers():
             if type(modules[container]).forward is not nn.Sequential.forward and not hasattr(
                 modules[container], "_hvd_ckpt_items"
             ):
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is no plain nn.Sequential, whose "
-                    "children the plan runs in segments."
+                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is no plain nn.Sequential, "
+                    "whose children the plan runs in segments."
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:

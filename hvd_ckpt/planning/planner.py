@@ -7,6 +7,7 @@ that should be about as fast, the one that is fastest when measured is taken: on
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ class Planner:
         loss: Callable[[Any], Tensor] | None = None,
         blocks: Sequence[str] | None = None,
         autocast: torch.dtype | None = None,
+        lossy: torch.dtype | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
@@ -52,7 +54,7 @@ class Planner:
         self._args = (args, kwargs or {})
         self._peaks: dict[tuple[Item, ...], tuple[int, tuple[tuple[float, int], ...]]] = {}
         with undisturbed(model, self._step.device):
-            self.profile = Profile(self._step, blocks, say)
+            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy))
             self._calibrate()
 
     @property
@@ -60,11 +62,16 @@ class Planner:
         """The predicted cost of keeping everything."""
         return Cost(*simulate(self._chain, [Run(index, 0) for index in range(len(self._chain))]))
 
-    @property
+    @functools.cached_property
     def smallest(self) -> Cost:
         """The predicted cost of the plan with the smallest peak."""
         solution = smallest_peak(self._chain)
         return Cost(solution.peak, solution.seconds)
+
+    @functools.cached_property
+    def _points(self) -> list[Solution]:
+        """The schedules that none beats in both peak and time, as predicted."""
+        return frontier(self._chain)
 
     def plan(self, budget: int | float | str | None = None, rounds: int = 3) -> Plan:
         """The fastest plan whose peak stays within ``budget``.
@@ -78,7 +85,7 @@ class Planner:
             BudgetError: no plan stays within it.
         """
         wanted = parse_budget(budget)
-        points = frontier(self._chain)
+        points = self._points
         limit = self._limit(wanted, points)
         with undisturbed(self._step.model, self._step.device):
             try:
@@ -137,10 +144,10 @@ class Planner:
             order = range(len(rivals)) if number % 2 else range(len(rivals) - 1, -1, -1)
             for index in order:
                 times[index].append(self._seconds(rivals[index][0]))
-        medians = [statistics.median(one) for one in times]
-        chosen = min(range(len(rivals)), key=medians.__getitem__)
+        # Whatever else the machine does makes a step slower, never faster.
+        chosen = min(range(len(rivals)), key=lambda index: min(times[index]))
         solution, peak, timeline = rivals[chosen]
-        return solution, Cost(peak, medians[chosen]), timeline
+        return solution, Cost(peak, statistics.median(times[chosen])), timeline
 
     def _within(self, limit: int | None) -> tuple[Solution, int, tuple[tuple[float, int], ...]]:
         """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
@@ -254,6 +261,7 @@ def plan(
     budget: int | float | str | None = None,
     blocks: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
+    lossy: torch.dtype | None = None,
     verbose: bool = False,
 ) -> Plan:
     """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
@@ -269,6 +277,8 @@ def plan(
             smallest peak that does not double the time; None for the fastest plan at any memory.
         blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default they are found.
         autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
+        lossy: ``torch.bfloat16`` or ``torch.float16``: what is kept may be kept in that precision. Results then change, by about
+            that rounding in the gradients.
         verbose: say on standard error what is being measured.
 
     Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It
@@ -286,7 +296,14 @@ def plan(
 
     def make(limit: int | float | str | None) -> Plan:
         planner = Planner(
-            model, *args, kwargs=kwargs, loss=loss, blocks=blocks, autocast=autocast, say=_speaker(verbose)
+            model,
+            *args,
+            kwargs=kwargs,
+            loss=loss,
+            blocks=blocks,
+            autocast=autocast,
+            lossy=lossy,
+            say=_speaker(verbose),
         )
         return planner.plan(limit)
 
@@ -355,6 +372,12 @@ def largest_batch(
             if too_large is not None:
                 guess = min(guess, max(best + 1, (best + too_large) // 2))
     return best, chosen
+
+
+def _lossy_name(dtype: torch.dtype | None) -> str | None:
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {dtype!r}")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _evenly(points: list[Solution], count: int) -> list[Solution]:

@@ -120,8 +120,11 @@ class Profile:
         chain: what the solver takes: one block more at each end.
     """
 
-    def __init__(self, step: Step, names: Sequence[str] | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, step: Step, names: Sequence[str] | None, say: Callable[[str], None], lossy: str | None = None
+    ) -> None:
         self.step = step
+        self._lossy = lossy
         self.found, _ = find_blocks(step.model, step.forward, names)
         kinds = [index for index, block in enumerate(self.found) if block.like == index]
         say(f"{len(self.found)} blocks of {len(kinds)} kinds")
@@ -149,7 +152,7 @@ class Profile:
                 args, kwargs = runner.inputs()
                 with self.step.autocast():
                     traces.append(trace(block, args, kwargs))
-            treatments = candidates(fastest(traces[1:]), limit)
+            treatments = candidates(fastest(traces[1:]), limit, self._lossy)
         runner.memory(treatments[:1])
         costs = runner.memory(treatments)
         # Treatments that come to the same bytes, compressing what is not there, say, are measured no further.

@@ -26,21 +26,15 @@ def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device
     local: tuple[str, str] | tuple[str, Limit]
     try:
         wanted = parse_budget(budget)
-        if wanted.kind in ("bytes", "device"):
-            local = ("bytes", wanted.bytes(0, 0, device))
-        else:
-            local = ("other", budget)
+        in_bytes = wanted.kind in ("bytes", "device")
+        local = ("bytes", wanted.bytes(0, 0, device)) if in_bytes else ("other", budget)
     except ValueError as error:
         local = ("error", str(error))
     everyone = hvd.allgather_object(local)
     for rank, (kind, value) in enumerate(everyone):
         if kind == "error":
             raise ValueError(f"rank {rank}: {value}")
-    answer: tuple[str, object, int]
-    if hvd.rank() == 0:
-        answer = _answer(make, everyone)
-    else:
-        answer = ("", "", 0)
+    answer: tuple[str, object, int] = _answer(make, everyone) if hvd.rank() == 0 else ("", "", 0)
     kind, value, smallest = hvd.broadcast_object(answer, root_rank=0)
     if kind == "plan":
         result: Plan = value

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, tensors_in
+from hvd_ckpt.recompute.keeper import memory_of
 from hvd_ckpt.recompute.replay import Call, unpack
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
@@ -103,7 +104,7 @@ class _Watch(Tape):
         number = self._count
         self._pending = []
         sources = {
-            tensor.untyped_storage().data_ptr(): tag
+            memory_of(tensor): tag
             for tensor in tensors_in(args, kwargs)
             if (tag := self._tag(tensor)) is not None
         }
@@ -118,29 +119,31 @@ class _Watch(Tape):
         self._calls.append(traced)
         call = self._noted.get(number)
         if call is not None and (call.args or call.kwargs or call.inner):
-            own: dict[int, int] = {}
+            own: dict[int | None, int] = {}
             traced.droppable = True
             traced.reads = [(reference.call.number, reference.output) for reference in call.references()]
             for output, tensor in enumerate(tensors_in(result)):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() in sources:  # a view of, or a change in place of, an earlier result
-                    tag = sources[storage.data_ptr()]
+                memory = memory_of(tensor)
+                if (
+                    memory is not None and memory in sources
+                ):  # a view of, or a change in place of, an earlier result
+                    tag = sources[memory]
                     place = self._places[tag.call.number, tag.output]
                 else:
-                    place = own.setdefault(storage.data_ptr(), len(self._memory))
+                    place = own.setdefault(memory, len(self._memory))
                     if place == len(self._memory):
-                        self._memory.append(0 if self._is_input(tensor, args, kwargs) else storage.nbytes())
+                        self._memory.append(0 if self._is_input(memory, args, kwargs) else _bytes_of(tensor))
                 self._places[number, output] = place
                 traced.results.append(place)
             for tensor in self._pending:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() in sources:  # the result of a change in place
-                    tag = sources[storage.data_ptr()]
+                memory = memory_of(tensor)
+                if memory is not None and memory in sources:  # the result of a change in place
+                    tag = sources[memory]
                     traced.inner.append(self._places[tag.call.number, tag.output])
                     continue
-                place = own.setdefault(storage.data_ptr(), len(self._memory))
+                place = own.setdefault(memory, len(self._memory))
                 if place == len(self._memory):
-                    self._memory.append(storage.nbytes())
+                    self._memory.append(_bytes_of(tensor))
                     with torch._C.DisableTorchFunction():
                         packed = compress(tensor.detach())
                     if packed is not None:
@@ -174,6 +177,12 @@ class _Watch(Tape):
             torch.cuda.synchronize(self.device)
 
     @staticmethod
-    def _is_input(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        storage = tensor.untyped_storage().data_ptr()
-        return any(source.untyped_storage().data_ptr() == storage for source in tensors_in(args, kwargs))
+    def _is_input(memory: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(memory is not None and memory_of(source) == memory for source in tensors_in(args, kwargs))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Of the memory it lies in; of a sparse tensor, that of its values."""
+    if memory_of(tensor) is None:
+        return tensor._values().nbytes if tensor.is_sparse else 0
+    return tensor.untyped_storage().nbytes()

@@ -53,7 +53,7 @@ def treat(module: nn.Module, treatment: Treatment) -> None:
     untreat(module)
     if treatment != KEEP:
         module.__dict__[_TREATMENT] = treatment
-        module.__class__ = _treated(type(module), "__call__" if is_compiled(module) else "forward")
+        module.__class__ = _treated(type(module), "__call__" if is_compiled(module) else "forward")  # type: ignore[arg-type]
 
 
 def treat_chain(module: nn.Module, items: Sequence[Any]) -> None:
@@ -65,7 +65,7 @@ def treat_chain(module: nn.Module, items: Sequence[Any]) -> None:
     """
     untreat(module)
     module.__dict__[_ITEMS] = {_first(item): item for item in items}
-    module.__class__ = _chained(type(module))
+    module.__class__ = _chained(type(module))  # type: ignore[arg-type]
 
 
 def untreat(module: nn.Module) -> None:
@@ -119,7 +119,7 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
         maker, attributes = (
             (_chained, ()) if _ITEMS in self.__dict__ else (_treated, (next(iter(namespace)),))
         )
-        assert kind is maker(base, *attributes)
+        assert kind is maker(base, *attributes)  # type: ignore[arg-type]
         getstate = getattr(base, "__getstate__", None)
         if getstate is None or getstate is getattr(object, "__getstate__", None):
             return _new, (maker, base, attributes), self.__dict__.copy()

@@ -11,166 +11,21 @@ References point one way only (holder, group, call, argument), so that everythin
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, is_random, map_tensors, tensors_in
+from hvd_ckpt.recompute.keeper import Kept, Packed, Plain, changed_in_place, memory_of, version_of
 from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.state import attention_context, autocast_context, autocast_state, random_context
 
-__all__ = [
-    "Call", "Group", "Holder", "Keeper", "Kept", "Packed", "Plain", "Reference", "Scratch", "Stored", "View",
-    "memory_of", "unpack", "version_of",
-]  # fmt: skip
-
-
-class Keeper:
-    """Where kept tensors are until the backward pass.
-
-    Usually nowhere: autograd and the calls hold them. But where saved-tensor hooks of somebody else are active (an outer
-    region that is recomputed as a whole, ``save_on_cpu``), kept tensors must go through those hooks; then they are collected
-    and, at the end of the forward pass, saved, each by a node of its own, so that each can go after its last use.
-    """
-
-    def __init__(self) -> None:
-        self.collecting = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        self._slots: dict[tuple[Any, ...], _Slot] = {}
-
-    def keep(self, tensor: Tensor, user: str) -> Plain | Kept:
-        """What to hold in place of ``tensor``: itself without its graph (which would be a cycle), or where it will be.
-
-        Args:
-            user: who needs it, for the error if it is changed in place meanwhile.
-        """
-        version = version_of(tensor)
-        if not self.collecting:
-            return Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version, user)
-        key: tuple[Any, ...] = (len(self._slots),)
-        if memory_of(tensor) is not None:
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = _Slot(tensor.detach(), version, tensor.stride() if key[1:] else None)
-        return Kept(slot, user)
-
-    def close(self) -> None:
-        """The forward pass is over, and the outer hooks are the active ones again."""
-        if self._slots:
-            with torch.enable_grad():
-                root = torch.empty(0, requires_grad=True)
-                for slot in self._slots.values():
-                    slot.save(root)
-        self._slots.clear()
-
-
-class _Slot:
-    """One collected tensor. It goes when the last one who was promised it goes."""
-
-    __slots__ = ("changed", "node", "stride", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, version: int, stride: tuple[int, ...] | None) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version = version
-        self.changed = version
-        self.stride = stride
-        self.node: Any = None
-
-    def save(self, root: Tensor) -> None:
-        assert self.tensor is not None
-        self.changed = version_of(self.tensor)
-        self.node = _Save.apply(root, self.tensor).grad_fn  # type: ignore[no-untyped-call]
-        self.tensor = None
-
-    def get(self) -> Tensor:
-        if self.tensor is None:
-            (saved,) = self.node.saved_tensors
-            self.tensor = _in_layout(saved, self.stride)
-        return self.tensor
-
-
-def _in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """The tensor with those strides, which decide on what a call saves; hooks may have given back others."""
-    if stride is None or tensor.stride() == stride:
-        return tensor
-    once = tensor[tuple(slice(None) if step else slice(1) for step in stride)]
-    laid_out = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return laid_out.copy_(once).expand(tensor.shape)
-
-
-class _Save(torch.autograd.Function):
-    """Saves a tensor; nothing flows through it."""
-
-    @staticmethod
-    def forward(ctx: Any, root: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        raise AssertionError("no gradient flows here")
-
-
-class Packed:
-    """A compressed tensor whose payload a keeper collected."""
-
-    __slots__ = ("_compressed", "_payload")
-
-    def __init__(self, compressed: Compressed, payload: Any) -> None:
-        self._compressed = dataclasses.replace(compressed, payload=compressed.payload.new_empty(0))
-        self._payload = payload
-
-    def get(self) -> Tensor:
-        """The tensor as it was."""
-        return dataclasses.replace(self._compressed, payload=self._payload.get()).restore()
-
-
-class Kept(NamedTuple):
-    """A tensor that a keeper collected."""
-
-    slot: _Slot
-    user: str
-
-    def peek(self) -> Tensor:
-        """The tensor as it is now, during the forward pass."""
-        return self.slot.get()
-
-    def get(self) -> Tensor:
-        """The tensor; an error if it was changed in place before the end of the forward pass."""
-        if self.slot.changed != self.slot.version:
-            raise _changed_in_place(self.slot.version, self.slot.changed, self.user)
-        return self.slot.get()
-
-
-class Plain(NamedTuple):
-    """A tensor that is kept as it is. (Where there are saved-tensor hooks, autograd leaves the check to them.)"""
-
-    tensor: Tensor
-    version: int
-    user: str
-
-    def peek(self) -> Tensor:
-        """The tensor as it is now."""
-        return self.tensor
-
-    def get(self) -> Tensor:
-        """The tensor; an error if it was changed in place meanwhile."""
-        if version_of(self.tensor) != self.version:
-            raise _changed_in_place(self.version, version_of(self.tensor), self.user)
-        return self.tensor
-
-
-def _changed_in_place(expected: int, version: int, user: str) -> RuntimeError:
-    return RuntimeError(
-        f"A tensor that '{user}' needs for the backward pass has been modified by an inplace operation: it is at "
-        f"version {version}, expected {expected}. Change a copy of it instead."
-    )
+__all__ = ["Call", "Group", "Holder", "Reference", "Scratch", "Stored", "View", "unpack"]
 
 
 @dataclass(eq=False)
@@ -298,7 +153,7 @@ def _cached(call: Call, key: int) -> Tensor:
     """What is in a call's cache. A later call that was replayed too may have changed it in place, just as in the forward pass."""
     tensor: Tensor = call.cache[key][0]
     if version_of(tensor) != call.cache[key][2]:
-        raise _changed_in_place(call.cache[key][2], version_of(tensor), call_name(call.func))
+        raise changed_in_place(call.cache[key][2], version_of(tensor), call_name(call.func))
     return tensor
 
 
@@ -424,21 +279,6 @@ def _run(
             "do the same each time."
         )
     return results, inner
-
-
-def memory_of(tensor: Tensor) -> int | None:
-    """What tensors that lie in the same memory have in common; None for those that lie in none (sparse ones, wrappers)."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Fresh(torch.autograd.Function):

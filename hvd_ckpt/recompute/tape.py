@@ -32,25 +32,14 @@ from torch.utils.weak import TensorWeakRef
 
 from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors, tensors_in
 from hvd_ckpt.recompute.frames import depth
-from hvd_ckpt.recompute.replay import (
-    Call,
-    Group,
-    Holder,
-    Keeper,
-    Packed,
-    Reference,
-    Scratch,
-    Stored,
-    View,
-    memory_of,
-    unpack,
-    version_of,
-)
+from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
+from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
 
 __all__ = ["Policy", "Tape", "run_selectively"]
 
 _TAG = "_hvd_ckpt_dropped"
+_MADE = "_hvd_ckpt_made"
 
 _STATISTICS = {
     functional.batch_norm: 1,
@@ -79,12 +68,19 @@ class Policy:
         breaks: those dropped calls behind which a new group begins: what depends on their results is replayed apart from
             what they depend on.
         compress: keep masks and integers in fewer bytes (:mod:`hvd_ckpt.recompute.saved`).
+        lossy: keep floating point numbers that are made here as ``"float16"`` or ``"bfloat16"``: results change.
     """
 
     calls: tuple[str, ...]
     dropped: frozenset[int]
     breaks: frozenset[int] = frozenset()
     compress: bool = False
+    lossy: str | None = None
+
+    @property
+    def acts(self) -> bool:
+        """Whether it does anything."""
+        return bool(self.dropped) or self.compress or self.lossy is not None
 
 
 class _Tag(NamedTuple):
@@ -116,7 +112,7 @@ def run_selectively(
     Without gradients, and inside another selective run, the function simply runs.
     """
     if (
-        not (policy.dropped or policy.compress)
+        not policy.acts
         or not torch.is_grad_enabled()
         or any(
             isinstance(mode, CallMode) and mode.depth == depth()
@@ -139,6 +135,7 @@ class Tape(CallMode):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.keeper = Keeper()
+        self._lossy: torch.dtype | None = getattr(torch, policy.lossy) if policy.lossy else None
         self._policy = policy
         self._dropped = policy.dropped
         self._count = 0
@@ -155,6 +152,7 @@ class Tape(CallMode):
             tensor = reference()
             if tensor is not None:  # whoever keeps a result must not keep what it was computed from
                 tensor.__dict__.pop(_TAG, None)
+                tensor.__dict__.pop(_MADE, None)
         self._tagged.clear()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +177,17 @@ class Tape(CallMode):
                 self._record(call, group, args, kwargs, inputs, needs_grad, outputs)
             elif self._dropped and not self._expected(number, func):
                 self._dropped = frozenset()
+            if self._lossy is not None:
+                self._mark(inputs, outputs)
         return result
+
+    def _mark(self, inputs: list[tuple[Tensor, int, _Tag | None]], outputs: tuple[Tensor, ...]) -> None:
+        """Marks results in memory of their own: those may be kept in fewer bytes when another call saves them."""
+        sources = {memory_of(tensor) for tensor, _, _ in inputs}
+        for tensor in outputs:
+            if memory_of(tensor) not in sources:
+                tensor.__dict__[_MADE] = self._token
+                self._tagged.append(TensorWeakRef(tensor))
 
     def _begin(self, call: Call) -> None:
         """Called before a call runs whose results may be dropped."""
@@ -324,7 +332,8 @@ class Tape(CallMode):
                     or tensor.is_conj()
                     or tensor.is_neg()
                 ):
-                    return self.keeper.keep(tensor, name)
+                    made_here = source is tensor and tensor.__dict__.get(_MADE) is self._token
+                    return self._keep_inner(tensor, name) if made_here else self.keeper.keep(tensor, name)
                 return _hold(tag.group, tag.call, tag.output, View.of(tensor, source))
         if running.call is None or running.group is None:
             return self._keep_inner(tensor, name)
@@ -332,10 +341,10 @@ class Tape(CallMode):
         return _hold(running.group, running.call, -running.call.inner)
 
     def _keep_inner(self, tensor: Tensor, name: str) -> Any:
-        """Keeps a tensor that a call has made and nobody else has seen yet."""
-        if self._policy.compress:
+        """Keeps a tensor that was made here, perhaps in fewer bytes."""
+        if self._policy.compress or self._lossy is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                packed = compress(tensor)
+                packed = compress(tensor, self._lossy)
             if packed is not None:
                 return (
                     Packed(packed, self.keeper.keep(packed.payload, name))
