@@ -1,6 +1,6 @@
 """What a step consists of: four models, each a plain chain of blocks, with a batch and a loss.
 
-Sizes are such that on two CPU cores a step takes a third of a second and keeps a few hundred MiB, so that what a call of a
+Sizes are such that on two CPU cores a step takes some tenths of a second, so that what a call of a
 Python function costs does not show; on a GPU the models are the well-known ones of their kind.
 """
 
@@ -75,7 +75,7 @@ class Gpt(Workload):
         "perceptron saved": ("perceptron",),
     }
 
-    batch: int = 4
+    batch: int = 2
     length: int = 256
     width: int = 256
     heads: int = 8
@@ -108,7 +108,7 @@ class Bert(Workload):
         "attention saved": ("layer.attention",),
     }
 
-    batch: int = 4
+    batch: int = 2
     length: int = 128
     width: int = 256
     heads: int = 8
@@ -144,7 +144,7 @@ class DenseNet(Workload):
         "convolutions saved": ("2", "5"),
     }
 
-    batch: int = 6
+    batch: int = 4
     depth: int = 100
     pixels: int = 32
 
@@ -165,7 +165,7 @@ class Lstm(Workload):
     name: ClassVar[str] = "lstm"
     saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {"LSTM saved": ("recurrence",)}
 
-    batch: int = 8
+    batch: int = 4
     length: int = 64
     width: int = 512
     layers: int = 6
