@@ -388,3 +388,17 @@ def test_largest_batch_refuses_budgets_that_depend_on_it():
     for budget in ("0.5x", "min", None):
         with pytest.raises(ValueError, match="does not depend on the batch"):
             hc.largest_batch(model, lambda batch: torch.randn(batch, 32), budget)
+
+
+def test_floats_in_fewer_bytes_only_if_asked():
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+    )
+    x = torch.randn(64, 32)
+    loss = torch.sum
+    for lossy in (None, torch.bfloat16):
+        treatments = Planner(model, x, loss=loss, lossy=lossy).profile.treatments
+        asked = {t.policy.lossy for several in treatments for t in several if t.policy is not None}
+        assert ("bfloat16" in asked) == (lossy is not None)
+    with pytest.raises(ValueError, match=r"lossy must be torch.float16 or torch.bfloat16, got torch.int8"):
+        hc.plan(model, x, loss=loss, lossy=torch.int8)

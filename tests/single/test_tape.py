@@ -580,3 +580,35 @@ def test_threads_train_their_own_models() -> None:
     for rank, (model, x, _) in enumerate(cases):
         expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
         assert_same(list(expected), found[rank])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_floating_point_numbers_in_fewer_bytes_only_if_asked(dtype: str, nested: bool) -> None:
+    torch.manual_seed(0)
+    model = Gpt(64)
+    x = torch.randn(4, 32, 64)
+
+    def gradients(policy: Policy) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        run = functools.partial(run_selectively, model, policy=policy)
+        y = hc.checkpoint(lambda z: run((z,), {}), x * 1.0) if nested else run((x * 1.0,), {})
+        y.square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain, lossy = gradients(Policy((), frozenset())), gradients(Policy((), frozenset(), lossy=dtype))
+    assert any(not torch.equal(one, other) for one, other in zip(plain, lossy))
+    for one, other in zip(plain, lossy):
+        assert (one - other).norm() <= 0.02 * one.norm()
+    if not nested:
+        held = [
+            _held_after_forward(model, x, policy)
+            for policy in (Policy((), frozenset()), Policy((), frozenset(), lossy=dtype))
+        ]
+        assert held[1] < 0.75 * held[0]
+
+
+def _held_after_forward(model: nn.Module, x: Tensor, policy: Policy) -> int:
+    outputs: list[Tensor] = []
+    return measure_peak(lambda: outputs.append(run_selectively(model, (x * 1.0,), {}, policy))).held_bytes
