@@ -8,13 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
-    "BadArgument", "OneLineErrors", "check_controller", "console_for_tables", "output_folder", "progress_bar",
+    "BadArgument", "OneLineErrors", "check_controller", "check_device", "console_for_tables", "output_folder", "progress_bar",
     "split_names", "whole_number",
 ]  # fmt: skip
 
@@ -89,6 +93,25 @@ def check_controller(name: str) -> str:
     if not build[name]:
         raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
     return name
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        BadArgument: it is neither cpu nor a CUDA device that is here.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadArgument(f"--device: '{name}' is none: give cpu, cuda, or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadArgument(f"--device: there is no {name} here: see `hvd-ckpt doctor`")
+    return device
 
 
 def output_folder(name: str | None, command: str) -> Path:

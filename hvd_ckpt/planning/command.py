@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import click
 import torch
 from rich.console import Console
 
-from hvd_ckpt.command_line import BadArgument, OneLineErrors, console_for_tables, output_folder
+from hvd_ckpt.command_line import BadArgument, OneLineErrors, check_device, console_for_tables, output_folder
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
 from hvd_ckpt.planning.models import MODELS, Job, build
 from hvd_ckpt.planning.peers import Form, Measured, Timeline, applied, measure, peers_of
@@ -94,16 +93,13 @@ def plan(
     A model of your own: module:function that returns the model, a tuple of its sample arguments, and its loss (a function
     of its output) or None; of the options above it gets those that you give.
     """
-    place = _device(device)
+    place = check_device(device)
     _check_budget(budget)
     loaded = _load(file) if file is not None else None
     job = _job(name, {option: value for option, value in given.items() if value is not None}, place)
     if loaded is not None:
         loaded = _fitting(loaded, job, budget, place)
     folder = output_folder(output, "plan")
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # each peak on the CPU is a run of the profiler, which tells of its start
     with Console(stderr=True).status("planning") as status:
 
         def say(what: str) -> None:
@@ -124,18 +120,6 @@ def plan(
         over = chosen.measured.peak_bytes - chosen.budget
         click.echo(f"The plan's measured peak is {over} bytes over its budget of {chosen.budget}.", err=True)
         sys.exit(1)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadArgument(f"--device: '{name}' is none: give cpu, cuda, or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadArgument(f"--device: there is no {name} here: see `hvd-ckpt doctor`")
-    return device
 
 
 def _check_budget(budget: str | None) -> None:

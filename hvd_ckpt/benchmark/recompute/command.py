@@ -6,7 +6,6 @@ A peer that does not run is a row of its own, with the reason below the table.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -21,8 +20,8 @@ from hvd_ckpt.benchmark.recompute.plans import FASTEST
 from hvd_ckpt.benchmark.recompute.report import Report
 from hvd_ckpt.benchmark.recompute.workloads import NAMES, workload
 from hvd_ckpt.command_line import (
-    BadArgument,
     OneLineErrors,
+    check_device,
     console_for_tables,
     output_folder,
     progress_bar,
@@ -83,12 +82,10 @@ def recompute(
     names = split_names("--workloads", workloads, NAMES)
     families = split_names("--contenders", contenders, FAMILIES)
     wishes = split_names("--budgets", budgets)
-    place = _device(device)
+    place = check_device(device)
     count = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     sizes = "quick" if quick else place.type
     folder = output_folder(output, "bench-recompute")
-    # Each peak on the CPU is a run of the profiler, which would tell of its start and end.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     start = time.monotonic()
     report = Report(
         command=shlex.join(["hvd-ckpt", "bench", "recompute", *sys.argv[3:]]),
@@ -119,18 +116,6 @@ def recompute(
     report.print(console_for_tables(WIDTH))
     click.echo(f"Report: {folder / 'report.md'}")
     sys.exit(0 if report.sound else 1)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadArgument(f"--device: '{name}' is none: give cpu, cuda, or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadArgument("--device: this PyTorch has no CUDA device: use cpu")
-    return device
 
 
 def _describe(device: torch.device) -> str:
