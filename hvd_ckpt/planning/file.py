@@ -157,7 +157,11 @@ class _Document:
         hints = _hints(kind)
         _check_kind(value, dict, "an object", place)
         _check_keys(value, set(hints), set(hints) - optional, f"{place}.")
-        return kind(**{name: self.parse(hints[name], one, f"{place}.{name}") for name, one in value.items()})
+        fields = {name: self.parse(hints[name], one, f"{place}.{name}") for name, one in value.items()}
+        try:
+            return kind(**fields)
+        except ValueError as error:
+            raise _wrong(place, f"cannot be: {error}") from None
 
     def items(self, value: Any, blocks: tuple[BlockPlan, ...]) -> tuple[Any, ...]:
         """Names of the blocks, in order and each once, in nested lists."""

@@ -77,6 +77,10 @@ class Policy:
     compress: bool = False
     lossy: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.lossy not in (None, "float16", "bfloat16"):
+            raise ValueError(f"lossy must be 'float16' or 'bfloat16', got {self.lossy!r}")
+
     @property
     def acts(self) -> bool:
         """Whether it does anything."""
