@@ -140,7 +140,7 @@ class Profile:
             for index, block in enumerate(self.found)
         ]
         say("measuring a step")
-        self.chain = self._with_ends(inner)
+        self.chain = self._with_ends(self._with_waiting_gradients(inner))
 
     def _measure(self, block: FoundBlock, limit: int) -> tuple[list[Treatment], Block]:
         assert block.args is not None and block.kwargs is not None
@@ -194,6 +194,29 @@ class Profile:
         return names.index(this.members[-1].rpartition(".")[2]) + 1 == names.index(
             following.members[0].rpartition(".")[2]
         )
+
+    def _with_waiting_gradients(self, inner: list[Block]) -> list[Block]:
+        """With the gradient of a tied parameter, which waits from its last use to its first before it is accumulated."""
+        users: dict[nn.Parameter, set[int]] = {}
+        inside: set[nn.Module] = set()
+        for index, block in enumerate(self.found):
+            for module in block.modules:
+                inside.update(module.modules())
+                for parameter in module.parameters():
+                    users.setdefault(parameter, set()).add(index)
+        for module in self.step.model.modules():
+            if module not in inside:
+                # Embeddings run before the blocks, what else there is (a head) behind them.
+                where = -1 if isinstance(module, nn.Embedding) else len(inner)
+                for parameter in module.parameters(recurse=False):
+                    users.setdefault(parameter, set()).add(where)
+        waiting = [0] * len(inner)
+        for parameter, indices in users.items():
+            if parameter.requires_grad:
+                for index in range(max(min(indices), 0), max(indices)):
+                    # Where the gradients meet, their sum is a third one.
+                    waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
+        return [_holding(block, extra) if extra else block for block, extra in zip(inner, waiting)]
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with what runs before and behind it, from one step with as little kept as can be."""
@@ -303,6 +326,13 @@ def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
 
     walk(items, 0)
     return found
+
+
+def _holding(block: Block, extra: int) -> Block:
+    choices = tuple(
+        dataclasses.replace(choice, backward_peak=choice.backward_peak + extra) for choice in block.choices
+    )
+    return dataclasses.replace(block, choices=choices)
 
 
 def _paced(block: Block, pace: float) -> Block:

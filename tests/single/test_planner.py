@@ -402,3 +402,23 @@ def test_floats_in_fewer_bytes_only_if_asked():
         assert ("bfloat16" in asked) == (lossy is not None)
     with pytest.raises(ValueError, match=r"lossy must be torch.float16 or torch.bfloat16, got torch.int8"):
         hc.plan(model, x, loss=loss, lossy=torch.int8)
+
+
+class Scores(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return functional.linear(x, self.weight)
+
+
+def test_the_gradient_of_a_tied_weight_waits_for_its_first_use():
+    embed = nn.Sequential(nn.Embedding(2000, 128), nn.LayerNorm(128))
+    model = nn.Sequential(
+        embed, *(Residual(128) for _ in range(4)), nn.Sequential(nn.LayerNorm(128), Scores(embed[0].weight))
+    )
+    tokens = torch.randint(2000, (1, 16))
+    for budget in ("min", "1x"):
+        plan = hc.plan(model, tokens, loss=torch.sum, budget=budget)
+        assert abs(plan.measured.peak_bytes - plan.predicted.peak_bytes) <= 0.05 * plan.measured.peak_bytes
