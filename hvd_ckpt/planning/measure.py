@@ -20,7 +20,19 @@ from hvd_ckpt.planning.treatment import Treatment
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 from hvd_ckpt.recompute.sync_batch_norm import without_communication
 
-__all__ = ["BlockCost", "BlockRunner", "copied_objects", "undisturbed"]
+__all__ = ["BlockCost", "BlockRunner", "copied_objects", "no_collection", "undisturbed"]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collection, which comes when it likes, stays away from what is timed inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -156,9 +168,10 @@ class BlockRunner:
             order = range(len(treatments)) if rounds % 2 else range(len(treatments) - 1, -1, -1)
             for index in order:
                 args, kwargs = self.inputs()
-                start = self._now()
-                _backward(self._forward(treatments[index], args, kwargs))
-                times[index].append(self._now() - start)
+                with no_collection():
+                    start = self._now()
+                    _backward(self._forward(treatments[index], args, kwargs))
+                    times[index].append(self._now() - start)
                 del args, kwargs
             rounds += 1
         return [statistics.median(one) for one in times]

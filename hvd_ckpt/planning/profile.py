@@ -21,7 +21,7 @@ from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
-from hvd_ckpt.planning.measure import BlockRunner
+from hvd_ckpt.planning.measure import BlockRunner, no_collection
 from hvd_ckpt.planning.plan import BlockPlan, Plan
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.planning.treatment import KEEP, Treatment
@@ -74,11 +74,12 @@ class Step:
 
     def seconds(self) -> float:
         """How long a step takes."""
-        self._synchronize()
-        start = time.perf_counter()
-        self.run()
-        self._synchronize()
-        return time.perf_counter() - start
+        with no_collection():
+            self._synchronize()
+            start = time.perf_counter()
+            self.run()
+            self._synchronize()
+            return time.perf_counter() - start
 
     def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
         """Peak bytes of a step above its start, and the bytes over time (CPU)."""
