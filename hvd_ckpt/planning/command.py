@@ -20,8 +20,8 @@ from rich.console import Console
 from hvd_ckpt.command_line import BadArgument, OneLineErrors, check_device, console_for_tables, output_folder
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
 from hvd_ckpt.planning.models import MODELS, Job, build
-from hvd_ckpt.planning.peers import Form, Measured, Timeline, applied, measure, peers_of
-from hvd_ckpt.planning.plan import Plan, PlanError
+from hvd_ckpt.planning.peers import Form, Measured, Timeline, measure, peers_of
+from hvd_ckpt.planning.plan import Plan, PlanError, applied
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.planning.show import print_plan

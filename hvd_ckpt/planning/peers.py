@@ -22,23 +22,13 @@ from hvd_ckpt.planning.measure import undisturbed
 from hvd_ckpt.planning.plan import Cost, Plan
 from hvd_ckpt.planning.profile import Step
 
-__all__ = ["Form", "Measured", "Timeline", "applied", "every_block", "measure", "peers_of", "sequential"]
+__all__ = ["Form", "Measured", "Timeline", "every_block", "measure", "peers_of", "sequential"]
 
 Form = Callable[[nn.Module], contextlib.AbstractContextManager[object]]
 """Makes the model run in a certain way for a while."""
 
 Timeline = tuple[tuple[float, int], ...]
 CHUNKS = (2, 3, 4, 6, 8, 12, 16, 24)
-
-
-@contextlib.contextmanager
-def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """The model runs with the plan."""
-    plan.apply(model)
-    try:
-        yield
-    finally:
-        plan.remove(model)
 
 
 @contextlib.contextmanager

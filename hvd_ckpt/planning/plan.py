@@ -6,8 +6,9 @@ a file (:mod:`hvd_ckpt.planning.file`). :meth:`Plan.apply` gives each block its 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from torch import nn
 
 from hvd_ckpt.planning.treatment import KEEP, Treatment, treat, treat_chain, untreat
 
-__all__ = ["BlockPlan", "Cost", "Plan", "PlanError"]
+__all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -211,6 +212,16 @@ class Plan:
         block = self.blocks[item]
         names = tuple(name.rpartition(".")[2] for name in block.members)
         return names, (KEEP if len(names) == 1 else block.treatment)
+
+
+@contextlib.contextmanager
+def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """The model runs with the plan."""
+    plan.apply(model)
+    try:
+        yield
+    finally:
+        plan.remove(model)
 
 
 def remove(model: nn.Module) -> None:

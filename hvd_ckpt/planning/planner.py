@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_bytes
 from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.measure import undisturbed
-from hvd_ckpt.planning.plan import Cost, Plan
+from hvd_ckpt.planning.plan import Cost, Plan, applied
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solve import frontier, smallest_peak, solve
+from hvd_ckpt.recompute.calls import tensors_in
 
 __all__ = ["Planner", "largest_batch", "plan"]
 
@@ -50,7 +51,6 @@ class Planner:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
-        self._say = say
         self._args = (args, kwargs or {})
         self._peaks: dict[tuple[Item, ...], tuple[int, tuple[tuple[float, int], ...]]] = {}
         with undisturbed(model, self._step.device):
@@ -103,7 +103,7 @@ class Planner:
             solution.items,
             sample=tuple(
                 (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                for tensor in _tensors(self._args)
+                for tensor in tensors_in(*self._args)
             ),
             budget=limit,
             predicted=predicted,
@@ -218,13 +218,13 @@ class Planner:
 
     def _peak(self, solution: Solution) -> tuple[int, tuple[tuple[float, int], ...]]:
         if solution.items not in self._peaks:
-            with _Applied(self._as_plan(solution.items), self._step.model):
+            with applied(self._step.model, self._as_plan(solution.items)):
                 self._step.run()
                 self._peaks[solution.items] = self._step.peak()
         return self._peaks[solution.items]
 
     def _seconds(self, solution: Solution) -> float:
-        with _Applied(self._as_plan(solution.items), self._step.model):
+        with applied(self._step.model, self._as_plan(solution.items)):
             return self._step.seconds()
 
     def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
@@ -239,18 +239,6 @@ class Planner:
         ends = (0, len(self._chain) - 1)
         numbers = tuple(number(item) for item in items if not (isinstance(item, Run) and item.block in ends))
         return self.profile.plan_of(numbers, choices, **facts)
-
-
-@dataclass
-class _Applied:
-    plan: Plan
-    model: nn.Module
-
-    def __enter__(self) -> None:
-        self.plan.apply(self.model)
-
-    def __exit__(self, *error: object) -> None:
-        self.plan.remove(self.model)
 
 
 def plan(
@@ -408,12 +396,6 @@ def _free_memory(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    from hvd_ckpt.recompute.calls import tensors_in
-
-    return list(tensors_in(*values))
 
 
 def _speaker(verbose: bool) -> Callable[[str], None]:

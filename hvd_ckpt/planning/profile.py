@@ -22,7 +22,7 @@ from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
 from hvd_ckpt.planning.measure import BlockRunner, no_collection
-from hvd_ckpt.planning.plan import BlockPlan, Plan
+from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.planning.treatment import KEEP, Treatment
 from hvd_ckpt.recompute.calls import tensors_in
@@ -225,13 +225,10 @@ class Profile:
             min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner
         ]
         plan = self.plan_of(tuple(range(len(inner))), leanest)
-        plan.apply(self.step.model)
-        try:
+        with applied(self.step.model, plan):
             self.step.run()
             marks = self._marked_step()
             seconds = statistics.median(self.step.seconds() for _ in range(3))
-        finally:
-            plan.remove(self.step.model)
         by_name = {mark.name: mark for mark in marks.marks}
         begin, end = by_name["first block"], by_name["last block"]
         behind = max(by_name[name].peak_bytes for name in ("loss", "gradient") if name in by_name) - end.bytes
