@@ -20,7 +20,14 @@ from hvd_ckpt.planning.treatment import Treatment
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 from hvd_ckpt.recompute.sync_batch_norm import without_communication
 
-__all__ = ["BlockCost", "BlockRunner", "copied_objects", "no_collection", "undisturbed"]
+__all__ = ["BlockCost", "BlockRunner", "copied_objects", "no_collection", "now", "undisturbed"]
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock that waits for what the device has been given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @contextlib.contextmanager
@@ -148,10 +155,10 @@ class BlockRunner:
                 args, kwargs = self.inputs()
                 if number == 0:
                     marks.mark("start")
-                start = self._now()
+                start = now(self._device)
                 with self._autocast():
                     output = self._function(*args, **kwargs)
-                seconds.append(self._now() - start)
+                seconds.append(now(self._device) - start)
                 if number == 0:
                     marks.mark("output")
                 del output
@@ -169,9 +176,9 @@ class BlockRunner:
             for index in order:
                 args, kwargs = self.inputs()
                 with no_collection():
-                    start = self._now()
+                    start = now(self._device)
                     _backward(self._forward(treatments[index], args, kwargs))
-                    times[index].append(self._now() - start)
+                    times[index].append(now(self._device) - start)
                 del args, kwargs
             rounds += 1
         return [statistics.median(one) for one in times]
@@ -189,11 +196,6 @@ class BlockRunner:
         ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         end: Tensor | None = _End.apply(*ends) if ends else None  # type: ignore[no-untyped-call]
         return end
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def copied_objects(values: Any) -> Any:

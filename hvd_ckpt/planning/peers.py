@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from hvd_ckpt.memory import Marks
-from hvd_ckpt.planning.measure import undisturbed
+from hvd_ckpt.planning.measure import now, undisturbed
 from hvd_ckpt.planning.plan import Cost, Plan
 from hvd_ckpt.planning.profile import Step
 
@@ -122,20 +120,15 @@ class _Clock(Marks):
     """Takes the time where a step marks the end of its forward pass."""
 
     def mark(self, name: str) -> None:
-        self.moment = self.now()
-
-    def now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        self.moment = now(self._device)
 
 
 def _timed(step: Step) -> tuple[float, float]:
     """Seconds of a step, and of its forward pass with the loss."""
     clock = _Clock(step.device)
-    start = clock.now()
+    start = now(step.device)
     step.run(clock)
-    return clock.now() - start, clock.moment - start
+    return now(step.device) - start, clock.moment - start
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
-from hvd_ckpt.planning.measure import BlockRunner, no_collection
+from hvd_ckpt.planning.measure import BlockRunner, no_collection, now
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.planning.treatment import KEEP, Treatment
@@ -75,11 +74,9 @@ class Step:
     def seconds(self) -> float:
         """How long a step takes."""
         with no_collection():
-            self._synchronize()
-            start = time.perf_counter()
+            start = now(self.device)
             self.run()
-            self._synchronize()
-            return time.perf_counter() - start
+            return now(self.device) - start
 
     def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
         """Peak bytes of a step above its start, and the bytes over time (CPU)."""
@@ -106,10 +103,6 @@ class Step:
                 f"loss must give one number that requires a gradient, got {what}: pass loss=function of the model's output."
             )
         return loss
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Profile:

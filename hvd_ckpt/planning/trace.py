@@ -6,7 +6,6 @@ the whole flow of data: which call reads which result, and which results and inn
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_ckpt.planning.measure import now
 from hvd_ckpt.recompute.calls import call_name, tensors_in
 from hvd_ckpt.recompute.keeper import memory_of
 from hvd_ckpt.recompute.replay import Call, unpack
@@ -108,11 +108,9 @@ class _Watch(Tape):
             for tensor in tensors_in(args, kwargs)
             if (tag := self._tag(tensor)) is not None
         }
-        self._synchronize()
-        start = time.perf_counter()
+        start = now(self.device)
         result = super().call(func, args, kwargs)
-        self._synchronize()
-        seconds = time.perf_counter() - start
+        seconds = now(self.device) - start
         if self._count == number:
             return result
         traced = TracedCall(call_name(func), seconds)
@@ -171,10 +169,6 @@ class _Watch(Tape):
         for number, call in self._noted.items():
             self._calls[number].saved = {key for key in call.wanted if key >= 0}
         return Trace(self._calls, self._memory, self._compressible)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     @staticmethod
     def _is_input(memory: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
