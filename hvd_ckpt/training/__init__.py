@@ -1,0 +1,1 @@
+"""A thin training loop: data, optimizers, progress, snapshots, and the command that joins them."""
