@@ -1,0 +1,96 @@
+"""A chain of blocks with arguments that all of them share, such as the mask of a transformer.
+
+What every block takes is derived once per forward pass and handed to each of them as a keyword argument; what flows from block to
+block is the hidden state alone. Blocks hold nothing of a batch, so a recomputation finds what its own forward pass was given,
+however many forward passes came in between.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ckpt.recompute.sequential import checkpoint_sequential
+
+__all__ = ["Chain"]
+
+
+class Chain(nn.Sequential):
+    """A chain whose blocks share keyword arguments, recomputed every ``checkpoint_interval`` blocks.
+
+    A block takes what the block before it returns (the parts of a plain tuple as positional arguments, or the tuple itself, see
+    :func:`hvd_ckpt.checkpoint_sequential`) and those shared keyword arguments that its ``forward`` names. Every block is a module
+    with children of its own, so that a planner sees one block where the chain has one.
+
+    Args:
+        blocks: modules, or one ``OrderedDict`` of names and modules, as for ``nn.Sequential``.
+        checkpoint_interval: blocks in each recomputed segment, DeepSpeed's ``activation_checkpoint_interval``; the last segment is
+            kept. 0 keeps everything. It may be changed between forward passes.
+        use_reentrant: which of PyTorch's two ways to recompute, as in :func:`hvd_ckpt.checkpoint`.
+
+    Raises:
+        ValueError: for a ``checkpoint_interval`` that is negative or no whole number.
+    """
+
+    def __init__(
+        self,
+        *blocks: nn.Module | OrderedDict[str, nn.Module],
+        checkpoint_interval: int = 0,
+        use_reentrant: bool = False,
+    ) -> None:
+        super().__init__(*blocks)  # type: ignore[arg-type]  # torch declares its two forms as overloads
+        self.checkpoint_interval = checkpoint_interval
+        self.use_reentrant = use_reentrant
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Blocks in each recomputed segment; 0 keeps everything."""
+        return self._checkpoint_interval
+
+    @checkpoint_interval.setter
+    def checkpoint_interval(self, blocks: int) -> None:
+        if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 0:
+            raise ValueError(
+                f"checkpoint_interval must be a number of blocks, or 0 to keep everything, got {blocks!r}"
+            )
+        self._checkpoint_interval = blocks
+
+    def to_layers(self) -> list[nn.Module]:
+        """The blocks in order, for ``checkpoint_sequential`` or a pipeline: they take what :meth:`prepare` returns."""
+        return list(self)
+
+    def prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the first block takes, and what all blocks share, of what the chain is called with.
+
+        Runs once per forward pass, before the blocks and outside of every recomputation.
+        """
+        return inputs, shared
+
+    def forward(self, *inputs: Any, **shared: Any) -> Any:
+        """Runs :meth:`prepare`, then the blocks; returns what the last of them returns."""
+        inputs, shared = self.prepare(*inputs, **shared)
+        return checkpoint_sequential(
+            self.to_layers(), self._segments(), *inputs, use_reentrant=self.use_reentrant, **shared
+        )
+
+    def _segments(self) -> list[int]:
+        interval = self.checkpoint_interval
+        if not interval or interval >= len(self) or not torch.is_grad_enabled():
+            return [len(self)]
+        full, rest = divmod(len(self), interval)
+        return [interval] * full + [rest] * bool(rest)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # a part of a chain takes what the whole chain has prepared
+            return Chain(
+                OrderedDict(list(self._modules.items())[index]),
+                checkpoint_interval=self.checkpoint_interval,
+                use_reentrant=self.use_reentrant,
+            )
+        return super().__getitem__(index)
+
+    def extra_repr(self) -> str:
+        return f"checkpoint_interval={self.checkpoint_interval}, use_reentrant={self.use_reentrant}"
