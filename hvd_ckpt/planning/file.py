@@ -17,7 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.planning.json_file import AGAIN, Wrong, read_json, shown, write_json
+from hvd_ckpt.json_file import Wrong, read_json, shown, write_json
 from hvd_ckpt.planning.plan import BlockPlan, Plan, PlanError
 from hvd_ckpt.planning.treatment import Treatment
 from hvd_ckpt.recompute.tape import Policy
@@ -26,6 +26,9 @@ __all__ = ["FORMAT", "VERSION", "read", "write"]
 
 FORMAT = "hvd_ckpt plan"
 VERSION = 1
+
+GIVE = "give a file that Plan.save() wrote"
+AGAIN = "correct it, or make the plan again"
 
 MAX_NESTING = 100  # of segments; each takes a dozen frames of Python's stack when it runs
 MAX_TEXT = 1000  # characters of one name
@@ -71,7 +74,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
     """
     path = Path(path)
     try:
-        return _Document(read_json(path)).plan()
+        return _Document(read_json(path, GIVE, AGAIN)).plan()
     except Wrong as error:
         raise PlanError(f"The plan file '{path}' cannot be used: {error}.") from None
 
@@ -86,7 +89,7 @@ class _Document:
     def plan(self) -> Plan:
         content = self.content
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise Wrong(f'it does not say "format": "{FORMAT}": give a file that Plan.save() wrote')
+            raise Wrong(f'it does not say "format": "{FORMAT}": {GIVE}')
         version = content.get("version")
         if type(version) is not int or version != VERSION:
             raise Wrong(

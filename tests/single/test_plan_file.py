@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hvd_ckpt.planning import json_file
+from hvd_ckpt import json_file
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError, kind_of, parameter_shapes
 from hvd_ckpt.planning.treatment import KEEP, Treatment
 from hvd_ckpt.recompute.tape import Policy

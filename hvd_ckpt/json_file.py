@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["AGAIN", "MAX_BYTES", "Wrong", "read_json", "shown", "write_json"]
+__all__ = ["MAX_BYTES", "Wrong", "dumps", "loads", "read_json", "shown", "write_json"]
 
 MAX_BYTES = 64 << 20
 WIDTH = 120  # of a line, where it can be broken
-AGAIN = "correct it, or make the plan again"
 
 
 class Wrong(Exception):
@@ -34,7 +33,7 @@ def write_json(value: Any, path: Path) -> None:
     whole = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
         with open(whole, "x", encoding="utf-8") as file:
-            file.write("\n".join(_lines(value)) + "\n")
+            file.write(dumps(value))
             file.flush()
             os.fsync(file.fileno())
         os.replace(whole, path)
@@ -43,41 +42,56 @@ def write_json(value: Any, path: Path) -> None:
         raise
 
 
-def read_json(path: Path) -> Any:
+def dumps(value: Any) -> str:
+    """A value of dicts, lists, texts and finite numbers as JSON in lines of a readable length."""
+    return "\n".join(_lines(value)) + "\n"
+
+
+def read_json(path: Path, give: str, repair: str) -> Any:
     """The value in a file.
+
+    Args:
+        give: the way out if it is no such file at all, such as "give a file that Plan.save() wrote".
+        repair: the way out if it is damaged, such as "make the plan again".
 
     Raises:
         Wrong: it is no regular file, too large, no UTF-8, no JSON, too deep, or has a number that is none or a key twice.
         OSError: it cannot be read.
     """
-    return _json(_content(path))
-
-
-def _content(path: Path) -> str:
     if not stat.S_ISREG(path.stat().st_mode):
-        raise Wrong("it is a folder or a device: give the name of a file that Plan.save() wrote")
+        raise Wrong(f"it is a folder or a device: {give}")
     with open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
+    return loads(content, give, repair)
+
+
+def loads(content: bytes, give: str, repair: str) -> Any:
+    """The value in the content of a file, as :func:`read_json`.
+
+    Raises:
+        Wrong: as :func:`read_json`.
+    """
     if len(content) > MAX_BYTES:
-        raise Wrong(
-            f"it is larger than {MAX_BYTES >> 20} MiB, which no plan is: give a file that Plan.save() wrote"
-        )
+        raise Wrong(f"it is larger than {MAX_BYTES >> 20} MiB: {give}")
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Wrong(f"byte {error.start} is no UTF-8: give a file that Plan.save() wrote") from None
-
-
-def _json(text: str) -> Any:
+        raise Wrong(f"byte {error.start} is no UTF-8: {give}") from None
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         what = error.msg[:1].lower() + error.msg[1:]
-        raise Wrong(f"it is no JSON, line {error.lineno} column {error.colno}: {what}: {AGAIN}") from None
+        raise Wrong(f"it is no JSON, line {error.lineno} column {error.colno}: {what}: {repair}") from None
     except RecursionError:
-        raise Wrong(f"it is nested too deeply: {AGAIN}") from None
+        raise Wrong(f"it is nested too deeply: {repair}") from None
+    except _NoValue as error:
+        raise Wrong(f"{error}: {repair}") from None
     except ValueError:  # an integer of thousands of digits
-        raise Wrong(f"a number in it has too many digits: {AGAIN}") from None
+        raise Wrong(f"a number in it has too many digits: {repair}") from None
+
+
+class _NoValue(Exception):
+    """What is JSON to Python's decoder and not here."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,12 +99,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise Wrong(f"the key {shown(twice)} is given twice in one place: {AGAIN}")
+        raise _NoValue(f"the key {shown(twice)} is given twice in one place")
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise Wrong(f"it has the value {name}, and numbers must be finite: {AGAIN}")
+    raise _NoValue(f"it has the value {name}, and numbers must be finite")
 
 
 def shown(value: Any) -> str:
