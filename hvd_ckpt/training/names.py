@@ -1,0 +1,35 @@
+"""Errors for names that nobody knows: what was asked for, what was probably meant, and what there is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["nearest", "unknown"]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like this one, whatever the case and the kind of dash; None if none does."""
+    plain = {_plain(candidate): candidate for candidate in known}
+    found = difflib.get_close_matches(_plain(name), plain, n=1)
+    return plain[found[0]] if found else None
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """One line for an error: ``no optimizer 'adamv': did you mean 'adamw'? Known: adam, adamw, sgd``.
+
+    Args:
+        what: the kind of thing that was asked for.
+        name: as it was given.
+        known: the right names, listed in this order.
+    """
+    known = list(known)
+    if not known:
+        return f"no {what} '{name}': there is none"
+    guess = nearest(name, known)
+    hint = f": did you mean '{guess}'?" if guess else "."
+    return f"no {what} '{name}'{hint} Known: {', '.join(known)}"
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
