@@ -7,6 +7,11 @@ and each of its batch norms is a trap for running statistics.
 
 A dense layer here returns its input and its own new features concatenated, so one tensor flows through the whole chain
 and the model can be cut before any layer.
+
+The efficient variant is that of Pleiss et al., an example of regions: inside each layer, concatenation, norm and activation are
+a checkpointed region, computed again in the backward pass, while the expensive convolution after them is not. What grows with
+the square of the depth is then never kept, as long as nobody else keeps it: the dense layers of a block pass on a tuple of all
+its features, each held once, rather than their concatenation. Weights, their names and every bit of the results are the same.
 """
 
 from __future__ import annotations
@@ -17,9 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hvd_ckpt.recompute import checkpoint
+
 __all__ = ["DEPTHS", "DenseNet", "DenseNetShape", "densenet"]
 
 BOTTLENECK = 4  # a bottleneck makes 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")
+
+Features = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,8 @@ DEPTHS: dict[int, DenseNetShape] = {
 Depth counts convolutions and the classifier; the paper's 264 has 265 of them by its own table."""
 
 
-class DenseLayer(nn.Sequential):
-    """A bottleneck layer: (batch, maps, height, width) in, (batch, maps + growth, height, width) out."""
+class Bottleneck(nn.Sequential):
+    """A 1x1 convolution to ``BOTTLENECK * growth`` maps and a 3x3 convolution, each after norm and activation."""
 
     def __init__(self, maps: int, growth: int, dropout: float) -> None:
         wide = BOTTLENECK * growth
@@ -69,9 +78,24 @@ class DenseLayer(nn.Sequential):
             nn.Dropout(dropout),
         )
 
+
+class DenseLayer(Bottleneck):
+    """(batch, maps, height, width) in, (batch, maps + growth, height, width) out."""
+
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         added: torch.Tensor = super().forward(features)  # type: ignore[no-untyped-call]
         return torch.cat([features, added], dim=1)
+
+
+class EfficientDenseLayer(Bottleneck):
+    """All features of the dense block so far in, a tuple of them and the new ones, (batch, growth, height, width), out."""
+
+    def forward(self, features: Features) -> tuple[torch.Tensor, ...]:
+        taken = _as_tuple(features)
+        added = _narrow(self, taken)
+        for module in list(self)[_NARROWING:]:
+            added = module(added)
+        return (*taken, added)
 
 
 class Transition(nn.Sequential):
@@ -86,6 +110,37 @@ class Transition(nn.Sequential):
         )
 
 
+class EfficientTransition(Transition):
+    """All features of a dense block in, one tensor out."""
+
+    def forward(self, features: Features) -> torch.Tensor:
+        narrowed = _narrow(self, _as_tuple(features))
+        for module in list(self)[_NARROWING:]:
+            narrowed = module(narrowed)
+        return narrowed
+
+
+class Classifier(nn.Sequential):
+    """The features that are left, averaged over the image, to scores (batch, classes)."""
+
+    def __init__(self, maps: int, classes: int) -> None:
+        super().__init__(
+            nn.BatchNorm2d(maps),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(maps, classes),
+        )
+
+
+class EfficientClassifier(Classifier):
+    """All features of the last dense block in; nothing is recomputed, as the backward pass begins here."""
+
+    def forward(self, features: Features) -> torch.Tensor:
+        scores: torch.Tensor = super().forward(torch.cat(_as_tuple(features), dim=1))  # type: ignore[no-untyped-call]
+        return scores
+
+
 class DenseNet(nn.Sequential):
     """A DenseNet whose children are its blocks: stem, dense layers, transitions, classifier.
 
@@ -96,40 +151,71 @@ class DenseNet(nn.Sequential):
         ValueError: for ``dropout`` outside [0, 1), channels or classes below 1.
     """
 
-    def __init__(self, shape: DenseNetShape, channels: int, classes: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, shape: DenseNetShape, channels: int, classes: int, dropout: float = 0.0, efficient: bool = False
+    ) -> None:
         if channels < 1 or classes < 1:
             raise ValueError(f"channels and classes must be at least 1, got {channels} and {classes}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        layer_class = EfficientDenseLayer if efficient else DenseLayer
+        transition_class = EfficientTransition if efficient else Transition
+        classifier_class = EfficientClassifier if efficient else Classifier
         chain: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(shape, channels))
         maps = shape.initial
         for block, layers in enumerate(shape.blocks, start=1):
             if block > 1:
-                chain[f"transition{block - 1}"] = Transition(maps)
+                chain[f"transition{block - 1}"] = transition_class(maps)
                 maps //= 2
             for layer in range(1, layers + 1):
-                chain[f"block{block}_layer{layer}"] = DenseLayer(maps, shape.growth, dropout)
+                chain[f"block{block}_layer{layer}"] = layer_class(maps, shape.growth, dropout)
                 maps += shape.growth
-        chain["classifier"] = nn.Sequential(
-            nn.BatchNorm2d(maps),
-            nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(maps, classes),
-        )
+        chain["classifier"] = classifier_class(maps, classes)
         super().__init__(chain)
         self.apply(_initialize)
 
 
-def densenet(depth: int, *, channels: int = 3, classes: int = 1000, dropout: float = 0.0) -> DenseNet:
+def densenet(
+    depth: int, *, channels: int = 3, classes: int = 1000, dropout: float = 0.0, efficient: bool = False
+) -> DenseNet:
     """The DenseNet of a given depth, randomly initialized; the depths are the keys of :data:`DEPTHS`.
 
+    Args:
+        channels: of the images.
+        classes: how many scores the classifier gives.
+        dropout: of the features that each dense layer adds.
+        efficient: recompute concatenations, norms and activations inside each layer (Pleiss et al., 2017).
+
     Raises:
-        ValueError: for a depth that is not among them.
+        ValueError: for a depth that is not among them; see also :class:`DenseNet`.
     """
     if depth not in DEPTHS:
         raise ValueError(f"no DenseNet of depth {depth}: choose one of {', '.join(map(str, sorted(DEPTHS)))}")
-    return DenseNet(DEPTHS[depth], channels, classes, dropout)
+    return DenseNet(DEPTHS[depth], channels, classes, dropout, efficient)
+
+
+_NARROWING = 3  # modules at the start of a dense layer or a transition: norm, activation, 1x1 convolution
+
+
+def _narrow(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Concatenation, norm, activation and 1x1 convolution, of which only the last one's output is kept.
+
+    The convolution belongs to the region so that its input does too; a recomputation ends when all that was saved in it is
+    there again, which is before the convolution would run.
+    """
+    norm, activation, convolution = list(block)[:_NARROWING]
+
+    def narrow(*features: torch.Tensor) -> torch.Tensor:
+        narrowed: torch.Tensor = convolution(activation(norm(torch.cat(features, dim=1))))
+        return narrowed
+
+    result: torch.Tensor = checkpoint(narrow, *features, preserve_rng_state=False)  # nothing in it is random
+    return result
+
+
+def _as_tuple(features: Features) -> tuple[torch.Tensor, ...]:
+    """The first layer of a dense block gets a tensor; a tuple of one is never passed on, since a chain may unpack it."""
+    return (features,) if isinstance(features, torch.Tensor) else features
 
 
 def _stem(shape: DenseNetShape, channels: int) -> nn.Module:

@@ -1,0 +1,230 @@
+"""ResNets as flat chains, one block per residual unit.
+
+Three families, told apart by depth:
+
+- for small images (He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, section 4.2): units of two
+  convolutions in three stages, 6n + 2 layers, shortcuts without parameters;
+- for small images and up to 1001 layers (the same authors, "Identity Mappings in Deep Residual Networks", 2016): bottleneck
+  units that normalize and activate before they convolve, 9n + 2 layers;
+- for ImageNet (2015, table 1): 18 to 152 layers in four stages.
+
+The residual connection lies inside the block, so one tensor flows through the chain and it can be cut before any unit. What
+is kept for the backward pass grows with the depth, and of a thousand equal units any set can be recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["DEPTHS", "ResNet", "ResNetShape", "resnet"]
+
+EXPANSION = 4  # a bottleneck unit gives 4 times the maps of its 3x3 convolution
+
+
+@dataclass(frozen=True)
+class ResNetShape:
+    """The numbers that tell one ResNet from another.
+
+    Attributes:
+        unit: "basic" (two 3x3 convolutions), "bottleneck" (1x1, 3x3, 1x1) or "preactivated" (a bottleneck whose norms and
+            activations come before the convolutions).
+        units: residual units in each stage; from one stage to the next maps double and resolution halves.
+        maps: of the 3x3 convolutions in the first stage.
+        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) and shortcuts that
+            project, or the CIFAR stem (3x3 convolution at full resolution) and, for basic units, shortcuts that pad with zeros.
+    """
+
+    unit: str
+    units: tuple[int, ...]
+    maps: int
+    large_images: bool
+
+
+DEPTHS: dict[int, ResNetShape] = {
+    18: ResNetShape("basic", (2, 2, 2, 2), 64, large_images=True),
+    34: ResNetShape("basic", (3, 4, 6, 3), 64, large_images=True),
+    50: ResNetShape("bottleneck", (3, 4, 6, 3), 64, large_images=True),
+    101: ResNetShape("bottleneck", (3, 4, 23, 3), 64, large_images=True),
+    152: ResNetShape("bottleneck", (3, 8, 36, 3), 64, large_images=True),
+    **{
+        depth: ResNetShape("basic", ((depth - 2) // 6,) * 3, 16, large_images=False)
+        for depth in (20, 32, 44, 56, 110, 1202)
+    },
+    **{
+        depth: ResNetShape("preactivated", ((depth - 2) // 9,) * 3, 16, large_images=False)
+        for depth in (164, 1001)
+    },
+}
+"""The papers' networks by depth: convolutions and the classifier, without those in shortcuts."""
+
+
+class PaddedShortcut(nn.Module):
+    """Every other pixel, and maps of zeros for those that are new (2015, section 4.2: "option A")."""
+
+    def __init__(self, maps: int, made: int) -> None:
+        super().__init__()
+        self.added = made - maps
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return functional.pad(features[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.added))
+
+    def extra_repr(self) -> str:
+        return f"added={self.added}"
+
+
+class Unit(nn.Module):
+    """Convolutions beside a shortcut, activated after the addition (2015, figures 2 and 5).
+
+    (batch, maps, height, width) in, (batch, made, height / stride, width / stride) out, rounded up.
+    """
+
+    def __init__(self, convolutions: nn.Sequential, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.convolutions = convolutions
+        self.shortcut = shortcut
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.convolutions(features) + self.shortcut(features), inplace=True)
+
+
+class PreactivatedUnit(nn.Module):
+    """Norm and activation, then a bottleneck beside an untouched shortcut (2016, figure 4e); shapes as :class:`Unit`.
+
+    A unit that changes the shape activates before the paths part (2016, appendix), as its shortcut has to project anyway.
+    """
+
+    def __init__(self, maps: int, inner: int, stride: int) -> None:
+        super().__init__()
+        made = EXPANSION * inner
+        self.activation = nn.Sequential(nn.BatchNorm2d(maps), nn.ReLU(inplace=True))
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(maps, inner, kernel_size=1, stride=stride, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, made, kernel_size=1, bias=False),
+        )
+        self.projection = nn.Conv2d(maps, made, 1, stride, bias=False) if made != maps else None
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        activated = self.activation(features)
+        shortcut = features if self.projection is None else self.projection(activated)
+        made: torch.Tensor = self.convolutions(activated) + shortcut
+        return made
+
+
+class ResNet(nn.Sequential):
+    """A ResNet whose children are its blocks: stem, residual units, classifier.
+
+    Input (batch, channels, height, width), output (batch, classes) of scores before the softmax. Any resolution works; the
+    papers' are 224 pixels for ImageNet's networks (64 still leave 2x2 in the last stage) and 32 for the others.
+
+    Raises:
+        ValueError: for channels or classes below 1.
+    """
+
+    def __init__(self, shape: ResNetShape, channels: int, classes: int) -> None:
+        if channels < 1 or classes < 1:
+            raise ValueError(f"channels and classes must be at least 1, got {channels} and {classes}")
+        build, expansion = _UNITS[shape.unit]
+        chain: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(shape, channels))
+        maps = shape.maps
+        for stage, units in enumerate(shape.units):
+            inner = shape.maps << stage
+            for unit in range(units):
+                stride = 2 if stage > 0 and unit == 0 else 1
+                chain[f"stage{stage + 1}_unit{unit + 1}"] = build(shape, maps, inner, stride)
+                maps = expansion * inner
+        activation = [nn.BatchNorm2d(maps), nn.ReLU(inplace=True)] if shape.unit == "preactivated" else []
+        chain["classifier"] = nn.Sequential(
+            *activation, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(maps, classes)
+        )
+        super().__init__(chain)
+        self.apply(_initialize)
+
+
+def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
+    """The ResNet of a given depth, randomly initialized; the depths are the keys of :data:`DEPTHS`.
+
+    Raises:
+        ValueError: for a depth that is not among them.
+    """
+    if depth not in DEPTHS:
+        raise ValueError(f"no ResNet of depth {depth}: choose one of {', '.join(map(str, sorted(DEPTHS)))}")
+    return ResNet(DEPTHS[depth], channels, classes)
+
+
+def _basic(shape: ResNetShape, maps: int, made: int, stride: int) -> nn.Module:
+    convolutions = nn.Sequential(
+        nn.Conv2d(maps, made, kernel_size=3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(made),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(made, made, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(made),
+    )
+    if maps != made and not shape.large_images:
+        return Unit(convolutions, PaddedShortcut(maps, made))
+    return Unit(convolutions, _projection(maps, made, stride))
+
+
+def _bottleneck(shape: ResNetShape, maps: int, inner: int, stride: int) -> nn.Module:
+    """The 3x3 convolution halves the resolution, not the first 1x1 as in 2015, which leaves three pixels of four unseen."""
+    made = EXPANSION * inner
+    convolutions = nn.Sequential(
+        nn.Conv2d(maps, inner, kernel_size=1, bias=False),
+        nn.BatchNorm2d(inner),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(inner, inner, kernel_size=3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(inner),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(inner, made, kernel_size=1, bias=False),
+        nn.BatchNorm2d(made),
+    )
+    return Unit(convolutions, _projection(maps, made, stride))
+
+
+def _preactivated(shape: ResNetShape, maps: int, inner: int, stride: int) -> nn.Module:
+    return PreactivatedUnit(maps, inner, stride)
+
+
+_UNITS: dict[str, tuple[Callable[[ResNetShape, int, int, int], nn.Module], int]] = {
+    "basic": (_basic, 1),
+    "bottleneck": (_bottleneck, EXPANSION),
+    "preactivated": (_preactivated, EXPANSION),
+}
+
+
+def _projection(maps: int, made: int, stride: int) -> nn.Module:
+    if maps == made:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(maps, made, 1, stride, bias=False), nn.BatchNorm2d(made))
+
+
+def _stem(shape: ResNetShape, channels: int) -> nn.Module:
+    if shape.large_images:
+        return nn.Sequential(
+            nn.Conv2d(channels, shape.maps, kernel_size=7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(shape.maps),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        )
+    convolution = nn.Conv2d(channels, shape.maps, kernel_size=3, padding=1, bias=False)
+    if shape.unit == "preactivated":  # the first unit normalizes and activates
+        return convolution
+    return nn.Sequential(convolution, nn.BatchNorm2d(shape.maps), nn.ReLU(inplace=True))
+
+
+def _initialize(module: nn.Module) -> None:
+    """He et al. ("Delving Deep into Rectifiers", 2015) for convolutions, as the papers do."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight)
+    elif isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
