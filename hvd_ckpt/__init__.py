@@ -84,11 +84,14 @@ if TYPE_CHECKING:
     from hvd_ckpt.recompute import (
         CheckpointFunction,
         CheckpointSequential,
+        DeferredBatchNorm,
         SyncBatchNorm,
         checkpoint,
         checkpoint_sequential,
+        commit_batch_norm,
         is_checkpointing,
         is_recomputing,
+        without_recomputation,
     )
     from hvd_ckpt.reduction import (
         Compression,
@@ -99,6 +102,7 @@ if TYPE_CHECKING:
         join,
     )
     from hvd_ckpt.runtime import controller, init, mpi_communicator
+    from hvd_ckpt.training.microbatch import accumulate
 
 # Names are imported when they are first used: `hvd-ckpt --help` then needs no PyTorch, and `hvd-ckpt doctor` no working Horovod.
 _OWN = {
@@ -116,11 +120,14 @@ _OWN = {
     "hvd_ckpt.recompute": (
         "CheckpointFunction",
         "CheckpointSequential",
+        "DeferredBatchNorm",
         "SyncBatchNorm",
         "checkpoint",
         "checkpoint_sequential",
+        "commit_batch_norm",
         "is_checkpointing",
         "is_recomputing",
+        "without_recomputation",
     ),
     "hvd_ckpt.reduction": (
         "Compression",
@@ -135,6 +142,7 @@ _OWN = {
         "init",
         "mpi_communicator",
     ),
+    "hvd_ckpt.training.microbatch": ("accumulate",),
 }
 _HOMES = {name: module for module, names in _OWN.items() for name in names}
 
@@ -145,6 +153,7 @@ __all__ = [
     "CheckpointFunction",
     "CheckpointSequential",
     "Compression",
+    "DeferredBatchNorm",
     "DistributedOptimizer",
     "GradScaler",
     "HorovodInternalError",
@@ -158,6 +167,7 @@ __all__ = [
     "ReductionStats",
     "Sum",
     "SyncBatchNorm",
+    "accumulate",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -180,6 +190,7 @@ __all__ = [
     "check_extension",
     "checkpoint",
     "checkpoint_sequential",
+    "commit_batch_norm",
     "compression",
     "controller",
     "cross_rank",
@@ -229,6 +240,7 @@ __all__ = [
     "stop_timeline",
     "sync_batch_norm",
     "synchronize",
+    "without_recomputation",
 ]
 
 

@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import noop_context_fn
 
-from hvd_ckpt.recompute.frames import is_checkpointing, is_recomputing
+from hvd_ckpt.recompute.frames import is_checkpointing, is_recomputing, keeps_everything
 from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.recompute.reentrant import checkpoint_reentrant
 from hvd_ckpt.recompute.region import Region
@@ -68,8 +68,8 @@ def checkpoint(
     function can reach modules as itself, through its object, closure, defaults, partial arguments and
     globals, in lists and dicts of those, and in its arguments.
 
-    Under :class:`torch.no_grad` the function simply runs. In a model that is being compiled it runs eagerly; the
-    function itself may be a compiled one.
+    Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation` the function simply runs. In a model that is
+    being compiled it runs eagerly; the function itself may be a compiled one.
 
     Arguments:
         function: a module or any callable. It must compute the same each time it runs.
@@ -98,7 +98,7 @@ def run_checkpointed(
     """:func:`checkpoint` for callers whose own keyword arguments might bear the names of its options."""
     if not callable(function):
         raise TypeError(f"checkpoint needs something to call, got {type(function).__name__}.")
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or keeps_everything():
         return function(*args, **kwargs)
     found = reach(function, args, kwargs)
     if options.use_reentrant:

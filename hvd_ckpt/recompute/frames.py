@@ -9,9 +9,10 @@ recomputation of an outer one.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -74,6 +75,7 @@ class _Entry:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Entry] = []
+        self.keeping: list[int] = []  # the depth at which each without_recomputation() was entered
 
 
 _thread = _Thread()
@@ -104,6 +106,32 @@ def is_recomputing() -> bool:
             self.batches_seen += 1
     """
     return any(entry.phase is Phase.RECOMPUTE for entry in _thread.stack)
+
+
+@contextlib.contextmanager
+def without_recomputation() -> Iterator[None]:
+    """Forward passes of this thread keep everything inside: checkpointed calls, chains of segments and applied plans
+    just run.
+
+    Results are the same bit for bit (of a plan that keeps numbers in fewer bytes: those without it). For a forward pass
+    whose backward pass follows at once, such as that of the last micro-batch (:func:`hvd_ckpt.accumulate`). It matters
+    in forward passes only: what is recomputed in a backward pass inside does as its first pass did.
+    """
+    _thread.keeping.append(depth())
+    try:
+        yield
+    finally:
+        _thread.keeping.pop()
+
+
+def keeps_everything() -> bool:
+    """Whether a call that would be checkpointed now should just run, because of :func:`without_recomputation`.
+
+    A recomputation that has begun since is that of another forward pass, in which this was not asked for.
+    """
+    if not _thread.keeping:
+        return False
+    return not any(entry.phase is Phase.RECOMPUTE for entry in _thread.stack[_thread.keeping[-1] :])
 
 
 def replay(compute: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import checkpoint as torch_checkpoint
 
+from hvd_ckpt.recompute.frames import keeps_everything
 from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.recompute.region import Region
 
@@ -42,6 +43,15 @@ class CheckpointFunction(torch.autograd.Function):
         gradient
             would be lost.
     """
+
+    @classmethod
+    def apply(cls, function: Any, n: int, *args: Any) -> Any:
+        """``function(*args[:n])``; see the class."""
+        if not keeps_everything():
+            return super().apply(function, n, *args)  # type: ignore[no-untyped-call]
+        _check(function, n, args)
+        outputs = function(*args[:n])
+        return tuple(outputs) if isinstance(outputs, list) else outputs
 
     @staticmethod
     def forward(ctx: Any, function: Any, n: int, *args: Any) -> Any:

@@ -57,6 +57,25 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
 
+    @classmethod
+    def convert(cls, model: nn.Module) -> nn.Module:
+        """The model with every ``BatchNorm1d``, ``2d`` and ``3d`` replaced by one of these, in place.
+
+        Parameters, statistics and names stay, as with :meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
+
+        Returns:
+            ``model``, or its replacement if it is a batch norm itself
+        """
+        for name, child in model.named_children():
+            setattr(model, name, cls.convert(child))
+        if not isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            return model
+        norm = cls(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
+        norm._parameters.update(model._parameters)
+        norm._buffers.update(model._buffers)
+        norm.training = model.training
+        return norm
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(

@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors, tensors_in
-from hvd_ckpt.recompute.frames import depth
+from hvd_ckpt.recompute.frames import depth, keeps_everything
 from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
@@ -113,11 +113,13 @@ def run_selectively(
 ) -> Any:
     """``function(*args, **kwargs)``, whose graph keeps what the policy does not drop.
 
-    Without gradients, and inside another selective run, the function simply runs.
+    Without gradients, inside another selective run, and where everything is kept
+    (:func:`hvd_ckpt.without_recomputation`), the function simply runs.
     """
     if (
         not policy.acts
         or not torch.is_grad_enabled()
+        or keeps_everything()
         or any(
             isinstance(mode, CallMode) and mode.depth == depth()
             for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
