@@ -1,0 +1,124 @@
+"""From a configuration to what is trained: data sets, model, objective."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hvd_ckpt.models import catalog
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.data.dataset import Dataset
+from hvd_ckpt.training.names import unknown
+from hvd_ckpt.training.objectives import OBJECTIVES, Objective
+
+__all__ = ["Assembly", "assemble"]
+
+
+class Assembly(NamedTuple):
+    """What a trainer takes.
+
+    Attributes:
+        model: with random weights drawn from the configuration's seed, or those of its folder.
+        objective: its loss.
+        train, test: samples; ``test`` is None where nothing is held out.
+    """
+
+    model: nn.Module
+    objective: Objective
+    train: Dataset
+    test: Dataset | None
+
+
+def assemble(config: Config) -> Assembly:
+    """Builds data and model of a configuration, the same on every rank.
+
+    Raises:
+        ConfigError: the model is unknown, has no such option, or does not fit the data; data cannot be read.
+    """
+    entry = _entry(config.model)
+    for name in config.model_options:
+        if name not in entry.options:
+            raise ConfigError("model_options: " + unknown(f"option of {config.model}", name, entry.options))
+    _check_data_settings(config, entry.kind)
+    try:
+        train, test, facts = _DATA[entry.kind](config, entry)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    torch.manual_seed(config.seed)
+    try:
+        model = entry.build(**facts, **config.model_options).train()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model {config.model}: {error}") from None
+    return Assembly(model, OBJECTIVES[entry.kind](), train, test)
+
+
+def _entry(name: str) -> catalog.Entry:
+    try:
+        return catalog.find(name)
+    except ValueError as error:
+        known = catalog.names()
+        if difflib.get_close_matches(name, known, 1):
+            raise ConfigError(unknown("model", name, known)) from None
+        raise ConfigError(
+            f"{error}: choose one of {', '.join(known)}, or give a folder of a Hugging Face model"
+        ) from None
+
+
+_SETTINGS_OF_DATA = {
+    "text": ("causal", "masked", "permutation"),
+    "tokenizer": ("causal", "masked", "permutation"),
+    "length": ("causal", "masked", "permutation"),
+    "images": ("images",),
+    "volumes": ("volumes",),
+    "pixels": ("images", "volumes"),
+    "augment": ("images",),
+}
+
+
+def _check_data_settings(config: Config, kind: str) -> None:
+    """A setting that says nothing for this kind of data is more likely a mistake than meant."""
+    for name, kinds in _SETTINGS_OF_DATA.items():
+        if getattr(config, name) not in (None, False) and kind not in kinds:
+            what = "text" if kind in _SETTINGS_OF_DATA["text"] else kind
+            raise ConfigError(
+                f"{name} {getattr(config, name)}: the model {config.model} is trained on {what}, leave it out"
+            )
+
+
+def _text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    from hvd_ckpt.training.data.text import CausalText, MaskedText, PermutedText
+    from hvd_ckpt.training.data.tokens import Tokens
+
+    tokenizer = config.tokenizer
+    if tokenizer is None and entry.folder is not None and (entry.folder / "tokenizer.json").is_file():
+        tokenizer = str(entry.folder / "tokenizer.json")
+    tokens = Tokens(config.text, tokenizer)
+    length = config.length or entry.data["length"]
+    kinds: dict[str, Any] = {"causal": CausalText, "masked": MaskedText, "permutation": PermutedText}
+    data = kinds[entry.kind](tokens, length, seed=config.seed)
+    train, test = data.split(config.held_out)
+    return train, test, {"vocabulary": tokens.vocabulary, "length": length}
+
+
+def _images(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    from hvd_ckpt.training.data.images import open_images
+
+    data = open_images(
+        config.images, config.pixels or entry.data["pixels"], seed=config.seed, augment=config.augment
+    )
+    train, test = data.split(config.held_out)
+    return train, test, {"channels": data.channels, "classes": data.classes}
+
+
+def _volumes(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    from hvd_ckpt.training.data.volumes import open_volumes
+
+    data = open_volumes(config.volumes, config.pixels or entry.data["pixels"], seed=config.seed)
+    train, test = data.split(config.held_out)
+    return train, test, {"channels": data.channels, "classes": data.classes}
+
+
+_DATA = {"causal": _text, "masked": _text, "permutation": _text, "images": _images, "volumes": _volumes}

@@ -1,0 +1,130 @@
+"""``hvd-ckpt train``: flags and files to a configuration, one line for what cannot be, a run.
+
+Exit status 0 after a run, 2 for a setting that cannot be; anything that goes wrong in training itself is a traceback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import click
+
+from hvd_ckpt.command_line import BadArgument
+from hvd_ckpt.runtime import launched_rank
+from hvd_ckpt.training.config import Config, ConfigError, parsed, read_yaml
+
+__all__ = ["train"]
+
+MOMENT = (
+    3.0  # seconds that the other ranks give rank 0 to say what is wrong, before they end and so does the job
+)
+
+
+class _Train(click.Command):
+    """A command of several ranks that answers bad arguments with one line, from rank 0."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise _bad(error.format_message()) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise _bad(str(error)) from None
+
+
+def _bad(message: str) -> Exception:
+    """The error for rank 0; other ranks, whose command line is the same, leave the word to it."""
+    if launched_rank() > 0:
+        time.sleep(MOMENT)
+        return click.exceptions.Exit(2)
+    return BadArgument(message)
+
+
+def _flag(setting: dataclasses.Field[Any]) -> click.Option:
+    name = setting.name.replace("_", "-")
+    help = setting.metadata["help"]
+    default = setting.default
+    if default is not None and default is not dataclasses.MISSING and default is not False:
+        help += f"  [default: {default}]"
+    if default is False:
+        return click.Option([f"--{name}/--no-{name}", setting.name], default=None, help=help)
+    if setting.name.endswith("_options"):
+        one = name.removesuffix("s")
+        return click.Option([f"--{one}", setting.name], multiple=True, metavar="NAME=VALUE", help=help)
+    return click.Option([f"--{name}", setting.name], default=None, metavar="VALUE", help=help)
+
+
+def _options(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{flag} '{pair}': give NAME=VALUE")
+        try:
+            values[name.replace("-", "_")] = parsed(text)
+        except ValueError as error:
+            raise ConfigError(f"{flag} {name}: {error}") from None
+    return values
+
+
+def _train(file: str | None, **flags: Any) -> None:
+    values = read_yaml(file) if file is not None else {}
+    values = {str(name).replace("-", "_"): value for name, value in values.items()}
+    for name, value in flags.items():
+        if name.endswith("_options"):
+            given = _options("--" + name.removesuffix("s").replace("_", "-"), value)
+            if given:
+                values[name] = {**(values.get(name) or {}), **given}
+        elif value is not None:
+            values[name] = value
+    config = Config.make(values)
+    run(config)
+
+
+def run(config: Config) -> None:
+    """Trains as configured, on all ranks.
+
+    Raises:
+        ConfigError: on every rank alike.
+    """
+    import horovod.torch as hvd
+
+    from hvd_ckpt import runtime
+    from hvd_ckpt.training.assembly import assemble
+    from hvd_ckpt.training.trainer import Trainer, errors_everywhere
+
+    runtime.init()
+    try:
+        with errors_everywhere("hvd_ckpt.train.assembly"):
+            assembly = assemble(config)
+        trainer = Trainer(config, assembly.model, assembly.objective, assembly.train, assembly.test)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    outcome = trainer.run()
+    if hvd.rank() == 0:
+        end = "ended early" if outcome.ended_early else "done"
+        click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
+
+
+train = _Train(
+    "train",
+    callback=_train,
+    params=[
+        click.Argument(["file"], required=False, metavar="[FILE]"),
+        *[_flag(setting) for setting in dataclasses.fields(Config)],
+    ],
+    help="""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
+
+    Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
+
+    Models: bert-, roberta- and xlnet- tiny, mini, small, medium, base, large; gpt2- tiny, small, medium, large, xl; gpt- tiny,
+    mini, lite; lstm- small, medium, large; densenet-100 to -264, resnet-18 to -1202, vnet; or a folder of a Hugging Face model.
+    """,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)

@@ -1,0 +1,343 @@
+"""What a training run is told: one flat dataclass, from Python, from a YAML file, or from the flags of the command.
+
+Every setting says in its metadata what it is for and what it may be, so that the flags, their help and the checks of a file all
+come from here. A value that cannot be is found when the configuration is made, before anything is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvd_ckpt.planning.budget import parse_budget
+from hvd_ckpt.precision import PRECISIONS
+from hvd_ckpt.training.microbatch import CHECKPOINTS
+from hvd_ckpt.training.names import unknown
+from hvd_ckpt.training.schedules import SCHEDULES
+
+__all__ = ["BATCH_NORMS", "Config", "ConfigError", "parsed", "read_yaml"]
+
+BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
+COMPRESSIONS = ("none", "fp16")
+MAX_BYTES = 1 << 20  # of a configuration file
+
+Parser = Callable[[Any], Any]
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or cannot have this value; one line."""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and str(value).strip():
+        return str(value)
+    raise ValueError("give a text")
+
+
+def _whole(least: int) -> Parser:
+    def parse(value: Any) -> int:
+        try:
+            number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value))
+        except ValueError:
+            raise ValueError(f"give a whole number from {least}") from None
+        if number < least:
+            raise ValueError(f"give a whole number from {least}")
+        return number
+
+    return parse
+
+
+def _number(least: float, most: float = math.inf, *, above: bool = False) -> Parser:
+    def parse(value: Any) -> float:
+        wanted = f"give a number {'above' if above else 'from'} {least:g}" + (
+            f" to {most:g}" if most < math.inf else ""
+        )
+        try:
+            number = float("" if isinstance(value, bool) else value)
+        except (TypeError, ValueError):
+            raise ValueError(wanted) from None
+        if not math.isfinite(number) or number < least or number > most or (above and number == least):
+            raise ValueError(wanted)
+        return number
+
+    return parse
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    raise ValueError("give true or false")
+
+
+def _one_of(what: str, known: tuple[str, ...]) -> Parser:
+    def parse(value: Any) -> str:
+        if value not in known:
+            raise ValueError(unknown(what, str(value), known))
+        return str(value)
+
+    return parse
+
+
+def _budget(value: Any) -> str | int:
+    parse_budget(value)
+    return value if isinstance(value, int) else str(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError("give names with their values")
+    return dict(value)
+
+
+def _setting(default: Any, parse: Parser, help: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": help})
+
+
+@dataclass
+class Config:
+    """The settings of a run; each field's metadata holds its help. Values are checked and converted when it is made.
+
+    Raises:
+        ConfigError: a value cannot be; names the setting, the value and what it may be.
+    """
+
+    model: str = field(
+        metadata={"parse": _text, "help": "A name of the catalogue, or a folder of a Hugging Face model."}
+    )
+    model_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"parse": _mapping, "help": "Options of the model, such as layers=2."}
+    )
+
+    text: str | None = _setting(
+        None, _text, "Text file or folder to train on.  [default: the standard library's source]"
+    )
+    tokenizer: str | None = _setting(None, _text, "JSON file of a tokenizer.  [default: bytes]")
+    length: int | None = _setting(None, _whole(8), "Tokens of a sequence.  [default: 128]")
+    images: str | None = _setting(
+        None, _text, "Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
+    )
+    pixels: int | None = _setting(None, _whole(4), "Of an image's or volume's side.  [default: by model]")
+    augment: bool = _setting(False, _flag, "Flip and shift training images at random.")
+    volumes: str | None = _setting(
+        None, _text, ".npz file of volumes and labels.  [default: synthetic ellipsoids]"
+    )
+    held_out: float = _setting(0.05, _number(0, 0.9), "Share of the samples that is only evaluated on.")
+
+    steps: int | None = _setting(None, _whole(1), "Optimizer steps to take.  [default: 100]")
+    epochs: int | None = _setting(None, _whole(1), "Times to go through the samples, instead of steps.")
+    batch: int = _setting(8, _whole(1), "Samples of a step on each rank.")
+    accumulate: int = _setting(1, _whole(1), "Micro-batches that a batch is split into.")
+    seed: int = _setting(0, _whole(0), "Of weights, order of samples, masks and dropout.")
+    optimizer: str = _setting("adamw", _text, "Of torch.optim, in lower case.")
+    optimizer_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"parse": _mapping, "help": "Further arguments of it, such as eps=1e-6."}
+    )
+    lr: float = _setting(3e-4, _number(0, above=True), "Learning rate after the warm-up.")
+    weight_decay: float = _setting(0.01, _number(0), "Of weights, not of biases and norms.")
+    schedule: str = _setting("linear", _one_of("schedule", SCHEDULES), "Decay: " + ", ".join(SCHEDULES) + ".")
+    warmup: int = _setting(0, _whole(0), "Steps in which the learning rate rises to its full height.")
+    final_lr: float = _setting(
+        0.0, _number(0, 1), "Share of the learning rate that is left at the end (linear, cosine)."
+    )
+    clip: float | None = _setting(None, _number(0, above=True), "Largest norm of all gradients together.")
+    precision: str = _setting("fp32", _one_of("precision", PRECISIONS), ", ".join(PRECISIONS) + ".")
+
+    budget: str | int | None = _setting(
+        None, _budget, "Peak of a micro-batch's step, for a plan: 6GiB, 0.3x, 80%, min."
+    )
+    plan: str | None = _setting(None, _text, "Plan file to use instead of making one.")
+    segments: int | None = _setting(None, _whole(1), "Recompute the chain of blocks in this many segments.")
+    reentrant: bool = _setting(False, _flag, "Recompute segments by PyTorch's reentrant variant.")
+    checkpoint: str = _setting(
+        "always",
+        _one_of("checkpoint mode", CHECKPOINTS),
+        "Micro-batches that are recomputed: always, except_last, never.",
+    )
+    batch_norm: str = _setting(
+        "local",
+        _one_of("batch norm", BATCH_NORMS),
+        "Statistics of batch norms: " + ", ".join(BATCH_NORMS) + ".",
+    )
+    compression: str = _setting(
+        "none", _one_of("compression", COMPRESSIONS), "Of gradients on the wire: none, fp16."
+    )
+    bucket_cap_mb: float = _setting(25.0, _number(0, above=True), "Size of a gradient bucket in MiB.")
+
+    eval_every: int | None = _setting(
+        None, _whole(1), "Steps between evaluations.  [default: at the end only]"
+    )
+    eval_batches: int | None = _setting(
+        None, _whole(1), "Batches of each rank in an evaluation.  [default: all held-out samples]"
+    )
+    patience: int | None = _setting(None, _whole(1), "End after this many evaluations without a lower loss.")
+    log_every: int = _setting(10, _whole(1), "Steps between log entries.")
+    tensorboard: bool = _setting(False, _flag, "Also write logs for TensorBoard.")
+    snapshot_every: int | None = _setting(
+        None, _whole(1), "Steps between snapshots.  [default: at the end only]"
+    )
+    keep_snapshots: int = _setting(2, _whole(1), "Newest snapshots to keep.")
+    output: str | None = _setting(None, _text, "Folder of the run.  [default: runs/train-<time>]")
+    resume: str | None = _setting(
+        None, _text, "Folder of a run or snapshot to go on from; a run's folder is also the output then."
+    )
+    device: str | None = _setting(
+        None, _text, "cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
+    )
+
+    def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if value is not None or setting.default is not None:
+                setattr(self, setting.name, _checked(setting, value))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"steps {self.steps} and epochs {self.epochs}: give one of them")
+        recomputing = [name for name in ("budget", "plan", "segments") if getattr(self, name) is not None]
+        if len(recomputing) > 1:
+            raise ConfigError(f"{' and '.join(recomputing)}: give one of them, each says what is recomputed")
+        if self.reentrant and self.segments is None:
+            raise ConfigError("reentrant: it is a variant of recomputing segments, give segments as well")
+        if self.accumulate > self.batch:
+            raise ConfigError(
+                f"accumulate {self.accumulate}: a batch of {self.batch} has fewer samples, give at most {self.batch}"
+            )
+        if self.patience is not None and self.eval_every is None:
+            raise ConfigError(f"patience {self.patience}: it counts evaluations, give eval_every as well")
+        if self.patience is not None and not self.held_out:
+            raise ConfigError(f"patience {self.patience}: nothing is held out to evaluate on, give held_out")
+        if self.resume is not None and self.output is not None:
+            raise ConfigError(f"output {self.output}: a resumed run goes on in its own folder, leave it out")
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-self.batch // self.accumulate)
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> Config:
+        """The configuration with these values; dashes in names are taken as underscores.
+
+        Raises:
+            ConfigError: a name is unknown (says the nearest), the model is missing, or a value cannot be.
+        """
+        known = {setting.name for setting in dataclasses.fields(cls)}
+        given = {}
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                raise ConfigError(unknown("setting", str(key), sorted(known)))
+            if value is not None:
+                given[name] = value
+        if "model" not in given:
+            raise ConfigError("model: give one, see the list in `hvd-ckpt train --help`")
+        return cls(**given)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings, as plain values."""
+        return dataclasses.asdict(self)
+
+    def write_yaml(self, path: Path) -> None:
+        """Writes the settings that differ from the defaults, with the model, as a file that :func:`read_yaml` takes."""
+        values = {
+            setting.name: getattr(self, setting.name)
+            for setting in dataclasses.fields(self)
+            if setting.name == "model" or getattr(self, setting.name) not in (setting.default, {})
+        }
+        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+
+def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
+    try:
+        return setting.metadata["parse"](value)
+    except ValueError as error:
+        raise ConfigError(f"{setting.name} {_shown(value)}: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return repr(text if len(text) <= 60 else text[:57] + "...") if isinstance(value, str) else text[:60]
+
+
+def parsed(text: str) -> Any:
+    """A value as it is written after ``NAME=``: a number, true, false, a list in brackets, or text.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"'{text}' is no value: give a number, true, false, [a, list] or a text") from None
+    return _converted(value)
+
+
+def _converted(value: Any) -> Any:
+    """YAML 1.1 takes 1e-4 for a text, since it has no dot."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if isinstance(value, list):
+        return [_converted(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _converted(one) for name, one in value.items()}
+    return value
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML forgets the first of two equal keys; a configuration had better not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConfigError(f"line {key.start_mark.line + 1}: the setting '{key.value}' is given twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings in a YAML file, unchecked.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or holds no settings.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration '{path}': {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"the configuration '{path}' is larger than {MAX_BYTES >> 20} MiB: give another file"
+        )
+    try:
+        values = yaml.load(content.decode("utf-8"), Loader=_UniqueKeys)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration '{path}' is no text: byte {error.start} is no UTF-8") from None
+    except ConfigError as error:
+        raise ConfigError(f"the configuration '{path}', {error}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it is nested too deeply or has a value that is none"
+        raise ConfigError(f"the configuration '{path}'{where} is no YAML: {problem}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"the configuration '{path}' holds no settings: write lines such as 'model: bert-small'"
+        )
+    return {
+        str(name): _converted(value) if isinstance(value, dict) else value for name, value in values.items()
+    }

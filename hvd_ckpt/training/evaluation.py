@@ -1,0 +1,70 @@
+"""How well a model does on samples that it is not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from hvd_ckpt.training.data.dataset import Dataset
+from hvd_ckpt.training.objectives import Objective
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    model: nn.Module,
+    data: Dataset,
+    objective: Objective,
+    *,
+    batch: int,
+    batches: int | None = None,
+    device: torch.device | str = "cpu",
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, float]:
+    """Loss and metrics over the samples of ``data``, each seen by one rank; means over all their terms, the same on every rank.
+
+    The model is in evaluation mode meanwhile, and batch norms use each rank's own running statistics. Collective.
+
+    Args:
+        batch: samples of a batch.
+        batches: the most batches that each rank looks at; None for all samples.
+        autocast: gives the context of the forward pass.
+
+    Returns:
+        ``{"loss": ..., ...}`` with what :meth:`Objective.metrics` names.
+    """
+    samples = len(data) if batches is None else min(len(data), batches * batch * hvd.size())
+    own = range(hvd.rank(), samples, hvd.size())
+    sums: dict[str, torch.Tensor] = {}
+    terms = 0.0
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for first in range(0, len(own), batch):
+                indices = own[first : first + batch]
+                one = data.batch(indices, [0] * len(indices)).to(torch.device(device))
+                with autocast():
+                    output = model(*one.inputs, **one.shared)
+                    means = {"loss": objective.loss(output, one), **objective.metrics(output, one)}
+                weight = objective.weight(one)
+                terms += weight
+                for name, mean in means.items():
+                    sums[name] = sums.get(name, 0.0) + mean.double() * weight
+    finally:
+        model.train(training)
+    return _over_ranks(sums, terms)
+
+
+def _over_ranks(sums: dict[str, torch.Tensor], terms: float) -> dict[str, float]:
+    """The means. A rank without samples does not know what there is to sum, so names travel with the numbers."""
+    own = (terms, {name: float(value) for name, value in sums.items()})
+    everyone = hvd.allgather_object(own, name="hvd_ckpt.evaluation") if hvd.size() > 1 else [own]
+    total = sum(count for count, _ in everyone)
+    names = next((list(found) for _, found in everyone if found), [])
+    return {name: sum(found.get(name, 0.0) for _, found in everyone) / total for name in names}

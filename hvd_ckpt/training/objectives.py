@@ -1,0 +1,129 @@
+"""What a model is trained for: the loss of a batch, how many terms it is a mean of, and what else is worth knowing.
+
+A mean over a batch that is split, over micro-batches or over ranks, is the mean of the whole only if each part counts with its
+number of terms; so every objective tells that number from the batch alone, before the model has run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvd_ckpt.training.batch import Batch
+
+__all__ = ["OBJECTIVES", "Classification", "NextOrHiddenToken", "Objective", "Segmentation"]
+
+IGNORED = -100  # the target of positions that count nothing, as torch's cross_entropy has it
+
+
+class Objective(ABC):
+    """A loss that is a mean over terms.
+
+    Attributes:
+        unit: what throughput counts.
+    """
+
+    unit: str
+
+    @abstractmethod
+    def weight(self, batch: Batch) -> float:
+        """The number of terms that the loss of ``batch`` is the mean of."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """The mean, a tensor of one number; 0 where there are no terms."""
+
+    @abstractmethod
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Further means over the same terms."""
+
+    def units(self, batch: Batch) -> int:
+        """How many of :attr:`unit` a batch has."""
+        return len(batch)
+
+
+class NextOrHiddenToken(Objective):
+    """Cross entropy of tokens: scores (batch, positions, vocabulary), targets (batch, positions), -100 where nothing is asked."""
+
+    unit = "tokens"
+
+    def weight(self, batch: Batch) -> float:
+        return float((batch.targets != IGNORED).sum())
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        total = functional.cross_entropy(
+            output.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total / _terms(batch)
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        right = (output.argmax(-1) == batch.targets).sum()
+        return {"accuracy": right / _terms(batch)}
+
+    def units(self, batch: Batch) -> int:
+        return batch.inputs[0].numel()
+
+
+def _terms(batch: Batch) -> Tensor:
+    """Of a mean over tokens, at least 1; left on its device."""
+    return (batch.targets != IGNORED).sum().clamp(min=1)
+
+
+class Classification(Objective):
+    """Cross entropy of classes: scores (batch, classes), targets (batch,)."""
+
+    unit = "images"
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch))
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(output, batch.targets)
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(1) == batch.targets).double().mean()}
+
+
+class Segmentation(Objective):
+    """One minus the Dice coefficient of each volume (Milletari et al., "V-Net", 2016, equation in section 3), averaged over the
+    classes but the background: scores (batch, classes, depth, height, width), targets (batch, depth, height, width)."""
+
+    unit = "volumes"
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch))
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        probabilities = output.float().softmax(1)
+        return 1 - _dice(probabilities, _one_hot(batch.targets, output.size(1))).mean()
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        classes = output.size(1)
+        chosen = _one_hot(output.argmax(1), classes)
+        return {"dice": _dice(chosen, _one_hot(batch.targets, classes)).mean()}
+
+
+def _one_hot(labels: Tensor, classes: int) -> Tensor:
+    return functional.one_hot(labels, classes).movedim(-1, 1).float()
+
+
+def _dice(found: Tensor, wanted: Tensor) -> Tensor:
+    """The coefficient of each volume and each class but the background, (batch, classes - 1)."""
+    found, wanted = found[:, 1:].flatten(2), wanted[:, 1:].flatten(2)
+    smallest = torch.finfo(found.dtype).tiny  # both empty: 1
+    return (2 * (found * wanted).sum(2) + smallest) / (
+        found.square().sum(2) + wanted.square().sum(2) + smallest
+    )
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "causal": NextOrHiddenToken,
+    "masked": NextOrHiddenToken,
+    "permutation": NextOrHiddenToken,
+    "images": Classification,
+    "volumes": Segmentation,
+}
+"""By the kind of data set that a model needs."""

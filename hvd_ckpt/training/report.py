@@ -1,0 +1,111 @@
+"""What a run tells about itself: a line on rank 0's terminal, logs, a plot of the loss, its settings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.logs import Logs
+from hvd_ckpt.training.microbatch import Accumulated
+from hvd_ckpt.training.plots import loss_plot
+from hvd_ckpt.training.progress import Meter, ProgressLine, peak_memory
+
+__all__ = ["Report"]
+
+
+class Report:
+    """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
+
+    Args:
+        folder: of the run.
+        config: is written there as ``config.yaml``.
+        steps: of the whole run.
+        unit: of throughput.
+        start: steps taken before; what the logs hold of later ones is taken back.
+        device: that the steps run on.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, steps: int, unit: str, start: int, device: torch.device
+    ) -> None:
+        self._folder, self._config, self._steps, self._start = folder, config, steps, start
+        self._unit, self._device = unit, device
+        self._meter = Meter(device)
+        self._open = ExitStack()
+        self._logs: Logs | None = None
+        self._line: ProgressLine | None = None
+
+    def __enter__(self) -> Self:
+        if hvd.rank() == 0:
+            self._config.write_yaml(self._folder / "config.yaml")
+            self._logs = self._open.enter_context(Logs(self._folder, self._config.tensorboard))
+            self._logs.rewind(self._start)
+            self._line = self._open.enter_context(ProgressLine(self._steps, self._start))
+            if self._logs.unavailable is not None:
+                self._line.say(self._logs.unavailable)
+        self._meter = Meter(self._device)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def say(self, text: str) -> None:
+        """Shows one line of text."""
+        if self._line is not None:
+            self._line.say(text)
+
+    def add(self, step: int, accumulated: Accumulated, units: int) -> None:
+        """Counts a step of this rank."""
+        self._meter.add(accumulated.loss, accumulated.weight, units)
+        if self._line is not None:
+            self._line.advance(step)
+
+    def log(self, step: int, lr: float) -> None:
+        """Writes what all ranks have counted since the last time. Collective."""
+        reading = self._meter.read(_sum_over_ranks)
+        if self._logs is not None and self._line is not None:
+            record = reading.record(step, lr, self._unit, peak_memory(self._device))
+            self._logs.write(record)
+            self._line.show(record)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What runs inside is no training, and does not count in its speed."""
+        self._meter.pause()
+        try:
+            yield
+        finally:
+            self._meter.resume()
+
+    def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
+        """Writes the outcome of an evaluation."""
+        if self._logs is not None and self._line is not None:
+            record = {"step": step, "kind": "eval", **means, "seconds": seconds}
+            self._logs.write(record)
+            self._line.show(record)
+
+    def draw(self) -> Path | None:
+        """Draws the loss over the steps; the picture's path on rank 0."""
+        if hvd.rank() != 0:
+            return None
+        picture = self._folder / "loss.png"
+        loss_plot({self._config.model: self._folder / "log.jsonl"}, picture)
+        return picture
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    if hvd.size() == 1:
+        return values
+    total: Tensor = hvd.allreduce(values, op=hvd.Sum, name="hvd_ckpt.report")
+    return total

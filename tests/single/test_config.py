@@ -1,0 +1,100 @@
+"""Settings of a training run: files, values, and what is said about those that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hvd_ckpt.training.config import Config, ConfigError, parsed, read_yaml
+
+
+def error_of(**values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.make(values)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_setting_has_a_help_and_survives_a_file(tmp_path: Path) -> None:
+    config = Config("bert-small", {"layers": 2}, lr=1e-4, budget="0.3x", accumulate=2, augment=True, steps=7)
+    assert all(setting.metadata["help"] for setting in dataclasses.fields(Config))
+    config.write_yaml(tmp_path / "config.yaml")
+    assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
+    assert Config.make(config.as_dict()) == config
+
+
+def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    """YAML 1.1 takes 1e-4 for a text."""
+    (tmp_path / "run.yaml").write_text(
+        "model: gpt-tiny\nlr: 1e-4\nweight-decay: 0\nbudget: 0.3x\noptimizer_options: {eps: 1e-6, betas: [0.9, 98e-2]}\n"
+    )
+    config = Config.make(read_yaml(tmp_path / "run.yaml"))
+    assert (config.lr, config.weight_decay, config.budget) == (1e-4, 0.0, "0.3x")
+    assert config.optimizer_options == {"eps": 1e-6, "betas": [0.9, 0.98]}
+    assert parsed("1e-6") == 1e-6 and parsed("[1, 2e3]") == [1, 2000.0] and parsed("relu") == "relu"
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"bugdet": "0.3x"}, "no setting 'bugdet': did you mean 'budget'?"),
+        ({"batch": 0}, "batch 0: give a whole number from 1"),
+        ({"batch": "many"}, "batch 'many': give a whole number from 1"),
+        ({"batch": True}, "batch True: give a whole number"),
+        ({"batch": 2.5}, "batch 2.5: give a whole number"),
+        ({"lr": 0}, "lr 0: give a number above 0"),
+        ({"lr": "nan"}, "lr 'nan': give a number above 0"),
+        ({"final_lr": 2}, "final_lr 2: give a number from 0 to 1"),
+        ({"schedule": "cosin"}, "schedule 'cosin': no schedule 'cosin': did you mean 'cosine'?"),
+        ({"precision": "fp8"}, "no precision 'fp8'"),
+        ({"checkpoint": "sometimes"}, "no checkpoint mode 'sometimes'"),
+        ({"budget": "a lot"}, "budget 'a lot':"),
+        ({"augment": "maybe"}, "augment 'maybe': give true or false"),
+        ({"model_options": 3}, "model_options 3: give names with their values"),
+        ({"text": ""}, "text '': give a text"),
+        ({"steps": 3, "epochs": 1}, "steps 3 and epochs 1: give one of them"),
+        ({"budget": "min", "segments": 2}, "budget and segments: give one of them"),
+        ({"reentrant": True}, "reentrant: it is a variant of recomputing segments"),
+        ({"accumulate": 9}, "accumulate 9: a batch of 8 has fewer samples, give at most 8"),
+        ({"patience": 2}, "patience 2: it counts evaluations, give eval_every as well"),
+        ({"resume": "a", "output": "b"}, "output b: a resumed run goes on in its own folder"),
+    ],
+)
+def test_what_cannot_be_is_one_line(values: dict[str, object], said: str) -> None:
+    assert said in error_of(model="gpt-tiny", **values)
+
+
+def test_a_model_is_needed() -> None:
+    assert error_of(batch=3).startswith("model: give one")
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "holds no settings"),
+        (b"- a\n- b\n", "holds no settings"),
+        (b"model: [", "line 1 is no YAML"),
+        (b"model: a\nbatch: 1\nbatch: 2\n", "line 3: the setting 'batch' is given twice"),
+        (b"\xff\xfe", "no text: byte 0"),
+        (b"model: !!python/object/apply:os.system ['touch ran']\n", "is no YAML"),
+        (b"[" * 5000, "is no YAML"),
+        (b"x" * (1 << 20) + b"x", "larger than 1 MiB"),
+    ],
+)
+def test_broken_files_are_one_line_and_run_nothing(
+    content: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Config.make(read_yaml("run.yaml"))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration .*No such file"):
+        read_yaml(tmp_path / "none.yaml")
