@@ -121,7 +121,7 @@ def _option(optimizer: str, key: str, value: Any, knobs: Mapping[str, inspect.Pa
         raise ValueError(f"optimizer '{optimizer}': {key} is no option: it has an argument of its own")
     known = [knob for knob in knobs if knob not in _NOT_OPTIONS]
     if key not in known:
-        raise ValueError(unknown(f"option of optimizer '{optimizer}'", key, known))
+        raise ValueError(unknown(f"{optimizer} option", key, known))
     usual = knobs[key].default
     if isinstance(usual, tuple):
         right = (

@@ -1,0 +1,428 @@
+"""The small parts of the training room: names, optimizers, schedules, logs, progress and plots."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import sys
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from hvd_ckpt.training import logs, names, optimizers, progress
+from hvd_ckpt.training.plots import COLORS, loss_plot
+from hvd_ckpt.training.schedules import SCHEDULES, Schedule
+
+
+class Tied(nn.Module):
+    """An embedding, a norm and a head with the embedding's weight; and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.frozen(self.norm(self.embedding(tokens))))
+
+
+# ------------------------------------------------------------------------------------ names
+
+
+def test_unknown_names_the_nearest():
+    known = ["adam", "adamw", "sgd", "batch_norm"]
+    assert names.unknown("optimizer", "adamv", ["adamw", "sgd"]) == (
+        "no optimizer 'adamv': did you mean 'adamw'? Known: adamw, sgd"
+    )
+    assert names.unknown("optimizer", "xyz", ["sgd"]) == "no optimizer 'xyz'. Known: sgd"
+    assert names.unknown("plan", "a", []) == "no plan 'a': there is none"
+    assert names.nearest("Batch-Nrom", known) == "batch_norm"
+    assert names.nearest("SGD", known) == "sgd"
+    assert names.nearest("quite different", known) is None
+
+
+# ------------------------------------------------------------------------------------ optimizers
+
+
+@pytest.mark.parametrize("name", optimizers.names())
+def test_every_optimizer_trains(name):
+    torch.manual_seed(0)
+    model = Tied()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = optimizers.build(name, model, 0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+    assert type(optimizer).__name__.lower() == name
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) == key.startswith("frozen"), key
+
+
+def test_weight_decay_is_for_matrices_alone():
+    model = Tied()
+    decayed, others = optimizers.build("AdamW", model, 0.1, 0.02, {"betas": [0.9, 0.95]}).param_groups
+    assert [id(p) for p in decayed["params"]] == [id(model.embedding.weight)]
+    assert [id(p) for p in others["params"]] == [
+        id(model.norm.weight),
+        id(model.norm.bias),
+        id(model.head.bias),
+    ]
+    assert (decayed["weight_decay"], others["weight_decay"], decayed["lr"]) == (0.02, 0.0, 0.1)
+    assert decayed["betas"] == (0.9, 0.95)
+    unlike_the_default = optimizers.build("adamw", model, 0.1)
+    assert [group["weight_decay"] for group in unlike_the_default.param_groups] == [0.0, 0.0]
+
+
+def test_state_loads_after_weight_decay_changed():
+    first, second = (optimizers.build("adamw", Tied(), 0.1, decay) for decay in (0.0, 0.1))
+    second.load_state_dict(first.state_dict())
+    assert [len(group["params"]) for group in second.param_groups] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("adanw", 0.1), "no optimizer 'adanw': did you mean 'adamw'?"),
+        (("lbfgs", 0.1), "'lbfgs' cannot be used here: it evaluates the loss several times"),
+        (("muon", 0.1), "it takes matrices only"),
+        (("sparseadam", 0.1), "it takes sparse gradients only"),
+        (("optimizer", 0.1), "no optimizer 'optimizer'"),
+        (("sgd", 0.0), "lr is 0.0: give a number above 0"),
+        (("sgd", math.nan), "lr is nan"),
+        (("sgd", "0.1"), "lr is '0.1'"),
+        (("sgd", 0.1, -1.0), "weight_decay is -1.0: give a number from 0"),
+        (("rprop", 0.1, 0.1), "'rprop' has no weight decay"),
+        (("sgd", 0.1, 0.0, {"momentun": 0.9}), "no sgd option 'momentun': did you mean 'momentum'?"),
+        (("sgd", 0.1, 0.0, {"nesterov": True}), "Nesterov momentum requires a momentum"),
+        (("sgd", 0.1, 0.0, {"nesterov": 1}), "nesterov is 1: give true or false"),
+        (("sgd", 0.1, 0.0, {"lr": 1}), "lr is no option"),
+        (("adamw", 0.1, 0.0, {"eps": "1e-8"}), "eps is '1e-8': give a number, as in its default 1e-08"),
+        (("adamw", 0.1, 0.0, {"betas": 0.9}), r"betas is 0.9: give 2 numbers, as in its default \(0.9, 0.999\)"),
+        (("adamw", 0.1, 0.0, {"betas": [0.9, 1.5]}), "optimizer 'adamw': Invalid beta"),
+        (("adamw", 0.1, 0.0, {"fused": True, "foreach": True}), "optimizer 'adamw': .*fused"),
+    ],
+)  # fmt: skip
+def test_bad_optimizer(arguments, message):
+    name, *rest = arguments
+    with pytest.raises(ValueError, match=message) as error:
+        optimizers.build(name, Tied(), *rest)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_to_train():
+    with pytest.raises(ValueError, match="no parameter that is trained"):
+        optimizers.build("sgd", nn.Linear(2, 2).requires_grad_(False), 0.1)
+
+
+# ------------------------------------------------------------------------------------ schedules
+
+
+def test_rates_by_hand():
+    def rates(name, warmup=0, final=0.0, steps=8):
+        schedule = Schedule(name, 2.0, steps, warmup, final)
+        return [schedule.rate(step) for step in range(steps + 2)]
+
+    assert rates("constant", 2) == [1, *[2] * 9]
+    assert rates("linear") == pytest.approx([2, 1.75, 1.5, 1.25, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert rates("linear", 4, 0.5) == pytest.approx([0.5, 1, 1.5, 2, 2, 1.75, 1.5, 1.25, 1, 1])
+    cosine = [1 + math.cos(math.pi * step / 8) for step in range(9)]
+    assert rates("cosine") == pytest.approx([*cosine, 0])
+    assert rates("cosine", 0, 0.1)[8:] == pytest.approx([0.2, 0.2])
+    assert rates("inverse-sqrt", 4)[3:8] == pytest.approx([2, *(2 * math.sqrt(4 / n) for n in (5, 6, 7, 8))])
+    assert rates("inverse-sqrt", 1, 0.5)[2:] == pytest.approx([2 / math.sqrt(3), *[1] * 7])
+    assert rates("step") == pytest.approx([2] * 4 + [0.2] * 2 + [0.02] * 4)
+    assert rates("step", final=0.05)[6:] == pytest.approx([0.1] * 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_is_highest_after_the_warmup_and_then_never_rises(name):
+    for warmup, steps in ((0, 1), (1, 1), (5, 5), (3, 100), (0, 7)):
+        rates = [Schedule(name, 0.3, steps, warmup, 0.01).rate(step) for step in range(steps + 3)]
+        assert max(rates) == pytest.approx(0.3)
+        assert rates[:warmup] == pytest.approx([0.3 * n / warmup for n in range(1, warmup + 1)])
+        assert all(later <= rate for rate, later in itertools.pairwise(rates[warmup:]))
+        assert all(rate >= 0.003 for rate in rates[warmup:])
+
+
+def test_apply_sets_every_group_and_tensors_in_place():
+    optimizer = optimizers.build("sgd", Tied(), 1.0)
+    held = torch.tensor(1.0)
+    optimizer.param_groups[1]["lr"] = held
+    Schedule("linear", 1.0, 4).apply(optimizer, 2)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[1]["lr"] is held and held == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("cosin", 1.0, 10), "no schedule 'cosin': did you mean 'cosine'"),
+        (("linear", 0.0, 10), "lr is 0.0"),
+        (("linear", math.inf, 10), "lr is inf"),
+        (("linear", 1.0, 0), "steps is 0"),
+        (("linear", 1.0, 10, 11), "warmup is 11: give a number of steps from 0 to all 10"),
+        (("linear", 1.0, 10, -1), "warmup is -1"),
+        (("linear", 1.0, 10, 0, 1.5), "final is 1.5"),
+    ],
+)
+def test_bad_schedule(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(*arguments)
+
+
+# ------------------------------------------------------------------------------------ logs
+
+
+def test_json_lines_are_valid_json_and_come_back(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    log = logs.JsonLines(path)
+    records = [
+        {"step": 1, "kind": "train", "loss": torch.tensor(math.inf), "lr": -math.inf, "unit": "tokens"},
+        {"step": 2, "kind": "eval", "loss": torch.tensor(0.5, dtype=torch.float64), "best": True, "more": None},
+    ]  # fmt: skip
+    for number, record in enumerate(records, start=1):
+        log.write(record)
+        assert len(path.read_bytes().splitlines()) == number, (
+            "a record is in the file as soon as it is written"
+        )
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    assert logs.read(path) == records
+    log.write({"step": 3, "loss": math.nan})
+    assert math.isnan(logs.read(path)[2]["loss"])
+    with pytest.raises(TypeError):
+        log.write({"step": 4, "loss": object()})
+    log.close()
+
+
+def test_resume_writes_later_steps_anew_and_cuts_an_unfinished_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = logs.JsonLines(path)
+    for step in (10, 20, 30):
+        log.write({"step": step, "loss": float(step)})
+        log.write({"step": step, "kind": "eval"})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 40, "lo')
+    assert [record["step"] for record in logs.read(path)] == [10, 10, 20, 20, 30, 30]
+    log = logs.JsonLines(path)
+    log.rewind(20)
+    log.write({"step": 25})
+    log.rewind(100)
+    log.close()
+    assert [record["step"] for record in logs.read(path)] == [10, 10, 20, 20, 25]
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", '{"step": "many"}'])
+def test_bad_log_names_file_and_line(tmp_path, line):
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    for use in (logs.read, lambda path: logs.JsonLines(path).rewind(0), lambda path: draw(path, tmp_path)):
+        with pytest.raises(ValueError, match=r"log\.jsonl', line 2: not a record"):
+            use(path)
+    with pytest.raises(ValueError, match="cannot read the log .*absent"):
+        logs.read(tmp_path / "absent")
+
+
+def test_tensorboard_hides_what_a_resume_writes_anew(tmp_path):
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with logs.Logs(tmp_path) as log:
+        assert log.unavailable is None
+        for step in (10, 20, 30):
+            log.write({"step": step, "kind": "train", "loss": float(step), "unit": "tokens"})
+    with logs.Logs(tmp_path) as log:
+        log.rewind(20)
+        log.write({"step": 25, "kind": "train", "loss": 25.0})
+        log.write({"step": 25, "kind": "eval", "loss": 1.0})
+    events = loading.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss/eval", "loss/train"]
+    assert [event.step for event in events.Scalars("loss/train")] == [10, 20, 25]
+    assert [record["step"] for record in logs.read(log.path)] == [10, 20, 25, 25]
+
+
+def test_without_tensorboard_json_is_still_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with logs.Logs(tmp_path) as log:
+        assert "no TensorBoard log" in log.unavailable
+        log.rewind(0)
+        log.write({"step": 1})
+    assert logs.read(log.path) == [{"step": 1}]
+    assert logs.Logs(tmp_path, tensorboard=False).unavailable is None
+
+
+# ------------------------------------------------------------------------------------ progress
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_meter_weighs_losses_and_leaves_pauses_out():
+    clock = Clock()
+    meter = progress.Meter(clock=clock)
+    meter.add(torch.tensor(2.0, requires_grad=True), 3, 100)
+    meter.add(4.0, torch.tensor(1), 50)
+    meter.add(math.nan, 0, 0)
+    meter.add(torch.tensor(math.nan), torch.tensor(0.0), 0)
+    clock.now = 2.0
+    meter.pause()
+    clock.now = 10.0
+    meter.pause()
+    meter.resume()
+    clock.now = 11.0
+    meter.resume()
+    reading = meter.read()
+    assert reading == progress.Reading(steps=4, loss=2.5, units=150.0, seconds=3.0)
+    assert reading.rate == 50.0
+    clock.now = 12.0
+    meter.add(1.0, 1, 10)
+    assert meter.read() == progress.Reading(1, 1.0, 10.0, 1.0)
+    assert math.isnan(meter.read().loss) and math.isnan(meter.read().rate)
+
+
+def test_meter_sums_over_ranks():
+    def with_another_rank(own):
+        assert own.dtype == torch.float64 and own.tolist() == [2.0, 1.0, 8.0]
+        return own + torch.tensor([9.0, 3.0, 16.0])
+
+    clock = Clock()
+    meter = progress.Meter(clock=clock)
+    meter.add(torch.tensor(2.0), 1, 8)
+    clock.now = 2.0
+    reading = meter.read(with_another_rank)
+    assert (reading.loss, reading.units, reading.rate) == (2.75, 24.0, 12.0)
+
+
+def test_meter_does_not_round_long_sums():
+    meter = progress.Meter()
+    for _ in range(1000):
+        meter.add(torch.tensor(0.1, dtype=torch.float32), 1 << 20, 0)
+    assert meter.read().loss == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+
+
+def test_peak_memory_is_in_bytes():
+    peak = progress.peak_memory()
+    now = psutil.Process().memory_info().rss
+    assert peak.what == "resident set"
+    assert 0.9 * now < peak.bytes < psutil.virtual_memory().total
+
+
+def test_formats():
+    assert [progress.duration(value) for value in (0, 59.6, 3723, 360_000, math.nan)] == [
+        "0:00:00", "0:01:00", "1:02:03", "100:00:00", "?",
+    ]  # fmt: skip
+    values = (0.5, 12, 999.4, 999.9, 12_345, 1.5e6, 2e9, 3e12, 4e15, math.nan)
+    assert [progress.quantity(value, "x/s") for value in values] == [
+        "0.5 x/s", "12 x/s", "999 x/s", "1k x/s", "12.3k x/s", "1.5M x/s", "2G x/s", "3T x/s", "4e+03T x/s", "nan x/s",
+    ]  # fmt: skip
+
+
+RECORD = progress.Reading(10, 2.34567, 123_450.0, 10.0).record(
+    20, 3e-4, "tokens", progress.ProcessMemory(3 << 29, "resident set"), clipped=0.25
+)
+
+
+def test_plain_lines_elsewhere():
+    output, clock = io.StringIO(), Clock()
+    with progress.ProgressLine(100, 10, Console(file=output, width=20), clock) as line:
+        line.advance(19)
+        assert output.getvalue() == ""
+        clock.now = 5.0
+        line.show(RECORD)
+        line.show({"step": 20, "kind": "eval", "loss": 1.5, "accuracy": 0.5, "seconds": 3.0})
+        line.say("[a] word")
+    assert output.getvalue().splitlines() == [
+        "step  20/100  loss 2.3457  12.3k tokens/s  lr 0.0003  peak 1.50 GiB (resident set)  clipped 0.25  0:00:40 left",
+        "step  20/100  evaluation  loss 1.5  accuracy 0.5",
+        "[a] word",
+    ]
+
+
+def test_one_live_line_on_a_terminal():
+    output, clock = io.StringIO(), Clock()
+    console = Console(file=output, force_terminal=True, width=200, _environ={"TERM": "xterm"})
+    with progress.ProgressLine(100, 0, console, clock) as line:
+        drawn = output.tell()
+        line.advance(1)
+        assert output.tell() == drawn, "too soon for another picture"
+        clock.now = 1.0
+        line.advance(2)
+        assert "step   2/100" in output.getvalue() and "0:00:49 left" in output.getvalue()
+        line.show(RECORD)
+        assert "loss 2.3457" in output.getvalue() and "\x1b[2K" in output.getvalue()
+        line.show({"step": 20, "kind": "eval", "loss": 1.5})
+        assert "step  20/100  evaluation  loss 1.5\n" in output.getvalue()
+
+
+# ------------------------------------------------------------------------------------ plots
+
+
+def write_log(path, losses, evaluations=()):
+    log = logs.JsonLines(path)
+    for step, loss in enumerate(losses, start=1):
+        log.write({"step": step, "kind": "train", "loss": loss})
+        if step in evaluations:
+            log.write({"step": step, "kind": "eval", "loss": loss})
+    log.close()
+    return path
+
+
+def draw(log, folder):
+    loss_plot({"run": log}, folder / "loss.png")
+
+
+def shown(path, color):
+    """Pixels of about that colour."""
+    from matplotlib.image import imread
+
+    wanted = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    return int((abs(imread(path)[..., :3] - wanted).max(-1) < 0.02).sum())
+
+
+def test_runs_that_coincide_are_both_seen(tmp_path):
+    losses = [5 - 0.04 * step for step in range(80)]
+    one = write_log(tmp_path / "one.jsonl", losses, (40, 80))
+    path = tmp_path / "loss.png"
+    loss_plot({"one": one}, path)
+    alone = shown(path, COLORS[0])
+    assert path.read_bytes().startswith(b"\x89PNG") and alone > 300
+    assert shown(path, COLORS[1]) == 0
+    loss_plot({"one": one, "two": one}, path)
+    light = "#8cbedd"  # the first colour, see-through on white
+    assert shown(path, light) > 300 and shown(path, COLORS[1]) > 300
+
+
+def test_losses_that_are_not_finite_and_single_points_can_be_drawn(tmp_path):
+    draw(write_log(tmp_path / "a.jsonl", [3.0, math.nan, math.inf, 2.0]), tmp_path)
+    draw(write_log(tmp_path / "b.jsonl", [3.0]), tmp_path)
+    assert shown(tmp_path / "loss.png", COLORS[0]) > 0
+
+
+def test_no_loss_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="no run to draw"):
+        loss_plot({}, tmp_path / "loss.png")
+    with pytest.raises(ValueError, match=r"a\.jsonl' has no loss"):
+        draw(write_log(tmp_path / "a.jsonl", []), tmp_path)
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"step": 1, "kind": "train", "loss": 1}\n{"step": 2, "kind": "train"}\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl', line 2: a record of kind train needs"):
+        draw(path, tmp_path)
