@@ -1,0 +1,101 @@
+"""Encoded text as a file that is memory-mapped, written once and found again.
+
+It is a NumPy array file (.npy), named after what it was made from. It is written under a temporary name and renamed, so
+that several processes may make it at once, and one that was cut short is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+__all__ = ["cache_folder", "cache_key", "obtain"]
+
+VERSION = 1  # of how text becomes tokens; raise it when that changes, so that old files are not found
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/hvd_ckpt/tokens``, or ``~/.cache/hvd_ckpt/tokens``.
+
+    Raises:
+        ValueError: there is no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_ckpt" / "tokens"
+    except RuntimeError:
+        raise ValueError("there is no home folder to keep tokens in: name one with XDG_CACHE_HOME") from None
+
+
+def cache_key(files: Sequence[Path], encoder: str) -> str:
+    """A name for the tokens of these files: of their paths, sizes and times of change, and of the encoder."""
+    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
+
+
+def obtain(path: Path, dtype: numpy.dtype[Any], pieces: Iterator[NDArray[Any]]) -> NDArray[Any]:
+    """The tokens in a cache file, memory-mapped; where it is not there whole, it is first made of the pieces.
+
+    Raises:
+        ValueError: the cache cannot be written; one sentence.
+    """
+    found = _read(path, dtype)
+    if found is None:
+        try:
+            _write(path, dtype, pieces)
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the token cache '{path}': {error.strerror}: "
+                "name a folder that can be written with XDG_CACHE_HOME"
+            ) from None
+        found = _read(path, dtype)
+    if found is None:
+        raise ValueError(f"the token cache '{path}' is not there whole after it was written: try again")
+    return found
+
+
+def _read(path: Path, dtype: numpy.dtype[Any]) -> NDArray[Any] | None:
+    try:
+        found = npy.open_memmap(path, mode="r")
+        whole = path.stat().st_size == found.offset + found.nbytes
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        SyntaxError,
+    ):  # what is not there, cut short, or has another header
+        return None
+    return found.view(numpy.ndarray) if whole and found.dtype == dtype and found.ndim == 1 else None
+
+
+def _write(path: Path, dtype: numpy.dtype[Any], pieces: Iterator[NDArray[Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
+        try:
+            length = 0
+            _write_header(file, dtype, length)
+            for piece in pieces:
+                file.write(piece.astype(dtype).tobytes())
+                length += len(piece)
+            file.seek(0)
+            _write_header(file, dtype, length)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _write_header(file: IO[bytes], dtype: numpy.dtype[Any], length: int) -> None:
+    # NumPy pads the header so that the first dimension can grow in place.
+    about = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    npy.write_array_header_1_0(file, about)
