@@ -1,0 +1,221 @@
+"""Running statistics per mini-batch: equal to those pooled over all that a layer has seen, however it is recomputed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.recompute import DeferredBatchNorm, commit_batch_norm
+
+SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    return [value for name, value in model.state_dict().items() if "running" in name or "tracked" in name]
+
+
+def close(left: list[Tensor], right: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(left) == len(right) > 0
+    for one, other in zip(left, right):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_one_layer_equals_a_batch_norm_that_gets_the_whole_batch(
+    kind: type[nn.Module], momentum: float | None, parts: int
+) -> None:
+    plain = kind(4, momentum=momentum).double()
+    deferred = DeferredBatchNorm.convert(copy.deepcopy(plain))
+    assert isinstance(deferred, DeferredBatchNorm)
+    torch.manual_seed(0)
+    for step in range(3):
+        batch = torch.randn(SHAPES[kind], dtype=torch.float64) * (step + 1) + 100
+        whole = plain(batch)
+        before = copy.deepcopy(statistics(deferred))
+        outputs = [deferred(part) for part in batch.tensor_split(parts)]
+        close(statistics(deferred), before, 0)  # nothing changes before the end of the mini-batch
+        assert parts > 1 or torch.equal(outputs[0], whole)
+        commit_batch_norm(deferred)
+        close(statistics(deferred), statistics(plain))
+        commit_batch_norm(deferred)  # nothing was seen since
+        close(statistics(deferred), statistics(plain))
+    assert deferred.num_batches_tracked == 3
+    x = torch.randn(SHAPES[kind], dtype=torch.float64)
+    close([deferred.eval()(x)], [plain.eval()(x)])
+    commit_batch_norm(deferred)
+    assert deferred.num_batches_tracked == 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.act = nn.BatchNorm2d(4), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.norm(self.convolve(x)))
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(3)
+    return DeferredBatchNorm.convert(nn.Sequential(*(Block() for _ in range(8))).double())
+
+
+def images() -> Tensor:
+    torch.manual_seed(4)
+    return torch.randn(6, 4, 5, 5, dtype=torch.float64) * 2 + 1
+
+
+@functools.cache
+def plan() -> hc.Plan:
+    model = chain()
+    model(images())  # planning must leave alone what was seen of an unfinished mini-batch
+    before = [buffer.clone() for buffer in model.buffers()]
+    made = hc.plan(model, torch.randn(8, 4, 12, 12, dtype=torch.float64), budget="0.6x")
+    assert all(torch.equal(one, other) for one, other in zip(before, model.buffers()))
+    return made
+
+
+def planned(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    plan().apply(model)
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Sequential], Callable[[Tensor], Tensor]]] = {
+    "non-reentrant": lambda model: lambda x: hc.checkpoint(model, x),
+    "reentrant": lambda model: lambda x: hc.checkpoint(model, x, use_reentrant=True),
+    "CheckpointFunction": lambda model: (
+        lambda x: hc.CheckpointFunction.apply(model, 1, x, *model.parameters())
+    ),
+    "chain of segments": lambda model: hc.CheckpointSequential(model, 3),
+    "chain of reentrant segments": lambda model: hc.CheckpointSequential(model, 3, True, keep_last=False),
+    "nested": lambda model: lambda x: hc.checkpoint(hc.CheckpointSequential(model, 4, True), x),
+    "nested reentrant": lambda model: (
+        lambda x: hc.checkpoint(hc.CheckpointSequential(model, 4), x, use_reentrant=True)
+    ),
+    "plan": planned,
+}
+
+
+@pytest.mark.parametrize("parts", [1, 3, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputation_changes_nothing(way: str, parts: int) -> None:
+    """Statistics are those pooled over what the layers saw, which hooks on a plain run tell."""
+    reference, model = chain(), chain()
+    seen: dict[int, list[Tensor]] = {}
+    for index, block in enumerate(reference):
+        block.norm.register_forward_pre_hook(  # type: ignore[union-attr]
+            lambda _, inputs, index=index: seen.setdefault(index, []).append(inputs[0].detach())
+        )
+    run = WAYS[way](model)
+
+    def compute(function: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+        return function(part).square().mean()
+
+    expected, _ = hc.accumulate(functools.partial(compute, reference), images(), parts)
+    loss, _ = hc.accumulate(functools.partial(compute, run), images(), parts, checkpoint="except_last")
+    assert torch.equal(loss, expected)
+    commit_batch_norm(model)
+    for index, block in enumerate(model):
+        values = torch.cat(seen[index]).transpose(0, 1).flatten(1)
+        assert len(seen[index]) == parts
+        close([block.norm.running_mean], [0.1 * values.mean(1)])  # type: ignore[union-attr]
+        close([block.norm.running_var], [0.9 + 0.1 * values.var(1)])  # type: ignore[union-attr]
+        assert block.norm.num_batches_tracked == 1  # type: ignore[union-attr]
+    for one, other in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_under_autocast_and_without_gradients() -> None:
+    model, plain = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), nn.BatchNorm2d(4)
+    DeferredBatchNorm.convert(model)
+    x = images().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        hidden = model[0](x)
+        assert hidden.dtype == torch.bfloat16
+        plain(hidden)
+        for part in x.tensor_split(3):
+            model(part)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hc.checkpoint(model, x[:0]).sum().backward()  # an empty micro-batch
+    commit_batch_norm(model)
+    close(statistics(model), statistics(plain), 1e-5)
+
+
+def test_copies_and_state_dicts_in_the_middle_of_a_mini_batch() -> None:
+    plain = nn.BatchNorm2d(4).double()
+    norm = DeferredBatchNorm.convert(copy.deepcopy(plain))
+    x = images()
+    plain(x)
+    norm(x[:2])
+    assert list(norm.state_dict()) == list(plain.state_dict())
+    copies = [copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)), norm]
+    loaded, reset = copy.deepcopy(norm), copy.deepcopy(norm)
+    loaded.load_state_dict(plain.state_dict())
+    reset.reset_running_stats()
+    for one in [*copies, loaded, reset]:
+        if one not in (loaded, reset):
+            one(x[2:])
+        commit_batch_norm(one)
+    for one in [*copies, loaded]:
+        close(statistics(one), statistics(plain))
+    assert reset.num_batches_tracked == 0
+    nn.BatchNorm2d(4).load_state_dict(norm.state_dict())
+    assert copies[0].half().float().pending_mean.dtype == torch.float64
+
+
+def test_converting_keeps_the_modules() -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.SyncBatchNorm(4), Own(4), hc.SyncBatchNorm(4))
+    model.append(nn.Sequential(nn.BatchNorm1d(4, affine=False, track_running_stats=False)).eval())
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    keys, parameters, modules = list(model.state_dict()), list(model.parameters()), list(model.modules())
+    assert DeferredBatchNorm.convert(model) is model
+    kinds = [type(module) for module in model.modules() if not isinstance(module, nn.Sequential)]
+    assert kinds == [DeferredBatchNorm, nn.SyncBatchNorm, Own, hc.SyncBatchNorm, DeferredBatchNorm]
+    assert list(model.state_dict()) == keys and list(model.modules()) == modules
+    assert all(one is other for one, other in zip(model.parameters(), parameters))
+    model[0](images().float())
+    assert calls == ["hook"] and not model[4][0].training
+    untracked = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    x = torch.randn(5, 4)
+    assert torch.equal(model[4](x), untracked(x))
+    commit_batch_norm(model)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"LazyBatchNorm2d '1' has no shape yet"):
+        DeferredBatchNorm.convert(nn.Sequential(nn.ReLU(), nn.LazyBatchNorm2d()))
+    with pytest.raises(ValueError, match=r"made for 4 channels .* got \(2, 3\)"):
+        DeferredBatchNorm(4)(torch.randn(2, 3))
+
+
+def test_compiled() -> None:
+    plain, model = nn.BatchNorm2d(4).double(), DeferredBatchNorm(4).double()
+    run: Any = torch.compile(lambda x: hc.checkpoint(model, x).sin(), backend="eager")
+    run(images()).sum().backward()
+    plain(images())
+    commit_batch_norm(model)
+    close(statistics(model), statistics(plain))
