@@ -70,8 +70,8 @@ def accumulate(
         across_ranks: weigh by the terms of all ranks, so that after a ``DistributedOptimizer`` has averaged the gradients,
             they are those of the mean over all ranks' terms. One number is summed over the ranks during the first forward
             pass. Collective; a rank may have no terms. Without it every rank counts the same.
-        backward: runs the backward pass of (loss, whether it is the last), where ``loss.backward()`` will not do: to scale
-            the loss, say, or :meth:`hvd_ckpt.Precision.backward`.
+        backward: takes a loss and whether it is the last, and runs the backward pass, where ``loss.backward()`` will not do:
+            ``lambda loss, last: precision.backward(loss, optimizer, last)``, say.
 
     A micro-batch without terms runs like the others, and adds gradients of zero even if its loss is nan (except where the
     nan is made inside a region that is recomputed by the reentrant variant).
@@ -189,17 +189,22 @@ def _one_element(loss: Any) -> Tensor:
 
 
 def _silence(loss: Tensor) -> None:
-    """Makes all gradients of ``loss`` zeros: 0 times nan is nan. The backward pass runs nonetheless, with whatever it
-    exchanges with other ranks."""
+    """Makes the gradients of a loss that counts nothing zeros even where it is nan, as 0 times nan is nan.
+
+    The backward pass runs nonetheless: it exchanges with other ranks what it does in their backward passes, and what a
+    synchronized batch norm brings from their losses is no zero.
+    """
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen or not node.next_functions:
             continue
         seen.add(node)
-        node.register_hook(_zeros)
+        node.register_hook(_without_nan)
         pending.extend(following for following, _ in node.next_functions)
 
 
-def _zeros(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in inputs)
+def _without_nan(inputs: Sequence[Tensor | None], outputs: Any) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if gradient is None else gradient.nan_to_num(0.0, math.inf, -math.inf) for gradient in inputs
+    )
