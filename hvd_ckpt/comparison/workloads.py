@@ -169,6 +169,18 @@ class DenseNetOnDigits(Workload):
         return functional.cross_entropy(output, target)
 
 
+class Maskless(nn.Module):
+    """A block without use for the mask that every layer of a chain is given here."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.block(x)
+        return output
+
+
 class BertOnText(Workload):
     """A BERT guessing hidden bytes of real text: dropout, a shared mask, tied weights, inputs without gradients."""
 
@@ -182,7 +194,7 @@ class BertOnText(Workload):
     }
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        from hvd_ckpt.models import bert
+        from hvd_ckpt.models.bert import bert
 
         self._bert = bert
         self._hidden, self._layers, self._heads, self._length, self._sequences = self.sizes[scale]
@@ -193,20 +205,22 @@ class BertOnText(Workload):
         )
 
     def model(self, recompute: Recompute) -> nn.Module:
-        config = self._bert.bert_config(
+        model = self._bert(
             vocabulary=VOCABULARY,
             padding=PADDING,
-            hidden=self._hidden,
+            width=self._hidden,
             layers=self._layers,
             heads=self._heads,
             length=self._length,
             dropout=0.1,
         )
-        return Chain(list(self._bert.bert(config)), recompute)
+        embeddings, *layers, head = model.to_layers()
+        return Chain([Maskless(embeddings), *layers, Maskless(head)], recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         tokens, mask, targets = self._text.batch(rank, step, self._sequences)
-        return Batch((tokens,), targets, {"attention_mask": mask})
+        # As the layers take it, for every engine alike: (batch, heads, positions that see, positions that are seen).
+        return Batch((tokens,), targets, {"attention_mask": mask.bool()[:, None, None]})
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)

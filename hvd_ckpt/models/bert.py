@@ -1,122 +1,178 @@
-"""Hugging Face's BERT with its masked-language-model head, as a chain of blocks.
+"""Hugging Face's BERT and RoBERTa with their masked-language-model heads, as chains of blocks.
 
-The layers are those of ``transformers`` itself, so weights, configurations and pretrained models of that library work
-unchanged; only the loop over them is replaced. The attention mask is the same for every block and so is a keyword
-argument shared by all of them rather than a second tensor that flows through the chain.
-
-BERT also has what makes recomputation and data parallelism hard to combine: the head's output weights are the word
-embeddings of the first block (one parameter used in two segments), and dropout in every layer.
+Both (Devlin et al., 2018; Liu et al., 2019) have what makes recomputation and data parallelism hard to combine: the head's output
+weights are the word embeddings of the first block (one parameter used in two segments), there is dropout in every layer, and a mask
+that is the same for all of them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 from transformers.masking_utils import create_bidirectional_mask
 
-__all__ = ["BertChain", "bert", "bert_config"]
+from hvd_ckpt.models.sizes import check_sizes
+from hvd_ckpt.models.wrapped import HeadBlock, WrappedChain
+
+__all__ = ["BertChain", "bert", "roberta"]
 
 
 class EmbeddingsBlock(nn.Module):
-    """Token numbers (batch, length) to hidden states (batch, length, hidden)."""
+    """Token numbers (batch, length) to hidden states (batch, length, width)."""
 
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
         self.embeddings = embeddings
 
-    def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        hidden: torch.Tensor = self.embeddings(tokens)
+    def forward(self, tokens: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> torch.Tensor:
+        hidden: torch.Tensor = self.embeddings(tokens, token_type_ids=token_type_ids)
         return hidden
 
 
 class EncoderBlock(nn.Module):
-    """One encoder layer: hidden states in, hidden states out, (batch, length, hidden) both."""
+    """One encoder layer: hidden states in, hidden states out, (batch, length, width) both."""
 
-    def __init__(self, layer: nn.Module, config: BertConfig) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        self.config = config
 
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        mask = create_bidirectional_mask(self.config, hidden, attention_mask)
-        output: torch.Tensor = self.layer(hidden, mask)
+        """``attention_mask`` is true, or 0, where a position (dimension 2) sees another (3): what the chain makes of its own."""
+        output: torch.Tensor = self.layer(hidden, attention_mask)
         return output
 
 
-class HeadBlock(nn.Module):
-    """Hidden states to a score for every token of the vocabulary: (batch, length, vocabulary)."""
+class BertChain(WrappedChain):
+    """A ``transformers.BertForMaskedLM`` or ``RobertaForMaskedLM`` as a chain: embeddings, encoder layers, head.
 
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        scores: torch.Tensor = self.head(hidden)
-        return scores
-
-
-class BertChain(nn.Sequential):
-    """A ``transformers.BertForMaskedLM`` as a chain: embeddings, encoder layers, head.
-
-    The blocks hold the modules of ``model`` themselves: training one trains the other. ``chain(tokens, attention_mask)``
-    gives what ``model(tokens, attention_mask).logits`` gives, bit for bit.
-    """
-
-    def __init__(self, model: BertForMaskedLM) -> None:
-        blocks: OrderedDict[str, nn.Module] = OrderedDict(embeddings=EmbeddingsBlock(model.bert.embeddings))
-        for index, layer in enumerate(model.bert.encoder.layer):
-            blocks[f"encoder{index}"] = EncoderBlock(layer, model.config)
-        blocks["head"] = HeadBlock(model.cls)
-        super().__init__(blocks)
-
-    def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Token numbers (batch, length) and mask (batch, length; 0 hides a position) to scores of every token."""
-        hidden = tokens
-        for block in self:
-            hidden = block(hidden, attention_mask=attention_mask)
-        return hidden
-
-
-def bert_config(
-    *,
-    vocabulary: int = 30522,
-    hidden: int = 128,
-    layers: int = 4,
-    heads: int = 4,
-    length: int = 128,
-    padding: int = 0,
-    dropout: float = 0.1,
-    attention: str = "sdpa",
-) -> BertConfig:
-    """A BERT configuration, small by default; BERT-base is ``hidden=768, layers=12, heads=12, length=512``.
-
-    ``length`` is the longest sequence in tokens, ``padding`` the token whose embedding stays zero, ``dropout`` that of
-    hidden states and attention alike, ``attention`` the implementation: ``"sdpa"`` (fused) or ``"eager"``.
+    ``chain(tokens, attention_mask)`` gives what ``model(tokens, attention_mask).logits`` gives, bit for bit.
 
     Raises:
-        ValueError: for an attention implementation other than those, or heads that do not divide ``hidden``.
+        ValueError: for a model that is a decoder.
     """
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(f"attention must be 'sdpa' or 'eager', got {attention!r}")
-    if hidden % heads:
-        raise ValueError(f"hidden must be a multiple of heads, got hidden={hidden} and heads={heads}")
-    return BertConfig(
+
+    def __init__(self, model: BertForMaskedLM | RobertaForMaskedLM, checkpoint_interval: int = 0) -> None:
+        if model.config.is_decoder:
+            raise ValueError(
+                "The configuration says is_decoder=True, and only encoders are supported: set it to False."
+            )
+        body: Any = model.base_model
+        blocks: OrderedDict[str, nn.Module] = OrderedDict(embeddings=EmbeddingsBlock(body.embeddings))
+        for index, layer in enumerate(body.encoder.layer):
+            blocks[f"encoder{index}"] = EncoderBlock(layer)
+        blocks["head"] = HeadBlock(model.cls if isinstance(model, BertForMaskedLM) else model.lm_head)
+        super().__init__(model, blocks, checkpoint_interval)
+
+    def prepare(
+        self,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Token numbers, mask (0 hides a position) and token types (which of two sentences), (batch, length) each."""
+        mask = create_bidirectional_mask(
+            self.transformers_model.config, self._like_hidden(tokens), attention_mask
+        )
+        return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
+
+
+def bert(
+    *,
+    vocabulary: int = 30522,
+    length: int = 128,
+    width: int = 128,
+    heads: int = 4,
+    layers: int = 4,
+    dropout: float = 0.1,
+    padding: int = 0,
+    attention: str = "sdpa",
+    checkpoint_interval: int = 0,
+) -> BertChain:
+    """A BERT, small by default; BERT-base is ``length=512, width=768, heads=12, layers=12``.
+
+    Args:
+        vocabulary: different tokens.
+        length: the longest sequence, in tokens.
+        width: features of a hidden state.
+        heads: attention heads of a layer.
+        layers: encoder layers.
+        dropout: of hidden states and attention alike.
+        padding: the token whose embedding stays zero.
+        attention: ``"sdpa"`` (fused) or ``"eager"``.
+        checkpoint_interval: blocks in each recomputed segment; 0 keeps everything.
+
+    Raises:
+        ValueError: for sizes that fit no transformer.
+    """
+    check_sizes(
+        vocabulary=vocabulary,
+        length=length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        dropout=dropout,
+        attention=attention,
+    )
+    config = BertConfig(
         vocab_size=vocabulary,
-        hidden_size=hidden,
+        hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        intermediate_size=4 * hidden,
-        max_position_embeddings=length,
-        pad_token_id=padding,
+        intermediate_size=4 * width,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
+        pad_token_id=padding,
         attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
+        max_position_embeddings=length,
     )
+    return BertChain(BertForMaskedLM(config).train(), checkpoint_interval)
 
 
-def bert(config: BertConfig | None = None) -> BertChain:
-    """A randomly initialized BERT in training mode (no files are read, nothing is downloaded)."""
-    return BertChain(BertForMaskedLM(config or bert_config())).train()
+def roberta(
+    *,
+    vocabulary: int = 50265,
+    length: int = 128,
+    width: int = 128,
+    heads: int = 4,
+    layers: int = 4,
+    dropout: float = 0.1,
+    padding: int = 1,
+    attention: str = "sdpa",
+    checkpoint_interval: int = 0,
+) -> BertChain:
+    """A RoBERTa, small by default; RoBERTa-base is ``length=512, width=768, heads=12, layers=12``.
+
+    Options are those of :func:`bert`. RoBERTa numbers positions from ``padding + 1`` on and gives padding the position ``padding``,
+    so its table of positions is that much longer than a sequence.
+
+    Raises:
+        ValueError: for sizes that fit no transformer.
+    """
+    check_sizes(
+        vocabulary=vocabulary,
+        length=length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        dropout=dropout,
+        attention=attention,
+    )
+    config = RobertaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=padding,
+        attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
+        max_position_embeddings=length + padding + 1,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    )
+    return BertChain(RobertaForMaskedLM(config).train(), checkpoint_interval)

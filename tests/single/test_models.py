@@ -6,12 +6,9 @@ import copy
 
 import pytest
 import torch
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint_sequential
 
 from hvd_ckpt.models.densenet import DEPTHS, densenet
-
-bert_module = pytest.importorskip("hvd_ckpt.models.bert", reason="needs transformers")
 
 
 def parameters_of(model):
@@ -70,75 +67,3 @@ def test_densenet_recomputed_equals_kept(segments):
 
     for name, parameter in kept.named_parameters():
         assert torch.equal(parameter.grad, recomputed.get_parameter(name).grad), name
-
-
-def tokens_and_mask(vocabulary=50, batch=3, length=12):
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
-    mask = torch.ones(batch, length, dtype=torch.long)
-    mask[0, 7:] = 0
-    mask[2, 3:] = 0
-    return tokens, mask
-
-
-def small_bert(**changes):
-    config = bert_module.bert_config(vocabulary=50, hidden=32, layers=3, heads=4, length=16, **changes)
-    torch.manual_seed(0)
-    return bert_module.BertForMaskedLM(config)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("masked", [True, False])
-def test_bert_chain_equals_hugging_faces_loop(attention, masked):
-    model = small_bert(attention=attention).train()
-    chain = bert_module.BertChain(model)
-    tokens, mask = tokens_and_mask()
-    mask = mask if masked else None
-    torch.manual_seed(1)
-    expected = model(tokens, attention_mask=mask).logits
-    torch.manual_seed(1)
-    assert torch.equal(chain(tokens, attention_mask=mask), expected)
-
-
-def test_bert_hides_what_the_mask_hides():
-    chain = bert_module.BertChain(small_bert(dropout=0.0))
-    tokens, mask = tokens_and_mask()
-    other = tokens.clone()
-    other[0, 7:] = 1
-    shown = mask.bool()
-    assert torch.equal(chain(tokens, mask)[shown], chain(other, mask)[shown])
-    assert not torch.equal(chain(tokens)[shown], chain(other)[shown])
-
-
-def test_bert_recomputed_equals_kept_dropout_and_tied_weights_included():
-    kept = bert_module.BertChain(small_bert()).train()
-    recomputed = copy.deepcopy(kept)
-    tokens, mask = tokens_and_mask()
-
-    def loss(scores):
-        return functional.cross_entropy(scores.transpose(1, 2), tokens)
-
-    torch.manual_seed(1)
-    loss(kept(tokens, mask)).backward()
-    torch.manual_seed(1)
-    functions = [lambda hidden, block=block: block(hidden, attention_mask=mask) for block in recomputed]
-    loss(checkpoint_sequential(functions, 3, tokens, use_reentrant=False)).backward()
-
-    for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter.grad, recomputed.get_parameter(name).grad), name
-
-
-def test_bert_ties_the_head_to_the_embeddings():
-    chain = bert_module.bert(bert_module.bert_config(vocabulary=50, hidden=32, layers=1, length=16))
-    assert chain.training
-    embeddings, _, head = chain
-    assert head.head.predictions.decoder.weight is embeddings.embeddings.word_embeddings.weight
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [({"attention": "flash"}, "'flash'"), ({"hidden": 30, "heads": 4}, "hidden=30 and heads=4")],
-)
-def test_bert_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        bert_module.bert_config(**arguments)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.benchmark.recompute.models import gpt, lstm_language_model
+from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.models.lstm import lstm_language_model
 
 __all__ = ["NAMES", "SIZES", "Bert", "DenseNet", "Gpt", "Lstm", "Workload", "workload"]
 
@@ -83,13 +84,15 @@ class Gpt(Workload):
     vocabulary: int = 256
 
     def model(self) -> nn.Sequential:
-        return gpt(
+        model = gpt(
             vocabulary=self.vocabulary,
             length=self.length,
             width=self.width,
             heads=self.heads,
             layers=self.layers,
-        ).train()
+            tied=False,
+        )
+        return nn.Sequential(OrderedDict(model.named_children()))  # a plain chain, as every peer takes it
 
     def sample(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(self.vocabulary, (self.batch, self.length + 1), generator=generator)
@@ -116,17 +119,17 @@ class Bert(Workload):
     vocabulary: int = 2000
 
     def model(self) -> nn.Sequential:
-        from hvd_ckpt.models.bert import bert, bert_config
+        from hvd_ckpt.models.bert import bert
 
-        config = bert_config(
+        model = bert(
             vocabulary=self.vocabulary,
-            hidden=self.width,
+            width=self.width,
             layers=self.layers,
             heads=self.heads,
             length=self.length,
         )
         # A plain chain, as every peer takes it: no token is padding, so nothing has to be handed to all blocks.
-        return nn.Sequential(OrderedDict(bert(config).named_children())).train()
+        return nn.Sequential(OrderedDict(model.named_children()))
 
     def sample(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(1, self.vocabulary, (self.batch, self.length), generator=generator)

@@ -1,0 +1,138 @@
+"""Hugging Face's GPT-2 with its language-model head, as a chain of blocks (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.masking_utils import create_causal_mask
+
+from hvd_ckpt.models.sizes import check_sizes
+from hvd_ckpt.models.wrapped import HeadBlock, WrappedChain
+
+__all__ = ["GPT2Chain", "gpt2"]
+
+
+class EmbeddingsBlock(nn.Module):
+    """Token numbers (batch, length) to hidden states (batch, length, width), with learned positions."""
+
+    def __init__(self, tokens: nn.Module, positions: nn.Module, dropout: nn.Module) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.positions = positions
+        self.dropout = dropout
+
+    def forward(self, tokens: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        hidden = self.tokens(tokens) + self.positions(positions)
+        if token_type_ids is not None:  # types are tokens, too
+            hidden = hidden + self.tokens(token_type_ids)
+        result: torch.Tensor = self.dropout(hidden)
+        return result
+
+
+class DecoderBlock(nn.Module):
+    """One decoder layer: hidden states in, hidden states out, (batch, length, width) both."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """``attention_mask`` is what the chain makes of its own; None hides what comes later, and nothing else."""
+        output: torch.Tensor = self.layer(hidden, attention_mask=attention_mask)
+        return output
+
+
+class GPT2Chain(WrappedChain):
+    """A ``transformers.GPT2LMHeadModel`` as a chain: embeddings, decoder layers, norm and head.
+
+    ``chain(tokens, attention_mask)`` gives what ``model(tokens, attention_mask=attention_mask).logits`` gives, bit for bit.
+
+    Raises:
+        ValueError: for a model with cross-attention.
+    """
+
+    def __init__(self, model: GPT2LMHeadModel, checkpoint_interval: int = 0) -> None:
+        if model.config.add_cross_attention:
+            raise ValueError(
+                "The configuration says add_cross_attention=True, and only language models are supported: set it to False."
+            )
+        body = model.transformer
+        blocks: OrderedDict[str, nn.Module] = OrderedDict(
+            embeddings=EmbeddingsBlock(body.wte, body.wpe, body.drop)
+        )
+        for index, layer in enumerate(body.h):
+            blocks[f"decoder{index}"] = DecoderBlock(layer)
+        blocks["head"] = HeadBlock(nn.Sequential(OrderedDict(norm=body.ln_f, scores=model.lm_head)))
+        super().__init__(model, blocks, checkpoint_interval)
+
+    def prepare(
+        self,
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Token numbers, mask (0 hides a position) and token types, (batch, length) each."""
+        mask = create_causal_mask(
+            self.transformers_model.config,
+            self._like_hidden(tokens),
+            attention_mask,
+            past_key_values=None,
+        )
+        return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
+
+
+def gpt2(
+    *,
+    vocabulary: int = 50257,
+    length: int = 128,
+    width: int = 128,
+    heads: int = 4,
+    layers: int = 4,
+    dropout: float = 0.1,
+    attention: str = "sdpa",
+    checkpoint_interval: int = 0,
+) -> GPT2Chain:
+    """A GPT-2, small by default; GPT-2 small is ``length=1024, width=768, heads=12, layers=12``.
+
+    Args:
+        vocabulary: different tokens.
+        length: the longest sequence, in tokens.
+        width: features of a hidden state.
+        heads: attention heads of a layer.
+        layers: decoder layers.
+        dropout: of embeddings, attention and what a layer adds.
+        attention: ``"sdpa"`` (fused) or ``"eager"``.
+        checkpoint_interval: blocks in each recomputed segment; 0 keeps everything.
+
+    Raises:
+        ValueError: for sizes that fit no transformer.
+    """
+    check_sizes(
+        vocabulary=vocabulary,
+        length=length,
+        width=width,
+        heads=heads,
+        layers=layers,
+        dropout=dropout,
+        attention=attention,
+    )
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
+        bos_token_id=None,  # those of the published vocabulary need not be in this one
+        eos_token_id=None,
+        use_cache=False,
+        attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
+    )
+    return GPT2Chain(GPT2LMHeadModel(config).train(), checkpoint_interval)

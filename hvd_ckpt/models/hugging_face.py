@@ -1,0 +1,178 @@
+"""Models of Hugging Face's ``transformers`` as chains of blocks, from a configuration or from a local folder.
+
+A folder is one that ``save_pretrained`` writes. It may come from anywhere, so nothing in it is executed: configurations are JSON
+and weights safetensors, code and pickles are left alone, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from hvd_ckpt.models.wrapped import WrappedChain
+
+__all__ = ["from_config", "from_folder", "kind_of_folder"]
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """What becomes of one of the model types of ``transformers``.
+
+    Attributes:
+        model: its class there, with a language-model head.
+        config: the class of its configuration there.
+        module, chain: the module of this folder that has the chain, and its class.
+        kind: what it learns: "masked", "permutation" or "causal".
+    """
+
+    model: str
+    config: str
+    module: str
+    chain: str
+    kind: str
+
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "bert": ModelType("BertForMaskedLM", "BertConfig", "bert", "BertChain", "masked"),
+    "roberta": ModelType("RobertaForMaskedLM", "RobertaConfig", "bert", "BertChain", "masked"),
+    "xlnet": ModelType("XLNetLMHeadModel", "XLNetConfig", "xlnet", "XLNetChain", "permutation"),
+    "gpt2": ModelType("GPT2LMHeadModel", "GPT2Config", "gpt2", "GPT2Chain", "causal"),
+}
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+# Which code runs the model is for this machine to say: a name here may stand for code that would be downloaded.
+CODE = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")
+
+
+def from_config(config: PreTrainedConfig, *, checkpoint_interval: int = 0) -> WrappedChain:
+    """The chain of a configuration of ``transformers``: random start, training mode.
+
+    Raises:
+        ValueError: for a model type other than bert, roberta, xlnet and gpt2, or a configuration that no chain can be made from.
+    """
+    model_type = _supported(config.model_type, "The configuration")
+    model = getattr(import_module("transformers"), model_type.model)(config)
+    return _chain(model_type, model, checkpoint_interval)
+
+
+def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0) -> WrappedChain:
+    """The chain of a local folder that ``save_pretrained`` wrote, in float32 and training mode.
+
+    A folder that holds ``config.json`` and nothing else gives a random start.
+
+    Raises:
+        FileNotFoundError: there is no such folder, no ``config.json`` in it, or no weights as safetensors.
+        ValueError: a file is damaged, the model type is none of bert, roberta, xlnet and gpt2, or the weights are another model's.
+    """
+    folder = Path(folder)
+    options = _options(folder)
+    model_type = _supported(options.pop("model_type", None), f"{folder / CONFIG}")
+    random_start = not _has_weights(folder)
+    transformers = import_module("transformers")
+    kind = getattr(transformers, model_type.model)
+    try:
+        config = getattr(transformers, model_type.config).from_dict(
+            {name: value for name, value in options.items() if name not in CODE}
+        )
+        model = kind(config) if random_start else None
+    except Exception as error:  # whatever transformers makes of values that no configuration can have
+        raise ValueError(f"{folder / CONFIG} describes no {kind.__name__}: {_one_line(error)}") from error
+    if model is None:
+        model = _load(kind, config, folder)
+    return _chain(model_type, model, checkpoint_interval)
+
+
+def kind_of_folder(folder: str | os.PathLike[str]) -> str:
+    """What the model of a folder learns: "masked", "permutation" or "causal".
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`from_folder`, of the configuration.
+    """
+    folder = Path(folder)
+    return _supported(_options(folder).get("model_type"), f"{folder / CONFIG}").kind
+
+
+def _supported(model_type: Any, where: str) -> ModelType:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"{where} is for a model of type {model_type!r}: supported are {', '.join(MODEL_TYPES)}."
+        )
+    return MODEL_TYPES[model_type]
+
+
+def _chain(model_type: ModelType, model: Any, checkpoint_interval: int) -> WrappedChain:
+    kind = getattr(import_module(f"hvd_ckpt.models.{model_type.module}"), model_type.chain)
+    chain: WrappedChain = kind(model.train(), checkpoint_interval)
+    return chain
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {folder}: name one that transformers' save_pretrained wrote."
+        )
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {CONFIG}: name a folder that transformers' save_pretrained wrote."
+        )
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} is damaged: it holds a {type(options).__name__} instead of an object.")
+    return options
+
+
+def _has_weights(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in WEIGHTS):
+        return True
+    others = sorted(path.name for path in folder.iterdir() if path.name != CONFIG)
+    if others:
+        raise FileNotFoundError(
+            f"{folder} has no {WEIGHTS[0]}, only {', '.join(others[:5])}: save the model with save_pretrained, which writes "
+            f"one (pickles are not loaded), or leave {CONFIG} alone in the folder for a random start."
+        )
+    return False
+
+
+def _load(kind: Any, config: Any, folder: Path) -> Any:
+    import torch
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # each rank loads, and errors say the rest
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        model, found = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of safetensors, of JSON, of shapes: all mean the same here
+        raise ValueError(f"The weights in {folder} cannot be loaded: {_one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    if found["missing_keys"]:
+        raise ValueError(
+            f"The weights in {folder} are not those of a {kind.__name__}: {min(found['missing_keys'])} is missing."
+        )
+    return model
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

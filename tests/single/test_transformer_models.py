@@ -1,0 +1,386 @@
+"""Transformers as chains of blocks: transformers' own numbers, with and without recomputation, shared masks, and files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.planning.blocks import find_blocks
+
+pytest.importorskip("transformers")
+
+from transformers import BertConfig, GPT2Config, GPTNeoConfig, RobertaConfig, XLNetConfig
+
+from hvd_ckpt.models.bert import BertChain, bert, roberta
+from hvd_ckpt.models.gpt2 import GPT2Chain, gpt2
+from hvd_ckpt.models.hugging_face import from_config, from_folder, kind_of_folder
+from hvd_ckpt.models.xlnet import XLNetChain, xlnet
+
+VOCABULARY, BATCH, LENGTH = 50, 3, 12
+SIZES = {"vocabulary": VOCABULARY, "width": 16, "heads": 2, "layers": 3}
+BUILDERS = {"bert": bert, "roberta": roberta, "gpt2": gpt2, "gpt": gpt, "xlnet": xlnet}
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    if name != "xlnet":
+        options = {"length": LENGTH, **options}
+    return BUILDERS[name](**{**SIZES, "dropout": 0.1, **options})
+
+
+def random_tokens(seed=0):
+    return torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def shared_arguments(name, seed=0):
+    """All that a model takes beside tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "gpt":
+        return {}
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[0, 7:] = 0
+    mask[2, 3 + seed :] = 0
+    types = (torch.arange(LENGTH) > 5).long().expand(BATCH, LENGTH)
+    if name == "roberta":
+        return {"attention_mask": mask}
+    if name != "xlnet":
+        return {"attention_mask": mask, "token_type_ids": types}
+    order = torch.rand(BATCH, LENGTH, generator=generator)
+    predicted = order.argsort()[:, -4:]
+    return {
+        "attention_mask": mask,
+        "token_type_ids": types,
+        "perm_mask": (order[:, :, None] <= order[:, None, :]).float(),
+        "target_mapping": functional.one_hot(predicted, LENGTH).float(),
+    }
+
+
+def step(model, tokens, shared, seed=1):
+    """Loss and gradients."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = functional.cross_entropy(model(tokens, **shared).flatten(0, 1), targets_of(tokens, shared))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def targets_of(tokens, shared):
+    return tokens[:, : shared["target_mapping"].shape[1] if "target_mapping" in shared else None].flatten()
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("given", ["all", "mask", "tokens"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
+def test_scores_are_those_of_transformers(name, given, attention):
+    chain = build(name, attention=attention)
+    shared = shared_arguments(name)
+    if given != "all":
+        shared = {key: value for key, value in shared.items() if key == "attention_mask" and given == "mask"}
+    torch.manual_seed(1)
+    expected = chain.transformers_model(random_tokens(), **shared).logits
+    torch.manual_seed(1)
+    assert torch.equal(chain(random_tokens(), **shared), expected)
+
+
+class Halving(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("perm_mask", "target_mapping"),
+        ("attention_mask", "token_type_ids", "perm_mask", "target_mapping"),
+        ("attention_mask",),
+        (),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("attention", ["bi", "uni"])
+def test_xlnets_scores_are_those_of_transformers(given, attention):
+    """With dropout in the layers; that of the embeddings, drawn in another order, is replaced by something without chance."""
+    model = build("xlnet").transformers_model
+    model.transformer.attn_type = attention
+    model.transformer.dropout = Halving()
+    shared = {name: value for name, value in shared_arguments("xlnet").items() if name in given}
+    if attention == "uni":  # transformers adds masks in place, into one that has no dimension for the batch
+        shared = {name: value[:1] for name, value in shared.items()}
+    tokens = random_tokens()[:1] if attention == "uni" else random_tokens()
+    torch.manual_seed(1)
+    expected = model(tokens, **shared).logits
+    torch.manual_seed(1)
+    assert torch.equal(XLNetChain(model)(tokens, **shared), expected)
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_recomputed_equals_kept(name):
+    chain = build(name)
+    tokens, shared = random_tokens(), shared_arguments(name)
+    kept = step(chain, tokens, shared)
+    for interval in (1, 2):
+        chain.checkpoint_interval = interval
+        chain.use_reentrant = False
+        assert equal(step(chain, tokens, shared), kept)
+        chain.use_reentrant = True  # the head's weights get their gradients in two parts: equal to rounding
+        torch.testing.assert_close(step(chain, tokens, shared), kept)
+    torch.manual_seed(1)
+    inputs, prepared = chain.prepare(tokens, **shared)
+    by_hand = hc.checkpoint_sequential(chain.to_layers(), 2, *inputs, **prepared)
+    torch.manual_seed(1)
+    assert torch.equal(by_hand, chain(tokens, **shared))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "xlnet"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_each_backward_pass_has_the_masks_of_its_own_forward_pass(name, reentrant):
+    chain = build(name, dropout=0.0, checkpoint_interval=1)
+    chain.use_reentrant = reentrant
+    batches = [(random_tokens(seed), shared_arguments(name, seed)) for seed in (0, 1)]
+    expected = [step(copy.deepcopy(chain), *batch) for batch in batches]
+    losses = [
+        functional.cross_entropy(chain(tokens, **shared).flatten(0, 1), targets_of(tokens, shared))
+        for tokens, shared in batches
+    ]
+    for loss, (_, *gradients) in zip(losses, expected):
+        chain.zero_grad()
+        loss.backward()
+        assert equal([parameter.grad for parameter in chain.parameters()], gradients)
+
+
+def test_shared_arguments_are_prepared_once_per_forward_pass():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, scale):
+            return torch.tanh(self.linear(x)) * scale
+
+    class Scaled(Chain):
+        prepared = 0
+
+        def prepare(self, x, scale):
+            self.prepared += 1
+            return (x,), {"scale": 2 * scale}
+
+    chain = Scaled(*(Block() for _ in range(5)), checkpoint_interval=2)
+    chain(torch.randn(2, 4), scale=1.0).sum().backward()
+    assert chain.prepared == 1
+    x = torch.randn(2, 4)
+    assert torch.equal(chain[3:](chain[:3](x, scale=2.0), scale=2.0), chain(x, scale=1.0))
+    assert chain[:3].checkpoint_interval == 2
+
+
+@pytest.mark.parametrize("interval", [-1, 1.5, True])
+def test_checkpoint_interval_is_a_number_of_blocks(interval):
+    with pytest.raises(ValueError, match=f"number of blocks, or 0 .* got {interval}"):
+        build("gpt", checkpoint_interval=interval)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "xlnet"])
+def test_what_the_mask_hides_changes_nothing(name):
+    chain = build(name, dropout=0.0)
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[:, :3] = 0
+    tokens, shown = random_tokens(), mask.bool()
+    other = tokens.where(shown, 7)
+    assert torch.equal(chain(tokens, attention_mask=mask)[shown], chain(other, attention_mask=mask)[shown])
+    assert not torch.equal(chain(tokens)[shown], chain(other)[shown])
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_planner_takes_every_block(name):
+    chain = build(name)
+    found, _ = find_blocks(chain, lambda: chain(random_tokens(), **shared_arguments(name)))
+    assert [block.members for block in found] == [(child,) for child, _ in chain.named_children()]
+
+
+def test_plan_for_two_streams_changes_no_bit():
+    chain = build("xlnet", width=32, layers=4)
+    tokens, shared = random_tokens(), shared_arguments("xlnet")
+
+    def loss(scores):
+        return functional.cross_entropy(scores.flatten(0, 1), targets_of(tokens, shared))
+
+    kept = step(chain, tokens, shared)
+    plan = hc.plan(chain, tokens, kwargs=shared, loss=loss, budget="0.6x")
+    assert plan.measured.peak_bytes <= 0.6 * plan.keep_everything.peak_bytes
+    assert equal(step(plan.apply(chain), tokens, shared), kept)
+
+
+def test_gpt_has_the_published_number_of_parameters():
+    """125M for "GPT-3 Small" in table 2.1 of Brown et al. (2020); with 1024 positions it is GPT-2 small, 124,439,808 in the
+    published weights."""
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in gpt().parameters()) == 125_226_240
+        assert sum(parameter.numel() for parameter in gpt(length=1024).parameters()) == 124_439_808
+        untied = gpt(length=1024, tied=False)
+        assert sum(parameter.numel() for parameter in untied.parameters()) == 124_439_808 + 50257 * 768
+
+
+def test_gpt_starts_as_gpt2_does():
+    model = build("gpt", width=256, layers=8)
+    block = model.layer3
+    assert block.attention.project.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert block.perceptron[2].weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert model.head[1].weight is model.embedding.tokens.weight
+    scores = build("gpt", dropout=0.0)(random_tokens())
+    assert functional.cross_entropy(scores.flatten(0, 1), random_tokens().flatten()).item() == pytest.approx(
+        torch.tensor(VOCABULARY).log().item(), rel=0.05
+    )
+
+
+def test_gpt_sees_nothing_of_what_comes_later():
+    model = build("gpt", dropout=0.0)
+    tokens = random_tokens()
+    other = tokens.clone()
+    other[:, 6:] = 1
+    assert torch.equal(model(tokens)[:, :6], model(other)[:, :6])
+    with pytest.raises(ValueError, match="13 tokens, and this model was built for length=12"):
+        model(torch.zeros(1, 13, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"width": 30, "heads": 4}, "width=30 and heads=4"),
+        ({"layers": 0}, "layers .* got 0"),
+        ({"dropout": 1.0}, "dropout .* got 1.0"),
+        ({"vocabulary": 0}, "vocabulary .* got 0"),
+    ],
+)
+def test_sizes_that_fit_no_transformer(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, **options)
+
+
+def test_unknown_attention_names_the_known():
+    with pytest.raises(ValueError, match="'sdpa', 'eager', got 'flash'"):
+        bert(attention="flash")
+
+
+@pytest.mark.parametrize(
+    "config, kind",
+    [
+        (BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2), BertChain),
+        (RobertaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2), BertChain),
+        (XLNetConfig(d_model=16, n_layer=1, n_head=2, d_inner=32), XLNetChain),
+        (GPT2Config(n_embd=16, n_layer=1, n_head=2), GPT2Chain),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_from_config(config, kind):
+    chain = from_config(config, checkpoint_interval=1)
+    assert type(chain) is kind
+    assert chain.training
+    assert chain.checkpoint_interval == 1
+    tied = len(list(chain.parameters())) < len(list(chain.named_parameters(remove_duplicate=False)))
+    assert tied
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (GPTNeoConfig(), "'gpt_neo': supported are bert, roberta, xlnet, gpt2"),
+        (BertConfig(is_decoder=True, num_hidden_layers=1), "is_decoder=True"),
+        (GPT2Config(add_cross_attention=True, n_layer=1, n_embd=12), "add_cross_attention=True"),
+    ],
+)
+def test_from_config_refuses(config, message):
+    with pytest.raises(ValueError, match=message):
+        from_config(config)
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("bert", "masked"), ("roberta", "masked"), ("xlnet", "permutation"), ("gpt2", "causal")]
+)
+def test_there_and_back_through_a_folder(tmp_path, name, kind):
+    chain = build(name, dropout=0.0)
+    step(chain, random_tokens(), {})
+    torch.optim.SGD(chain.parameters(), lr=0.1).step()  # the trained weights are those that are saved
+    chain.transformers_model.save_pretrained(tmp_path)
+    back = from_folder(tmp_path, checkpoint_interval=2)
+    assert kind_of_folder(tmp_path) == kind
+    assert back.training
+    assert list(back.state_dict()) == list(chain.state_dict())
+    assert equal(list(back.state_dict().values()), list(chain.state_dict().values()))
+    assert equal(step(back, random_tokens(), {}), step(chain, random_tokens(), {}))
+    copied = copy.deepcopy(chain)
+    assert copied.transformers_model is not chain.transformers_model
+    assert {id(one) for one in copied.transformers_model.parameters()} == {
+        id(one) for one in copied.parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    build("bert").transformers_model.save_pretrained(folder)
+    return folder
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def damage_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def keep_pickles_only(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (shutil.rmtree, FileNotFoundError, "no folder"),
+        (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is damaged"),
+        (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "a list instead of an object"),
+        (lambda folder: change_config(folder, model_type="llama"), ValueError, "'llama': supported are bert"),
+        (lambda folder: change_config(folder, model_type=None), ValueError, "of type None: supported"),
+        (lambda folder: change_config(folder, hidden_size="wide"), ValueError, "describes no BertForMasked"),
+        (lambda folder: change_config(folder, hidden_size=32), ValueError, "cannot be loaded"),
+        (
+            lambda folder: change_config(folder, num_hidden_layers=4),
+            ValueError,
+            "encoder.layer.3.* is missing",
+        ),
+        (damage_weights, ValueError, "cannot be loaded: .*incomplete metadata"),
+        (keep_pickles_only, FileNotFoundError, "no model.safetensors, only pytorch_model.bin.*pickles"),
+    ],
+)
+def test_folder_that_cannot_be_loaded(saved, tmp_path, change, error, message):
+    folder = shutil.copytree(saved, tmp_path / "changed")
+    change(folder)
+    with pytest.raises(error, match=message) as caught:
+        from_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_with_a_configuration_alone_starts_at_random(saved, tmp_path):
+    shutil.copy(saved / "config.json", tmp_path)
+    change_config(tmp_path, auto_map={"AutoModel": "evil.Evil"}, attn_implementation="someone/kernel")
+    torch.manual_seed(0)
+    chain = from_folder(tmp_path)
+    assert equal(list(chain.state_dict().values()), list(build("bert").state_dict().values()))
+    assert chain.transformers_model.config._attn_implementation == "sdpa"
