@@ -1,0 +1,125 @@
+"""The folder that snapshots are in: which there are, how one gets its name, and how one goes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+
+from hvd_ckpt.training.hashed_file import SnapshotError
+
+__all__ = [
+    "SNAPSHOT",
+    "is_left_over",
+    "list_snapshots",
+    "make_folder",
+    "name_of",
+    "names_in",
+    "put_in_place",
+    "remove",
+    "sync_folder",
+    "temporary_name",
+]
+
+SNAPSHOT = re.compile(r"step-([0-9]{8,19})")
+_REPLACED = re.compile(r"\.(step-[0-9]{8,19})\.old-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\.step-[0-9]{8,19}\.tmp-[0-9a-f]{8}")
+
+
+def temporary_name(name: str) -> str:
+    """A new name for a snapshot that is not there yet, or no more."""
+    return f".{name}.tmp-{secrets.token_hex(4)}"
+
+
+def is_left_over(name: str) -> bool:
+    """Whether it is the name of what a write has begun, or was about to remove."""
+    return bool(_TEMPORARY.fullmatch(name) or _REPLACED.fullmatch(name))
+
+
+def name_of(step: int) -> str:
+    """The name of the snapshot of a step."""
+    return f"step-{step:08d}"
+
+
+def names_in(folder: Path) -> list[str]:
+    """All names in a folder, sorted; none if it does not exist.
+
+    Raises:
+        SnapshotError: it cannot be read.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SnapshotError(
+            f"'{folder}' cannot be read ({error.strerror}): name the folder of a run's snapshots."
+        ) from None
+
+
+def list_snapshots(folder: Path) -> list[Path]:
+    """All snapshots, whole or not, newest first."""
+    found: dict[str, str] = {}
+    for name in names_in(folder):  # those that were being replaced sort before those in place
+        replaced = _REPLACED.fullmatch(name)
+        if replaced or SNAPSHOT.fullmatch(name):
+            found[replaced[1] if replaced else name] = name
+    by_step = {int(known[5:]): name for known, name in found.items() if known == name_of(int(known[5:]))}
+    return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def remove(path: Path) -> None:
+    """Removes a folder so that, if that is interrupted, what is left does not look like a snapshot."""
+    if not os.path.lexists(path):
+        return
+    try:
+        known = _REPLACED.fullmatch(path.name)
+        if known or SNAPSHOT.fullmatch(path.name):
+            name = known[1] if known else path.name
+            path = path.rename(path.with_name(temporary_name(name)))
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        warnings.warn(f"The old snapshot '{path}' cannot be removed: {error.strerror}.", stacklevel=3)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, and has them on the disk."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Has the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(temporary: Path, place: Path) -> None:
+    """Gives a whole snapshot its name; one that has the name goes, but not before.
+
+    Raises:
+        OSError: it cannot be renamed; the one that had the name has it still.
+    """
+    replaced = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
+    if os.path.lexists(place):
+        place.rename(replaced)
+    try:
+        temporary.rename(place)
+    except BaseException:
+        if os.path.lexists(replaced):
+            replaced.rename(place)
+        raise
+    sync_folder(place.parent)
+    remove(replaced)

@@ -1,0 +1,178 @@
+"""Tensors as safetensors files (https://github.com/huggingface/safetensors), which every tool that knows the format can read.
+
+The safetensors library would have all tensors of a GPU in main memory at once, and its files would be read a second time to be
+hashed. Here one tensor at a time is fetched, hashed and written, without a copy where it is contiguous on the CPU; what is read
+is checked on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_ckpt.json_file import Wrong, loads, shown
+from hvd_ckpt.training.hashed_file import DAMAGED, HashedReader, HashedWriter
+
+__all__ = ["check_tensor", "read_tensors", "write_tensors"]
+
+MAX_HEADER = 64 << 20  # bytes
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_DTYPES = {name: getattr(torch, dtype) for name, dtype in _NAMES.items() if hasattr(torch, dtype)}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+# What the format has no name for is written as pairs of another dtype, with a note under the tensor's name in the metadata.
+_PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
+_NOTE = "dtype of "
+
+
+def check_tensor(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be written; None if it can."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return (
+            f"is a {type(tensor).__name__}, and only plain tensors are stored: store the plain tensor in it"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return "is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts"
+    if tensor.is_meta:
+        return "is on the device 'meta', where tensors have no values: store one that has"
+    if tensor.dtype not in _DTYPE_NAMES and _short(tensor.dtype) not in _PAIRS:
+        return f"is of {tensor.dtype}, which no file holds: store tensor.view(torch.uint8)"
+    return None
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: HashedWriter) -> None:
+    """Writes tensors, each of which :func:`check_tensor` has passed.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {}
+    metadata = {"format": "pt"}
+    # Falling item sizes keep every tensor aligned, so that others can map the file into memory.
+    names = sorted(tensors, key=lambda name: -_stored_dtype(tensors[name].dtype).itemsize)
+    position = 0
+    for name in names:
+        tensor = tensors[name]
+        stored = _stored_dtype(tensor.dtype)
+        shape = list(tensor.shape)
+        if stored != tensor.dtype:
+            metadata[_NOTE + name] = _short(tensor.dtype)
+            shape.append(2)
+        end = position + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[stored], "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise Wrong(
+            f"the names of {len(tensors)} tensors do not fit in a header of {MAX_HEADER >> 20} MiB: store fewer"
+        )
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in names:
+        file.write(_buffer(tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()))
+
+
+def read_tensors(file: HashedReader) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU; the whole file is read and checked.
+
+    Raises:
+        Wrong: it is damaged, or no file that :func:`write_tensors` wrote.
+        OSError: it cannot be read.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(MAX_HEADER, file.left):
+        raise _wrong("its header is longer than it may be")
+    header = loads(file.read(length), DAMAGED, DAMAGED)
+    if not isinstance(header, dict):
+        raise _wrong("its header is no object")
+    notes = header.pop("__metadata__", None)
+    if not isinstance(notes, dict):
+        raise _wrong("its header has no metadata")
+    tensors: dict[str, Tensor] = {}
+    size, position = file.left, 0
+    for name, entry in header.items():
+        dtype, stored, shape, position = _checked_entry(name, entry, notes.get(_NOTE + name), position, size)
+        try:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise Wrong(f"there is no room for its tensor {shown(name)} ({reason}): {DAMAGED}") from None
+        file.fill(_buffer(tensors[name]))
+        if stored == torch.bool and (tensors[name].view(torch.uint8) > 1).any():
+            raise _wrong(f"its tensor {shown(name)} has truth values that are neither true nor false")
+    if file.left:
+        raise _wrong("it has bytes that belong to no tensor")
+    file.check()
+    return tensors
+
+
+def _checked_entry(
+    name: str, entry: Any, note: Any, position: int, size: int
+) -> tuple[torch.dtype, torch.dtype, list[int], int]:
+    """A tensor's dtype, the dtype it is stored in, its shape, and where it ends; it must begin at ``position``."""
+    place = f"the entry of {shown(name)} in its header"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _wrong(f"{place} is none of a tensor")
+    shape, offsets, stored = entry["shape"], entry["data_offsets"], entry["dtype"]
+    if not isinstance(stored, str) or stored not in _DTYPES:
+        raise _wrong(f"{place} has the dtype {shown(stored)}, which this version of PyTorch does not have")
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        raise _wrong(f"{place} has a shape or an offset that is none")
+    if offsets[0] != position or not position <= offsets[1] <= size:
+        raise _wrong(f"{place} has the offsets {offsets[0]} and {offsets[1]}, which is not its place")
+    stored_dtype: torch.dtype = _DTYPES[stored]
+    if math.prod(shape) * stored_dtype.itemsize != offsets[1] - position:
+        raise _wrong(f"{place} has a shape of another size than its data")
+    if note is None:
+        return stored_dtype, stored_dtype, shape, offsets[1]
+    if not isinstance(note, str) or _PAIRS.get(note) != stored_dtype or shape[-1:] != [2]:
+        raise _wrong(f"{place} has the note {shown(note)}, which does not fit")
+    return getattr(torch, note), stored_dtype, shape[:-1], offsets[1]
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**63 for one in value)
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in _DTYPE_NAMES else _PAIRS[_short(dtype)]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _buffer(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _wrong(what: str) -> Wrong:
+    return Wrong(f"{what}: {DAMAGED}")
