@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from queue import SimpleQueue
 from types import TracebackType
+from typing import NamedTuple
 
 from hvd_ckpt.training.batch import Batch
 from hvd_ckpt.training.data.dataset import Dataset
@@ -95,36 +96,35 @@ class Loader:
         self.close()
 
 
-class _Prepared:
+class _Prepared(NamedTuple):
     """A batch, or the end, and the position after it."""
 
-    def __init__(
-        self, batch: Batch | None, samples: int, position: int, error: BaseException | None = None
-    ) -> None:
-        self.batch = batch
-        self.samples = samples
-        self.position = position
-        self.error = error
+    batch: Batch | None
+    samples: int
+    position: int
+    error: BaseException | None = None
 
 
-class _Source:
-    def __init__(self, dataset: Dataset, stream: SampleStream, batch: int, rank: int, size: int) -> None:
-        self.dataset = dataset
-        self.stream = stream
-        self.count = batch * size
-        self.rank = rank
-        self.size = size
+class _Source(NamedTuple):
+    """A rank's part of the stream."""
+
+    dataset: Dataset
+    stream: SampleStream
+    batch: int
+    rank: int
+    size: int
 
     def at(self, position: int) -> _Prepared:
-        left = self.count if self.stream.length is None else self.stream.length - position
+        count = self.batch * self.size
+        left = count if self.stream.length is None else self.stream.length - position
         if left <= 0:
             return _Prepared(None, 0, position)
-        indices, epochs = self.stream.part(position, self.count, self.rank, self.size)
+        indices, epochs = self.stream.part(position, count, self.rank, self.size)
         samples = len(indices)
         if not samples:
             indices, epochs = self.stream.part(position, 1, 0, 1)
         batch = self.dataset.batch(indices, epochs)
-        return _Prepared(batch, samples, position + min(left, self.count))
+        return _Prepared(batch, samples, position + min(left, count))
 
 
 def _prepare(

@@ -87,6 +87,10 @@ class Tokens:
             raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
         dtype = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
         self.array = obtain(path, dtype, self._encode(files, known))
+        if not len(self.array):
+            raise ValueError(
+                f"the text '{files[0]}' gives no tokens: it holds nothing that '{tokenizer}' knows"
+            )
 
     def __len__(self) -> int:
         return len(self.array)
@@ -101,8 +105,8 @@ class Tokens:
         return self.vocabulary - 1
 
     def _encode(self, files: Sequence[Path], tokenizer: Tokenizer | None) -> Iterator[NDArray[Any]]:
-        for file in files:
-            if file != files[0]:
+        for at, file in enumerate(files):
+            if at:
                 yield numpy.array([self.separator])
             try:
                 yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)

@@ -1,0 +1,606 @@
+"""Samples and their order: none lost or twice, the same whatever the ranks, and masks that mean what they say."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.training.data import Dataset
+from hvd_ckpt.training.data.images import Digits, ImageArrays, ImageFolder, open_images
+from hvd_ckpt.training.data.loader import Loader
+from hvd_ckpt.training.data.shuffle import Shuffle
+from hvd_ckpt.training.data.stream import SampleStream
+from hvd_ckpt.training.data.text import IGNORED, CausalText, MaskedText, PermutedText
+from hvd_ckpt.training.data.tokens import Tokens
+from hvd_ckpt.training.data.volumes import Ellipsoids, VolumeArrays, open_volumes
+
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(numpy.random.default_rng(0).integers(32, 127, 20_000, dtype=numpy.uint8).tobytes())
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    vocabulary = {"[UNK]": 0, "[PAD]": 1, "the": 2, "cat": 3, "sat": 4, "</s>": 5}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    made.enable_padding(length=8)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def message(error: type[Exception], call: Callable[[], Any]) -> str:
+    """What the call says is wrong, which must be one line."""
+    with pytest.raises(error) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    pairs = zip(
+        (*one.inputs, one.targets, *one.shared.values()),
+        (*other.inputs, other.targets, *other.shared.values()),
+    )
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+# ------------------------------------------------------------------------------------------- order
+
+
+@given(st.integers(1, 5000), SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_a_shuffle_is_a_permutation(samples: int, seed: int) -> None:
+    order = Shuffle(samples, seed)(numpy.arange(samples))
+    assert sorted(order.tolist()) == list(range(samples))
+
+
+def test_a_shuffle_looks_random() -> None:
+    samples, shuffles = 2000, 50
+    orders = numpy.stack([Shuffle(samples, 1, epoch)(numpy.arange(samples)) for epoch in range(shuffles)])
+    places = numpy.arange(samples)
+    fixed = (orders == places).sum(1)
+    assert fixed.mean() < 2 and fixed.max() < 8  # one on average
+    rises = (numpy.diff(orders, axis=1) > 0).mean()
+    neighbours = (numpy.diff(orders, axis=1) == 1).sum(1)
+    assert abs(rises - 0.5) < 0.01 and neighbours.max() < 8
+    assert abs(numpy.abs(orders - places).mean() / samples - 1 / 3) < 0.01
+    assert abs(numpy.corrcoef(orders[:-1].ravel(), orders[1:].ravel())[0, 1]) < 0.01
+    # All orders of a few samples come up, about equally often.
+    few = [tuple(Shuffle(3, 1, epoch)(numpy.arange(3))) for epoch in range(1200)]
+    assert all(140 < few.count(order) < 260 for order in set(few)) and len(set(few)) == 6
+
+
+def test_a_shuffle_of_a_billion_samples_is_not_made_as_a_whole() -> None:
+    shuffle = Shuffle(2**62, 3)
+    found = shuffle(numpy.array([0, 1, 2**62 - 1]))
+    assert len(set(found.tolist())) == 3 and found.min() >= 0 and found.max() < 2**62
+    indices, epochs = SampleStream(10**9, 3).part(10**9 - 2, 4, 0, 1)
+    assert epochs == [0, 0, 1, 1] and len(set(indices)) == 4
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_ranks_share_out_every_sample_once_in_each_epoch(data: st.DataObject) -> None:
+    samples, epochs, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), data.draw(SEEDS)
+    batch, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
+    stream = SampleStream(samples, seed, epochs)
+    count = batch * size
+    seen = []
+    for position in range(0, samples * epochs, count):
+        parts = [list(zip(*stream.part(position, count, rank, size))) for rank in range(size)]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        whole = [parts[at % size][at // size] for at in range(sum(map(len, parts)))]
+        assert whole == list(zip(*stream.part(position, count, 0, 1)))  # independent of the number of ranks
+        assert len(whole) == min(count, samples * epochs - position)
+        seen += whole
+    assert sorted(seen) == [(sample, epoch) for sample in range(samples) for epoch in range(epochs)]
+    assert [epoch for _, epoch in seen] == sorted(epoch for _, epoch in seen)
+    assert stream.length == samples * epochs
+    assert stream.part(samples * epochs, count, 0, size) == ([], [])
+
+
+def test_the_order_depends_on_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return SampleStream(100, seed).part(100 * epoch, 100, 0, 1)[0]
+
+    assert order(0, 0) == order(0, 0)
+    orders = [order(seed, epoch) for seed in (0, 1, 2**32, 2**32 + 1) for epoch in range(3)]
+    assert len({tuple(one) for one in orders}) == 12
+    assert SampleStream(100, 0).length is None
+
+
+def test_nonsense_is_no_stream() -> None:
+    for arguments in ((0, 0), (-1, 0), (5, -1), (5, 2**63), (5, 0, 0)):
+        message(ValueError, lambda arguments=arguments: SampleStream(*arguments))
+    stream = SampleStream(5, 0)
+    for part in (
+        (-1, 1, 0, 1),
+        (0, 0, 0, 1),
+        (0, 1, 1, 1),
+        (0, 1, -1, 2),
+        (0, 1, 0, 0),
+        (2**63 - 1, 1, 0, 1),
+    ):
+        message(ValueError, lambda part=part: stream.part(*part))
+
+
+# ------------------------------------------------------------------------------------------- tokens
+
+
+def test_one_file_of_bytes_is_mapped_as_it_is(text: Path, tmp_path: Path) -> None:
+    tokens = Tokens(text, cache=tmp_path / "cache")
+    assert tokens.array.tobytes() == text.read_bytes() and not (tmp_path / "cache").exists()
+    assert isinstance(tokens.array.base, numpy.memmap) and not tokens.array.flags.writeable
+    special = {tokens.mask, tokens.padding, tokens.start, tokens.separator}
+    assert special == {256, 257, 258, 259} and tokens.vocabulary == 260 and tokens.ordinary == 256
+
+
+def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "folder", tmp_path / "cache"
+    for name, content in {
+        "b.txt": b"two", "a/z.md": b"one", "c.PY": b"\xff\x00", "d.bin": b"no", ".hidden.txt": b"no", ".git/e.txt": b"no",
+        "empty.txt": b"",
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    (tmp_path / "outside.txt").write_text("no")
+    (folder / "link.txt").symlink_to(tmp_path / "outside.txt")
+    (folder / "loop").symlink_to(folder)
+    tokens = Tokens(folder, cache=cache)
+    between = [tokens.separator]
+    assert tokens.array.tolist() == [*b"one", *between, *b"two", *between, 255, 0]
+    both = Tokens([tmp_path / "outside.txt", folder / "b.txt"], cache=cache)
+    assert both.array.tolist() == [*b"no", *between, *b"two"]
+
+
+def test_a_cache_is_found_again_until_something_changes(
+    tmp_path: Path, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = tmp_path / "hvd_ckpt" / "tokens"
+    text.write_text("the cat sat\n" * 30_000)
+    first = Tokens(text, tokenizer).array.copy()
+    (file,) = cache.iterdir()
+    made = file.stat().st_mtime_ns
+    assert numpy.array_equal(Tokens(text, tokenizer).array, first) and file.stat().st_mtime_ns == made
+    for damage in (
+        lambda content: content[:-100],
+        lambda content: content[:20],
+        lambda content: b"",
+        lambda content: content + b"x",
+    ):
+        file.write_bytes(damage(file.read_bytes()))
+        assert numpy.array_equal(Tokens(text, tokenizer).array, first)
+        assert file.stat().st_size == 128 + 2 * len(first)
+    text.write_text("the cat\n" * 30_000)
+    assert len(Tokens(text, tokenizer)) == 60_000
+    assert len(list(cache.iterdir())) == 2
+    Tokens([text, text])
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_a_cache_may_be_made_by_several_at_once(tmp_path: Path, text: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: Tokens([text, text], cache=tmp_path / "cache").array, range(8)))
+    expected = [*text.read_bytes(), 259, *text.read_bytes()]
+    assert all(array.tolist() == expected for array in made)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_tokenizer_encodes_whole_text_and_its_special_tokens_are_known(
+    tmp_path: Path, text: Path, tokenizer: Path
+) -> None:
+    words = numpy.random.default_rng(1).choice(["the", "cat", "sat"], 300_000).tolist()
+    text.write_text(" ".join(words[:150_000]) + "\n" + "\n".join(words[150_000:]))
+    tokens = Tokens(text, tokenizer, cache=tmp_path / "cache")
+    # The first line is long enough to be cut: a word may fall apart there, into two unknown ones.
+    expected = [{"the": 2, "cat": 3, "sat": 4}[word] for word in words]
+    assert tokens.array[-150_000:].tolist() == expected[-150_000:]
+    assert (tokens.array == 0).sum() < 20 and abs(len(tokens) - 300_000) < 20
+    assert (tokens.padding, tokens.separator) == (1, 5)
+    assert {tokens.mask, tokens.start} == {6, 7} and tokens.ordinary == 6 and tokens.vocabulary == 8
+    text.write_bytes(b"the cat\xff")
+    assert "no UTF-8" in message(ValueError, lambda: Tokens(text, tokenizer, cache=tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # nothing half-made is left
+
+
+def test_text_that_is_none_is_an_error(tmp_path: Path, text: Path, tokenizer: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "blank").write_bytes(b"  \n")
+    (tmp_path / "folder").mkdir()
+    for wrong, says in (("missing", "No such file"), ("empty", "is empty"), ("folder", "holds no text")):
+        assert says in message(ValueError, lambda wrong=wrong: Tokens(tmp_path / wrong))
+    assert "neither" in message(ValueError, lambda: Tokens("/dev/null"))
+    assert "no text file" in message(ValueError, lambda: Tokens([]))
+    assert "no tokens" in message(
+        ValueError, lambda: Tokens(tmp_path / "blank", tokenizer, cache=tmp_path / "cache")
+    )
+    assert "No such file" in message(ValueError, lambda: Tokens(text, tmp_path / "missing"))
+    assert "no JSON file of the tokenizers library" in message(ValueError, lambda: Tokens(text, text))
+    (tmp_path / "taken").write_text("no folder")
+    assert "cannot write" in message(ValueError, lambda: Tokens([text, text], cache=tmp_path / "taken"))
+    for kind in (CausalText, MaskedText, PermutedText):
+        assert "less than two samples" in message(ValueError, lambda kind=kind: kind(Tokens(text), 10_001))
+
+
+def test_without_a_text_it_is_the_standard_library(tmp_path: Path) -> None:
+    tokens = Tokens(cache=tmp_path)
+    assert len(tokens) > 1 << 20
+    assert b"import" in tokens.array[: 1 << 16].astype(numpy.uint8).tobytes()
+
+
+# --------------------------------------------------------------------------------------- text samples
+
+
+def test_causal_text_is_every_token_and_the_one_after_it(text: Path) -> None:
+    data = CausalText(Tokens(text), 100)
+    batch = data.batch(range(len(data)), [0] * len(data))
+    written = list(text.read_bytes())
+    assert batch.inputs[0].dtype == batch.targets.dtype == torch.int64 and len(data) == 199
+    assert batch.inputs[0].flatten().tolist() == written[:19900]
+    assert batch.targets.flatten().tolist() == written[1:19901]
+
+
+def test_the_end_of_the_text_is_held_out(text: Path) -> None:
+    data = MaskedText(Tokens(text), 100, seed=1)
+    training, evaluation = data.split(0.1)
+    assert evaluation is not None and (len(training), len(evaluation)) == (180, 20)
+    assert same(training.batch([179], [2]), data.batch([179], [2]))
+    assert same(evaluation.batch([0, 19], [2, 2]), data.batch([180, 199], [2, 2]))
+    nothing = data.split(0)
+    assert len(nothing[0]) == 200 and nothing[1] is None
+    for share in (1, -0.1, float("nan")):
+        message(ValueError, lambda share=share: data.split(share))
+    for indices in ([20], [-1]):
+        message(IndexError, lambda indices=indices: evaluation.batch(indices, [0]))
+    message(ValueError, lambda: data.batch([0, 1], [0]))
+
+
+def test_masked_text_hides_as_bert_does(text: Path) -> None:
+    tokens = Tokens(text)
+    data = MaskedText(tokens, 100, seed=1)
+    batch = data.batch(range(200), [0] * 200)
+    shown, targets = batch.inputs[0], batch.targets
+    truth = torch.tensor(list(text.read_bytes())).view(200, 100)
+    asked = targets != IGNORED
+    assert (asked.sum(1) == 15).all()
+    assert torch.equal(targets[asked], truth[asked]) and torch.equal(shown[~asked], truth[~asked])
+    hidden = (shown == tokens.mask)[asked].double().mean()
+    kept = (shown == truth)[asked].double().mean()
+    assert abs(hidden - 0.8) < 0.03 and abs(kept - 0.1) < 0.03
+    assert (shown[asked & (shown != tokens.mask)] < 256).all()
+    assert (asked.sum(0) > 10).all()  # 30 on average: no position is left out
+    assert (MaskedText(tokens, 4).batch([0], [0]).targets != IGNORED).sum() == 1
+
+
+@pytest.mark.parametrize("kind", [MaskedText, PermutedText])
+def test_what_is_drawn_depends_on_seed_epoch_and_sample_alone(kind: Any, text: Path) -> None:
+    tokens = Tokens(text)
+    data = kind(tokens, 100, seed=1)
+    whole = data.batch([7, 3, 7, 7], [0, 1, 2, 0])
+    alone = [data.batch([sample], [epoch]) for sample, epoch in ((7, 0), (3, 1), (7, 2), (7, 0))]
+    assert all(same(part, one) for part, one in zip(whole.split(4), alone))
+    assert not same(alone[0], alone[2])
+    assert not same(alone[0], kind(tokens, 100, seed=2).batch([7], [0]))
+    if kind is MaskedText:
+        static = MaskedText(tokens, 100, seed=1, static=True)
+        assert same(static.batch([7], [5]), alone[0])
+
+
+def test_permuted_text_predicts_spans_in_every_order(text: Path) -> None:
+    data = PermutedText(Tokens(text), 60, seed=1)
+    batch = data.batch(range(300), [0] * 300)
+    mapping, hidden = batch.shared["target_mapping"], batch.shared["perm_mask"]
+    assert mapping.shape == (300, 10, 60) and hidden.shape == (300, 60, 60)
+    assert mapping.dtype == hidden.dtype == torch.float32 and (mapping.sum(2) == 1).all()
+    places = mapping.argmax(2)
+    assert torch.equal(batch.inputs[0].gather(1, places), batch.targets) and (places.diff() > 0).all()
+    asked = mapping.sum(1)
+    assert (asked.sum(1) == 10).all() and (asked.sum(0) > 10).all()  # 50 on average, fewer at the ends
+    starts = (asked - torch.nn.functional.pad(asked, (1, 0))[:, :-1]).clamp(min=0).sum()
+    assert 2.4 < asked.sum() / starts < 3.1  # spans of 3 on average, but for the cut of the last
+    context = asked == 0
+    for seen, is_context, predicted in zip(1 - hidden, context, places):
+        assert seen[:, is_context].all() and not seen[is_context][:, predicted].any()
+        # Among themselves: each sees those before it, so the first none and the last all but itself.
+        among = seen[predicted][:, predicted]
+        assert sorted(among.sum(1).tolist()) == list(range(10))
+    first = (1 - hidden).sum(2).gather(1, places).argmin(1)
+    assert len(set(first.tolist())) == 10
+    assert PermutedText(Tokens(text), 60, predicted=30).batch([0], [0]).targets.shape == (1, 30)
+    for predicted in (0, 31):
+        message(ValueError, lambda predicted=predicted: PermutedText(Tokens(text), 60, predicted=predicted))
+
+
+def test_xlnet_sees_what_the_permutation_allows(text: Path) -> None:
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    torch.manual_seed(0)
+    data = PermutedText(Tokens(text), 12, seed=3, predicted=4)
+    config = XLNetConfig(vocab_size=260, d_model=16, n_layer=3, n_head=2, d_inner=32, initializer_range=0.3)
+    model = XLNetLMHeadModel(config).eval()
+    batch = data.batch([5], [0])
+    places = batch.shared["target_mapping"].argmax(2)[0]
+    visible = 1 - batch.shared["perm_mask"][0][places]
+
+    def scores(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens, **batch.shared, use_mems=False).logits[0]
+
+    plain = scores(batch.inputs[0])
+    for position in range(12):
+        tokens = batch.inputs[0].clone()
+        tokens[0, position] = (tokens[0, position] + 1) % 256
+        changed = (scores(tokens) != plain).any(1)
+        assert torch.equal(changed, visible[:, position] == 1)
+
+
+# ------------------------------------------------------------------------------------ images, volumes
+
+
+def write_npz(path: Path, **arrays: numpy.ndarray) -> Path:
+    numpy.savez(path, **arrays)
+    return path
+
+
+def test_digits_are_standardised_by_those_trained_on() -> None:
+    training, evaluation = Digits(16, seed=1).split(0.2)
+    assert evaluation is not None and (len(training), len(evaluation)) == (1438, 359)
+    batch = training.batch(range(1438), [0] * 1438)
+    assert batch.inputs[0].shape == (1438, 1, 16, 16) and batch.inputs[0].dtype == torch.float32
+    assert batch.targets.dtype == torch.int64 and set(batch.targets.tolist()) == set(range(10))
+    assert abs(batch.inputs[0].mean()) < 0.01
+    original = Digits(8)._array[:, 0].reshape(1797, -1)
+    assert (
+        len(
+            {row.tobytes() for row in original[training._chosen]}
+            | {row.tobytes() for row in original[evaluation._chosen]}
+        )
+        > 1790
+    )
+    assert not set(training._chosen) & set(evaluation._chosen)
+    again, _ = Digits(16, seed=1).split(0.2)
+    assert same(again.batch([3], [0]), training.batch([3], [0]))
+    assert not numpy.array_equal(Digits(16, seed=2).split(0.2)[0]._chosen, training._chosen)
+    assert Digits(16, channels=3).batch([0], [0]).inputs[0].shape == (1, 3, 16, 16)
+
+
+def test_augmentation_moves_and_mirrors_by_epoch(tmp_path: Path) -> None:
+    images = numpy.random.default_rng(0).normal(size=(6, 16, 16, 3)).astype(numpy.float32)
+    labels = numpy.arange(6)
+    plain, data = ImageArrays((images, labels)), ImageArrays((images, labels), augment=True, seed=4)
+    still = plain.batch([2], [0]).inputs[0][0]
+    padded = torch.nn.functional.pad(still, (2, 2, 2, 2))
+    possible = [(d, r, m) for d in range(5) for r in range(5) for m in (False, True)]
+    found = []
+    for epoch in range(40):
+        image = data.batch([0, 2], [0, epoch]).inputs[0][1]
+        assert torch.equal(image, data.batch([2], [epoch]).inputs[0][0])
+        crops = ((padded[:, d : d + 16, r : r + 16], m) for d, r, m in possible)
+        found.append(
+            [torch.equal(image, crop.flip(2) if mirrored else crop) for crop, mirrored in crops].index(True)
+        )
+    drawn = [possible[at] for at in found]
+    assert len(set(drawn)) > 15 and 8 < sum(mirrored for *_, mirrored in drawn) < 32
+    assert not any(mirrored for *_, mirrored in drawn) or not Digits.mirrors
+    held = data.split(0.5)[1]
+    assert held is not None and same(held.batch([0], [0]), held.batch([0], [7]))
+
+
+def test_image_arrays_come_in_every_layout(tmp_path: Path) -> None:
+    images = numpy.random.default_rng(0).integers(0, 255, (5, 6, 6, 3), dtype=numpy.uint8)
+    labels = numpy.array([0, 1, 2, 1, 0])
+    last = open_images(str(write_npz(tmp_path / "a.npz", images=images, labels=labels)), 6)
+    first = ImageArrays((numpy.moveaxis(images, 3, 1), labels))
+    assert same(last.batch([1, 4], [0, 0]), first.batch([1, 4], [0, 0]))
+    assert (last.channels, last.classes) == (3, 3)
+    grey = ImageArrays((images[..., 0], labels), 12, channels=3).batch([0], [0]).inputs[0]
+    assert grey.shape == (1, 3, 12, 12) and torch.equal(grey[:, 0], grey[:, 2])
+    for wrong, says in (
+        ({"images": images}, "no array 'labels'"),
+        ({"images": images, "labels": labels[:4]}, "there are 5 images"),
+        ({"images": images, "labels": labels - 1}, "whole numbers from 0"),
+        ({"images": images, "labels": labels / 2}, "whole numbers from 0"),
+        ({"images": images[:0], "labels": labels[:0]}, "no images"),
+        ({"images": images[:, :, :, :2], "labels": labels}, "1, 3 or 4 channels"),
+        ({"images": images.astype(float) * numpy.nan, "labels": labels}, "not finite"),
+        ({"images": images, "labels": labels.astype(object)}, "no .npz file"),
+    ):
+        path = write_npz(tmp_path / "wrong.npz", **wrong)
+        assert says in message(ValueError, lambda path=path: ImageArrays(path))
+    for content in (b"", b"text", (tmp_path / "a.npz").read_bytes()[:200]):
+        path.write_bytes(content)
+        message(ValueError, lambda: ImageArrays(path))
+    assert "No such file" in message(ValueError, lambda: open_images(tmp_path / "missing", 6))
+
+
+def test_a_folder_of_images_has_a_class_for_each_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    for name, colour in (
+        ("red/1.png", (255, 0, 0)),
+        ("red/deep/2.PNG", (250, 0, 0)),
+        ("blue/3.jpg", (0, 0, 255)),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 10), colour).save(folder / name)
+    (folder / "red" / "notes.txt").write_text("no image")
+    data = open_images(folder, 8)
+    assert isinstance(data, ImageFolder) and data.class_names == ["blue", "red"] and len(data) == 3
+    batch = data.batch([0, 1, 2], [0, 0, 0])
+    assert batch.targets.tolist() == [0, 1, 1] and batch.inputs[0].shape == (3, 3, 8, 8)
+    assert torch.allclose(
+        batch.inputs[0][1, :, 0, 0], torch.tensor([(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225])
+    )
+    assert ImageFolder(folder, 8, channels=1).batch([0], [0]).inputs[0].shape == (1, 1, 8, 8)
+    (folder / "blue" / "3.jpg").write_bytes(b"no image")
+    assert "3.jpg" in message(ValueError, lambda: data.batch([0], [0]))
+    (folder / "green").mkdir()
+    assert "green' holds no images" in message(ValueError, lambda: ImageFolder(folder, 8))
+    assert "no folders" in message(ValueError, lambda: ImageFolder(folder / "green", 8))
+    assert "No such file" in message(ValueError, lambda: ImageFolder(tmp_path / "missing", 8))
+
+
+def test_ellipsoids_are_brighter_than_what_is_around_them() -> None:
+    data = Ellipsoids(16, samples=40, seed=1)
+    batch = data.batch(range(40), [0] * 40)
+    volumes, labels = batch.inputs[0], batch.targets
+    assert (
+        volumes.shape == (40, 1, 16, 16, 16)
+        and volumes.dtype == torch.float32
+        and labels.shape == (40, 16, 16, 16)
+    )
+    inside = labels.double().mean((1, 2, 3))
+    assert (inside > 0).all() and (inside < 0.2).all() and len(set(inside.tolist())) > 30
+    for volume, label in zip(volumes[:, 0], labels):
+        assert volume[label == 1].mean() > volume[label == 0].mean() + 0.5
+        assert abs(volume.mean()) < 1e-4 and abs(volume.std() - 1) < 1e-2
+    assert same(data.batch([3], [0]), data.batch([3], [9]))  # a fixed data set
+    training, evaluation = data.split(0.25)
+    assert (
+        evaluation is not None
+        and same(evaluation.batch([0], [0]), data.batch([30], [0]))
+        and len(training) == 30
+    )
+    assert open_volumes(None, 8).batch([0], [0]).inputs[0].shape == (1, 1, 8, 8, 8)
+
+
+def test_volumes_of_a_file_are_scaled_with_their_labels(tmp_path: Path) -> None:
+    random = numpy.random.default_rng(0)
+    labels = random.integers(0, 3, (4, 4, 5, 6), dtype=numpy.uint8)
+    volumes = 10 * labels + 100.0
+    data = open_volumes(write_npz(tmp_path / "v.npz", volumes=volumes, labels=labels), 12)
+    batch = data.batch([0, 3], [0, 0])
+    assert (
+        batch.inputs[0].shape == (2, 1, 12, 12, 12)
+        and batch.targets.shape == (2, 12, 12, 12)
+        and data.classes == 3
+    )
+    plain = VolumeArrays((volumes, labels)).batch(range(4), [0] * 4)
+    assert plain.targets.tolist() == labels.tolist() and abs(plain.inputs[0].mean()) < 1e-5
+    training, evaluation = data.split(0.5)
+    assert evaluation is not None and sorted([*training._chosen, *evaluation._chosen]) == [0, 1, 2, 3]
+    assert "(N, D, H, W)" in message(ValueError, lambda: VolumeArrays((volumes, labels[:, :2])))
+
+
+# --------------------------------------------------------------------------------------------- loader
+
+
+class Counted:
+    """Samples that are their own numbers."""
+
+    def __init__(self, samples: int, fails_at: int | None = None) -> None:
+        self.samples = samples
+        self.fails_at = fails_at
+        self.made = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
+        self.made += 1
+        if self.made == self.fails_at:
+            raise RuntimeError("this sample is broken")
+        return Batch((torch.tensor(indices),), torch.tensor(epoch))
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hvd_ckpt loader"]
+
+
+def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
+    data: Dataset = Counted(10)
+    stream = SampleStream(10, 5, epochs=2)
+    seen: list[int] = []
+    counts = []
+    for rank in range(4):
+        with Loader(data, stream, 2, rank, 4) as loader:
+            parts = list(loader)
+            assert loader.position == 20
+        counts.append([samples for _, samples in parts])
+        seen += [number for batch, samples in parts for number in batch.inputs[0][:samples].tolist()]
+        first = stream.part(16, 1, 0, 1)[0]
+        assert all(batch.inputs[0].tolist() == first for batch, samples in parts if not samples)
+    assert sorted(seen) == sorted(2 * list(range(10)))
+    assert counts == [[2, 2, 1]] * 4
+    with Loader(data, SampleStream(10, 5, epochs=1), 2, 3, 4) as loader:
+        parts = list(loader)
+        assert [samples for _, samples in parts] == [2, 0] and len(parts[1][0]) == 1
+    assert not loader_threads()
+
+
+def test_a_loader_goes_on_from_a_position_on_other_ranks() -> None:
+    data, stream = Counted(10), SampleStream(10, 5)
+
+    def global_batches(size: int, position: int, count: int) -> tuple[list[list[int]], int]:
+        loaders = [Loader(data, stream, 4 // size, rank, size, position) for rank in range(size)]
+        found = []
+        for _ in range(count):
+            parts = [next(loader)[0].inputs[0].tolist() for loader in loaders]
+            found.append([part[at] for at in range(4 // size) for part in parts])
+        for loader in loaders:
+            loader.close()
+        return found, loaders[0].position
+
+    straight, _ = global_batches(1, 0, 6)
+    begun, position = global_batches(4, 0, 3)
+    rest, _ = global_batches(2, position, 3)
+    assert position == 12 and begun + rest == straight
+
+
+def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
+    loader = Loader(Counted(10, fails_at=3), SampleStream(10, 0), 2, 0, 1)
+    next(loader), next(loader)
+    with pytest.raises(RuntimeError, match="this sample is broken") as caught:
+        next(loader)
+    assert "in batch" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert loader.position == 4 and list(loader) == []
+    assert not loader_threads()
+
+
+def test_a_loader_that_is_closed_or_dropped_ends_its_thread() -> None:
+    data = Counted(10)
+    loader = Loader(data, SampleStream(10, 0), 2, 0, 1)
+    next(loader)
+    loader.close()
+    loader.close()
+    assert data.made <= 3 and not loader_threads() and list(loader) == []
+    loader = Loader(data, SampleStream(10, 0), 2, 0, 1)
+    (thread,) = loader_threads()
+    del loader
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_loader_refuses_what_does_not_fit() -> None:
+    data = Counted(10)
+    for stream, batch, rank, size, position in (
+        (SampleStream(9, 0), 1, 0, 1, 0),
+        (SampleStream(10, 0), 0, 0, 1, 0),
+        (SampleStream(10, 0), 1, 1, 1, 0),
+        (SampleStream(10, 0), 1, 0, 1, -1),
+    ):
+        arguments = (data, stream, batch, rank, size, position)
+        message(ValueError, lambda arguments=arguments: Loader(*arguments))
+    assert not loader_threads()
