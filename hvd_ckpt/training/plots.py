@@ -77,7 +77,7 @@ def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], a
             color=color,
             linestyle="",
             marker=MARKERS[number % len(MARKERS)],
-            markersize=max(9 - 2 * number, 4),
+            markersize=max(11 - 5 * number, 4),
             markerfacecolor="white" if number == 0 else color,
             label=f"{name}, evaluation",
         )

@@ -78,6 +78,7 @@ def test_weight_decay_is_for_matrices_alone():
     ]
     assert (decayed["weight_decay"], others["weight_decay"], decayed["lr"]) == (0.02, 0.0, 0.1)
     assert decayed["betas"] == (0.9, 0.95)
+    assert optimizers.build("rprop", model, 0.1, options={"etas": [0.4, 1.3]}).defaults["etas"] == (0.4, 1.3)
     unlike_the_default = optimizers.build("adamw", model, 0.1)
     assert [group["weight_decay"] for group in unlike_the_default.param_groups] == [0.0, 0.0]
 
@@ -219,6 +220,9 @@ def test_resume_writes_later_steps_anew_and_cuts_an_unfinished_line(tmp_path):
         file.write('{"step": 40, "lo')
     assert [record["step"] for record in logs.read(path)] == [10, 10, 20, 20, 30, 30]
     log = logs.JsonLines(path)
+    log.rewind(30)
+    log.write({"step": 40})
+    assert [record["step"] for record in logs.read(path)] == [10, 10, 20, 20, 30, 30, 40]
     log.rewind(20)
     log.write({"step": 25})
     log.rewind(100)
