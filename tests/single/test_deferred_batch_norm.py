@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.planning.treatment import Treatment, treat
 from hvd_ckpt.recompute import DeferredBatchNorm, commit_batch_norm
+from hvd_ckpt.recompute.tape import Policy
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
 
@@ -143,6 +145,22 @@ def test_recomputation_changes_nothing(way: str, parts: int) -> None:
         assert block.norm.num_batches_tracked == 1  # type: ignore[union-attr]
     for one, other in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_selective_recomputation_inside_a_region_sees_the_same_functions_again(use_reentrant: bool) -> None:
+    calls = ("conv2d", "batch_norm", "gelu", "conv2d")
+    outcomes = []
+    for policy in (None, Policy(calls, frozenset({1, 2}))):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 1)
+        block, x = DeferredBatchNorm.convert(nn.Sequential(*layers).double()), images().requires_grad_()
+        treat(block, Treatment("drop batch_norm, gelu", policy))
+        y = hc.checkpoint(lambda x, block=block: block(x).sin(), x, use_reentrant=use_reentrant)
+        y.sum().backward()
+        commit_batch_norm(block)
+        outcomes.append([y, x.grad, *statistics(block), *(p.grad for p in block.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes))
 
 
 def test_under_autocast_and_without_gradients() -> None:
