@@ -179,6 +179,15 @@ def test_vnet_adds_each_channel_to_its_maps():
     assert torch.equal(entry(volume), torch.cat([volume, volume], dim=1))
 
 
+@pytest.mark.parametrize("stage, maps", [("down1", 4), ("up4", 4)])
+def test_each_stage_of_vnet_learns_a_residual(stage, maps):
+    """Without its convolutions a stage gives what they take: halved, or joined (the paper's figure 2), then activated."""
+    residual = vnet(width=2, norm="none").get_submodule(stage).residual
+    nn.init.zeros_(residual.convolutions[-1].weight)
+    features = torch.randn(1, maps, 8, 8, 8)
+    assert torch.equal(residual(features), functional.leaky_relu(features, 0.25))
+
+
 def test_lstm_sees_no_later_word():
     model = lstm_language_model(vocabulary=50, width=16).eval()
     tokens = torch.randint(50, (2, 8))
