@@ -35,12 +35,16 @@ WIDTH = 120  # of the table where the output is not a terminal
 
 
 class _Bench(click.Group):
-    """The group, with the one command that has a room of its own; it is imported when it is asked for."""
+    """The group, with the commands that have rooms of their own; each is imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "recompute"])
+        return sorted([*super().list_commands(ctx), "densenet", "recompute"])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name == "densenet":
+            from hvd_ckpt.benchmark.densenet.command import densenet
+
+            return densenet
         if name == "recompute":
             from hvd_ckpt.benchmark.recompute.command import recompute
 
