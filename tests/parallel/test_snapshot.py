@@ -86,11 +86,8 @@ def test_a_failure_on_one_rank_is_one_on_all(folder: Path) -> None:
         arguments = {"folder": folder, "step": 2, **(changes if hc.rank() == last else {})}
         with pytest.raises(SnapshotError, match=f"The snapshot of step 2 was not written to .*{says}"):
             write(**arguments)
-        hc.barrier()
-        assert list(folder.iterdir()) == [before]
-        hc.barrier()
-    with pytest.raises(SnapshotError, match="rank 0: common is a builtins.object"):
-        write(folder, 2, common=object())
+        if hc.rank() == 0:
+            assert list(folder.iterdir()) == [before]
     with pytest.raises(SnapshotError, match="rank 0: step is -1"):
         write(folder, -1)
     assert snapshot.read(write(folder, 2)).step == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import math
@@ -119,6 +120,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path: Path) -> None:
         "images": images,
         "transposed": torch.randn(3, 4).t(),
         "10": 10**5000,
+        "numbers": [-0.0, 5e-324, 0.1, -math.inf, math.nan, True, 1, 1.0, {1.0: None, False: ()}],
     }
     assert same(round_trip(tmp_path, tree), tree)
     rows = torch.randn(4, 6)
@@ -286,10 +288,10 @@ def test_truncation_and_flipped_bits_are_found(folder: Path, name: str) -> None:
     file = folder / "step-00000002" / name
     content = file.read_bytes()
     draw = random.Random(name)
-    for _ in range(15):
+    for _ in range(10):
         file.write_bytes(content[: draw.randrange(len(content))])
         assert_found_out(folder, name)
-    for _ in range(45):
+    for _ in range(30):
         flipped = bytearray(content)
         flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(flipped)
@@ -472,11 +474,25 @@ def test_newest_find_and_prune(tmp_path: Path) -> None:
         snapshot.find(folder)
 
 
-def test_a_step_written_again_replaces_the_old_one_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_step_written_again_replaces_the_old_one_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path, 5, common="old")
     with pytest.raises(SnapshotError):
         write(tmp_path, 5, common=Odd())
     assert snapshot.read(path).common == "old"
+    rename = os.rename
+
+    def fail_for_new(source: Any, target: Any) -> None:
+        if ".tmp-" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_for_new)
+        with pytest.raises(SnapshotError, match="rank 0: Input/output error"):
+            write(tmp_path, 5, common="newer")
+    assert [snapshot.read(one).common for one in tmp_path.iterdir()] == ["old"]
     assert write(tmp_path, 5, common="new") == path
     assert [snapshot.read(one).common for one in tmp_path.iterdir()] == ["new"]
     replaced = path.rename(tmp_path / ".step-00000005.old-01234567")  # killed between two renames
