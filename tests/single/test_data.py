@@ -364,26 +364,19 @@ def write_npz(path: Path, **arrays: numpy.ndarray) -> Path:
     return path
 
 
-def test_digits_are_standardised_by_those_trained_on() -> None:
-    training, evaluation = Digits(16, seed=1).split(0.2)
+def test_digits_are_shared_out_and_standardised_by_those_trained_on() -> None:
+    training, evaluation = Digits(8, seed=1).split(0.2)
     assert evaluation is not None and (len(training), len(evaluation)) == (1438, 359)
-    batch = training.batch(range(1438), [0] * 1438)
-    assert batch.inputs[0].shape == (1438, 1, 16, 16) and batch.inputs[0].dtype == torch.float32
+    batch, held = training.batch(range(1438), [0] * 1438), evaluation.batch(range(359), [0] * 359)
+    assert abs(batch.inputs[0].mean()) < 1e-6 and abs(batch.inputs[0].std() - 1) < 1e-3
+    assert len({image.numpy().tobytes() for image in (*batch.inputs[0], *held.inputs[0])}) == 1797
     assert batch.targets.dtype == torch.int64 and set(batch.targets.tolist()) == set(range(10))
-    assert abs(batch.inputs[0].mean()) < 0.01
-    original = Digits(8)._array[:, 0].reshape(1797, -1)
-    assert (
-        len(
-            {row.tobytes() for row in original[training._chosen]}
-            | {row.tobytes() for row in original[evaluation._chosen]}
-        )
-        > 1790
+    assert same(Digits(8, seed=1).split(0.2)[0].batch([3], [0]), training.batch([3], [0]))
+    assert not torch.equal(
+        Digits(8, seed=2).split(0.2)[0].batch(range(1438), [0] * 1438).targets, batch.targets
     )
-    assert not set(training._chosen) & set(evaluation._chosen)
-    again, _ = Digits(16, seed=1).split(0.2)
-    assert same(again.batch([3], [0]), training.batch([3], [0]))
-    assert not numpy.array_equal(Digits(16, seed=2).split(0.2)[0]._chosen, training._chosen)
-    assert Digits(16, channels=3).batch([0], [0]).inputs[0].shape == (1, 3, 16, 16)
+    large = Digits(16, channels=3).batch([0, 7], [0, 0]).inputs[0]
+    assert large.shape == (2, 3, 16, 16) and large.dtype == torch.float32
 
 
 def test_augmentation_moves_and_mirrors_by_epoch(tmp_path: Path) -> None:
@@ -491,15 +484,15 @@ def test_volumes_of_a_file_are_scaled_with_their_labels(tmp_path: Path) -> None:
     volumes = 10 * labels + 100.0
     data = open_volumes(write_npz(tmp_path / "v.npz", volumes=volumes, labels=labels), 12)
     batch = data.batch([0, 3], [0, 0])
-    assert (
-        batch.inputs[0].shape == (2, 1, 12, 12, 12)
-        and batch.targets.shape == (2, 12, 12, 12)
-        and data.classes == 3
-    )
+    assert batch.inputs[0].shape == (2, 1, 12, 12, 12) and batch.targets.shape == (2, 12, 12, 12)
+    assert (data.channels, data.classes) == (1, 3)
     plain = VolumeArrays((volumes, labels)).batch(range(4), [0] * 4)
     assert plain.targets.tolist() == labels.tolist() and abs(plain.inputs[0].mean()) < 1e-5
-    training, evaluation = data.split(0.5)
-    assert evaluation is not None and sorted([*training._chosen, *evaluation._chosen]) == [0, 1, 2, 3]
+    training, evaluation = VolumeArrays((volumes, labels)).split(0.5)
+    assert evaluation is not None
+    kept, held = training.batch([0, 1], [0, 0]), evaluation.batch([0, 1], [0, 0])
+    assert sorted([*kept.targets.tolist(), *held.targets.tolist()]) == sorted(labels.tolist())
+    assert abs(kept.inputs[0].mean()) < 1e-5 < abs(held.inputs[0].mean())
     assert "(N, D, H, W)" in message(ValueError, lambda: VolumeArrays((volumes, labels[:, :2])))
 
 
