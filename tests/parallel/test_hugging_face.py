@@ -87,7 +87,7 @@ def test_recomputed_models_of_transformers(name: str, reentrant: bool) -> None:
     """Ranks agree, each bucket left once in each step, and after the first no gradient was late: see ``train_distributed``."""
     scenario = trained(name, reentrant)
     model, optimizer = train_distributed(scenario)
-    assert len(optimizer.reduction_stats.last.launches) > 3
+    assert hc.size() == 1 or len(optimizer.reduction_stats.last.launches) > 3
     for other in kept(name):
         assert difference(model, other) <= scenario.tolerance
     assert difference(model, seeded_build(scenario)) > 100 * scenario.tolerance
