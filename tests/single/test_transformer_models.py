@@ -162,28 +162,45 @@ def test_each_backward_pass_has_the_masks_of_its_own_forward_pass(name, reentran
         assert equal([parameter.grad for parameter in chain.parameters()], gradients)
 
 
-def test_shared_arguments_are_prepared_once_per_forward_pass():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+class Scaled(nn.Module):
+    calls = 0
 
-        def forward(self, x, scale):
-            return torch.tanh(self.linear(x)) * scale
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
 
-    class Scaled(Chain):
-        prepared = 0
+    def forward(self, x, scale):
+        Scaled.calls += 1
+        return torch.tanh(self.linear(x)) * scale
 
-        def prepare(self, x, scale):
-            self.prepared += 1
-            return (x,), {"scale": 2 * scale}
 
-    chain = Scaled(*(Block() for _ in range(5)), checkpoint_interval=2)
+class Doubling(Chain):
+    prepared = 0
+
+    def prepare(self, x, scale):
+        self.prepared += 1
+        return (x,), {"scale": 2 * scale}
+
+
+@pytest.mark.parametrize("interval, recomputed", [(0, 0), (1, 4), (2, 4), (3, 3), (5, 0), (9, 0)])
+def test_all_segments_but_the_last_are_recomputed(interval, recomputed):
+    chain = Doubling(*(Scaled() for _ in range(5)), checkpoint_interval=interval)
+    Scaled.calls = 0
     chain(torch.randn(2, 4), scale=1.0).sum().backward()
+    assert Scaled.calls == 5 + recomputed
     assert chain.prepared == 1
+    with torch.no_grad():
+        chain(torch.randn(2, 4), scale=1.0)
+    assert Scaled.calls == 10 + recomputed
+
+
+def test_parts_of_a_chain_take_what_the_whole_has_prepared():
+    chain = Doubling(*(Scaled() for _ in range(5)), checkpoint_interval=2)
     x = torch.randn(2, 4)
     assert torch.equal(chain[3:](chain[:3](x, scale=2.0), scale=2.0), chain(x, scale=1.0))
     assert chain[:3].checkpoint_interval == 2
+    with pytest.raises(TypeError, match="prepare.* unexpected keyword argument 'mask'"):
+        chain(x, scale=1.0, mask=None)
 
 
 @pytest.mark.parametrize("interval", [-1, 1.5, True])
