@@ -108,7 +108,7 @@ def _apply(functions: Sequence[Function], *inputs: Any, **shared: Any) -> Any:
 def _explicitly(function: Function, inputs: tuple[Any, ...], parameters: Sequence[nn.Parameter]) -> Any:
     from hvd_ckpt.recompute.function import CheckpointFunction
 
-    return CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    return CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)
 
 
 def _parameters_of(functions: Sequence[Function]) -> list[nn.Parameter]:

@@ -132,9 +132,9 @@ def _proposed(model: nn.Module) -> list[FoundBlock]:
         if _is_container(module):
             children = [(child_name, child) for child_name, child in module.named_children()]
             leaves: list[tuple[str, nn.Module]] = []
+            plain = base_class(module).forward is nn.Sequential.forward
             for child_name, child in children:
                 full = f"{name}.{child_name}" if name else child_name
-                plain = isinstance(module, nn.Sequential)
                 if plain and not list(child.children()):
                     leaves.append((full, child))
                     if sum(bool(list(leaf.parameters())) for _, leaf in leaves) < _LEAVES_WITH_WEIGHTS:

@@ -139,7 +139,8 @@ class Config:
     seed: int = _setting(0, _whole(0), "Of weights, order of samples, masks and dropout.")
     optimizer: str = _setting("adamw", _text, "Of torch.optim, in lower case.")
     optimizer_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"parse": _mapping, "help": "Further arguments of it, such as eps=1e-6."}
+        default_factory=dict,
+        metadata={"parse": _mapping, "help": "Further arguments of it, such as eps=1e-6."},
     )
     lr: float = _setting(3e-4, _number(0, above=True), "Learning rate after the warm-up.")
     weight_decay: float = _setting(0.01, _number(0), "Of weights, not of biases and norms.")
@@ -305,7 +306,7 @@ class _UniqueKeys(yaml.SafeLoader):
             if key.value in seen:
                 raise ConfigError(f"line {key.start_mark.line + 1}: the setting '{key.value}' is given twice")
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return dict(super().construct_mapping(node, deep))
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def accumulate(
 
     Arguments:
         compute: takes a micro-batch, gives its mean loss: a tensor with one element.
-        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.training.batch.Batch`, or tensors (one, or nested in
+        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.models.batch.Batch`, or tensors (one, or nested in
             lists, tuples and dicts) whose first dimension counts the samples.
         micro_batches: how many; fewer if there are fewer samples.
         checkpoint: the micro-batches in whose backward pass the checkpointed parts of the model are recomputed: ``"always"``,

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.planning import Plan, PlanError, plan
 from hvd_ckpt.recompute import CheckpointSequential, DeferredBatchNorm, SyncBatchNorm
-from hvd_ckpt.training.batch import Batch
 from hvd_ckpt.training.config import ConfigError
-from hvd_ckpt.training.objectives import Objective
 
 __all__ = ["in_segments", "load_plan", "make_plan", "with_batch_norm"]
 

@@ -19,6 +19,8 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 
+from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.planning import BudgetError, Plan
 from hvd_ckpt.precision import Precision
 from hvd_ckpt.recompute import commit_batch_norm
@@ -30,17 +32,16 @@ from hvd_ckpt.reduction import (
 )
 from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
 from hvd_ckpt.training import optimizers, snapshot
-from hvd_ckpt.training.batch import Batch
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 from hvd_ckpt.training.data.loader import Loader
 from hvd_ckpt.training.data.stream import SampleStream
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
-from hvd_ckpt.training.objectives import Objective
 from hvd_ckpt.training.recomputing import in_segments, load_plan, make_plan, with_batch_norm
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.schedules import Schedule
+from hvd_ckpt.training.snapshot import Snapshot
 
 __all__ = ["Outcome", "Trainer"]
 
@@ -92,8 +93,7 @@ class Trainer:
         train, test: samples to train on and to evaluate on.
 
     Raises:
-        ConfigError: a setting does not fit the model, or a folder cannot be used; on every rank alike.
-        SnapshotError: the snapshot to go on from cannot be used.
+        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Trainer:
             self.progress.position,
         )
 
-    def _plan(self, resumed: snapshot.Snapshot | None) -> Plan | None:
+    def _plan(self, resumed: Snapshot | None) -> Plan | None:
         config = self.config
         file = self.folder / "plan.json"
         if config.budget is None and config.plan is None:
@@ -289,9 +289,8 @@ class Trainer:
                 made = load_plan(Path(config.plan), self.model)
         else:
             assert config.budget is not None
-            sample = self.train.batch(
-                range(min(config.micro_batch, len(self.train))), [0] * config.micro_batch
-            )
+            count = min(config.micro_batch, len(self.train))
+            sample = self.train.batch(range(count), [0] * count)
             try:
                 made = make_plan(
                     self.model,
@@ -325,7 +324,7 @@ class Trainer:
                 f"resume {self.config.resume}: the snapshot is of another model: {reason}"
             ) from None
 
-    def _restore(self, resumed: snapshot.Snapshot) -> None:
+    def _restore(self, resumed: Snapshot) -> None:
         common, own = resumed.common, resumed.own
         self.progress = Progress(**common["progress"])
         self._optimizer.load_state_dict(common["optimizer"])
@@ -352,7 +351,8 @@ def _nothing(batch: Batch) -> float:
 
 def _seed_of_rank(seed: int, step: int) -> int:
     """Ranks drop out different units; a run that goes on without its random state draws new ones."""
-    return (seed * 1_000_003 + step) * 100_003 + hvd.rank() + 1
+    rank: int = hvd.rank()
+    return (seed * 1_000_003 + step) * 100_003 + rank + 1
 
 
 def _device(name: str | None) -> torch.device:
@@ -382,13 +382,20 @@ def _precision(config: Config, device: torch.device) -> Precision:
 
 @contextlib.contextmanager
 def errors_everywhere(name: str) -> Iterator[None]:
-    """What one rank raises inside, all ranks raise. The body must not communicate, since a rank may leave it early."""
+    """What one rank raises inside, all ranks raise. The body must not communicate, since a rank may leave it early.
+
+    Raises:
+        ConfigError: a ValueError inside, on this rank or another.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    raise_together(error, global_process_set, name)
+    try:
+        raise_together(error, global_process_set, name)
+    except ValueError as found:
+        raise ConfigError(str(found)) from None
 
 
 def _folder(config: Config) -> tuple[Path, Path | None]:
@@ -399,7 +406,7 @@ def _folder(config: Config) -> tuple[Path, Path | None]:
             answer = (
                 _resumed_folder(Path(config.resume)) if config.resume else (_new_folder(config.output), None)
             )
-        except ValueError as error:
+        except (ValueError, snapshot.SnapshotError) as error:
             answer = str(error)
     answer = broadcast_from(answer, 0, global_process_set, "hvd_ckpt.train.folder")
     if isinstance(answer, str):

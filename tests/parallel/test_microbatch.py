@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 
 NONE = -100
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data import Dataset
 from hvd_ckpt.training.data.images import Digits, ImageArrays, ImageFolder, open_images
 from hvd_ckpt.training.data.loader import Loader

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.planning.treatment import Treatment, treat, untreat
 from hvd_ckpt.recompute.tape import Policy
-from hvd_ckpt.training.batch import Batch
 
 
 class Counted(nn.Module):

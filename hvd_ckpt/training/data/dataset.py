@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy
 from numpy.typing import NDArray
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.shuffle import Shuffle
 
 __all__ = ["Dataset", "Purpose", "check_seed", "generators", "held_out", "numbers", "random_split", "uniform"]

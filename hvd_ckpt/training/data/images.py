@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.array_files import Source, channel_statistics, load
 from hvd_ckpt.training.data.dataset import Purpose, check_seed, generators, numbers, random_split
 

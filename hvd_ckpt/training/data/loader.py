@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.dataset import Dataset
 from hvd_ckpt.training.data.stream import SampleStream
 

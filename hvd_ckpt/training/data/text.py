@@ -13,16 +13,15 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import IGNORED
 from hvd_ckpt.training.data.dataset import Purpose, check_seed, held_out, numbers, uniform
 from hvd_ckpt.training.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["IGNORED", "CausalText", "MaskedText", "PermutedText"]
-
-IGNORED = -100  # the target of positions that count nothing in the loss, as torch's cross_entropy has it
+__all__ = ["CausalText", "MaskedText", "PermutedText"]
 
 Integers = NDArray[numpy.int64]
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.array_files import Source, channel_statistics, load
 from hvd_ckpt.training.data.dataset import Purpose, check_seed, generators, held_out, numbers, random_split
 

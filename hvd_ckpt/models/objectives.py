@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.training.batch import Batch
+from hvd_ckpt.models.batch import Batch
 
-__all__ = ["OBJECTIVES", "Classification", "NextOrHiddenToken", "Objective", "Segmentation"]
+__all__ = ["IGNORED", "OBJECTIVES", "Classification", "NextOrHiddenToken", "Objective", "Segmentation"]
 
 IGNORED = -100  # the target of positions that count nothing, as torch's cross_entropy has it
 
