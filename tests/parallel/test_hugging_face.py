@@ -40,7 +40,8 @@ def build(name: str, reentrant: bool | None) -> torch.nn.Module:
     model = chain.transformers_model
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        if reentrant:  # or the first layer, whose inputs need no gradient, would get none
+        assert model.is_gradient_checkpointing
+        if reentrant:  # as users of transformers do, and must where the embeddings are frozen
             model.enable_input_require_grads()
     return model
 
