@@ -47,7 +47,9 @@ MODEL_TYPES: dict[str, ModelType] = {
 }
 
 CONFIG = "config.json"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+WEIGHTS = "model.safetensors"
+PARTS = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 # Which code runs the model is for this machine to say: a name here may stand for code that would be downloaded.
 CODE = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")
 
@@ -134,12 +136,27 @@ def _options(folder: Path) -> dict[str, Any]:
 
 
 def _has_weights(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in WEIGHTS):
-        return True
     others = sorted(path.name for path in folder.iterdir() if path.name != CONFIG)
+    if ADAPTER in others:
+        raise ValueError(
+            f"{folder} holds an adapter ({ADAPTER}) to another model: merge them and save the whole."
+        )
+    if PARTS in others:
+        try:
+            parts = set(json.loads((folder / PARTS).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / PARTS} is damaged: {_one_line(error)}.") from error
+        for part in parts:
+            if part not in others or not part.endswith(".safetensors"):
+                raise ValueError(
+                    f"{folder / PARTS} names {part!r}, which is no safetensors file of the folder."
+                )
+        return True
+    if WEIGHTS in others:
+        return True
     if others:
         raise FileNotFoundError(
-            f"{folder} has no {WEIGHTS[0]}, only {', '.join(others[:5])}: save the model with save_pretrained, which writes "
+            f"{folder} has no {WEIGHTS}, only {', '.join(others[:5])}: save the model with save_pretrained, which writes "
             f"one (pickles are not loaded), or leave {CONFIG} alone in the folder for a random start."
         )
     return False

@@ -343,6 +343,11 @@ def test_there_and_back_through_a_folder(tmp_path, name, kind):
     assert list(back.state_dict()) == list(chain.state_dict())
     assert equal(list(back.state_dict().values()), list(chain.state_dict().values()))
     assert equal(step(back, *batch), step(chain, *batch))
+    chain.transformers_model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    assert equal(
+        list(from_folder(tmp_path / "parts").state_dict().values()), list(chain.state_dict().values())
+    )
     copied = copy.deepcopy(chain)
     assert copied.transformers_model is not chain.transformers_model
     assert {id(one) for one in copied.transformers_model.parameters()} == {
@@ -367,6 +372,11 @@ def damage_weights(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def point_to(folder, name):
+    (folder / "weights.bin").touch()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+
+
 def keep_pickles_only(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -388,6 +398,13 @@ def keep_pickles_only(folder):
             "encoder.layer.3.* is missing",
         ),
         (damage_weights, ValueError, "cannot be loaded: .*incomplete metadata"),
+        (
+            lambda folder: point_to(folder, "weights.bin"),
+            ValueError,
+            "'weights.bin', which is no safetensors",
+        ),
+        (lambda folder: point_to(folder, "../x.safetensors"), ValueError, "x.safetensors', which is no safe"),
+        (lambda folder: (folder / "adapter_config.json").touch(), ValueError, "holds an adapter"),
         (keep_pickles_only, FileNotFoundError, "no model.safetensors, only pytorch_model.bin.*pickles"),
     ],
 )
