@@ -26,7 +26,10 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_everyone_is_measured_and_this_library_trains_right(ranks: int, tmp_path: Path) -> None:
+def test_everyone_is_measured_and_this_library_trains_right(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny operators on two threads mostly wait for each other
     result = run(*TINY, "--ranks", str(ranks), "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "results.json").read_text())
@@ -106,7 +109,7 @@ def test_what_did_not_run_is_said() -> None:
 def test_a_batch_that_does_not_fit_is_told_from_small_ones(tmp_path: Path) -> None:
     base = densenet(22, classes=10)
     needed = step_peak(base, *random_batch(12, 8, seed=0))
-    job = Job(tmp_path, 1, 12, 22, 8, ("0.57x",), 1)
+    job = Job(tmp_path, 1, 12, 22, 8, ("0.57x",), 16, 1)
     assert too_large(base, job, round(1.05 * needed)) is None
     reason = too_large(base, job, round(0.95 * needed))
     assert reason is not None and "there is room for" in reason
@@ -119,6 +122,7 @@ def test_a_batch_that_does_not_fit_is_told_from_small_ones(tmp_path: Path) -> No
         (["--batches", "16,5"], "--batches: 5 images cannot be shared by 2 ranks"),
         (["--batches", "few"], "--batches: 'few' is not a number of images"),
         (["--budget", "half"], "--budgets: budget must be bytes"),
+        (["--plan-images", "0"], "'--plan-images'"),
         (["--depth", "99"], "'--depth'"),
         (["--depth", "121", "--pixels", "16"], "--pixels: a DenseNet of depth 121 needs at least 32, got 16"),
         (["--output", __file__], "--output: cannot write"),

@@ -54,6 +54,13 @@ WIDTH = 130  # of the table where the output is not a terminal
     help="Of our plans, as hvd_ckpt.plan takes them.",
 )
 @click.option(
+    "--plan-images",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Images with which a rank plans for budgets like 0.57x, which peaks of all batches share; bytes need the whole batch.",
+)
+@click.option(
     "--depth",
     type=click.Choice([str(depth) for depth in DEPTHS]),
     default="100",
@@ -83,6 +90,7 @@ def densenet(
     ranks: str,
     batches: str,
     budgets: str,
+    plan_images: int,
     depth: str,
     pixels: int,
     rounds: int,
@@ -116,6 +124,7 @@ def densenet(
             "ranks": sizes,
             "batches": counts,
             "budgets": list(wishes),
+            "plan_images": plan_images,
             "depth": int(depth),
             "pixels": pixels,
             "rounds": rounds,
@@ -134,6 +143,7 @@ def densenet(
                     int(depth),
                     pixels,
                     wishes,
+                    plan_images,
                     rounds,
                 )
                 report.cases.append(Case.of(size, count, run_job(job, carrier, timeout)))

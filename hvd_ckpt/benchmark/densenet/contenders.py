@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +155,6 @@ def make_plans(
     images: Tensor,
     labels: Tensor,
     budgets: Sequence[str],
-    listener: Callable[[str], object] = lambda what: None,
 ) -> list[Contender]:
     """A plan of this library for each budget, from one profile that rank 0 takes; every rank must call it.
 

@@ -23,6 +23,7 @@ class Job:
         depth: of the DenseNet.
         pixels: height and width of an image.
         budgets: of this library's plans.
+        planned: images with which plans for shares, such as ``0.57x``, are made, at most; those for bytes need the whole batch.
         rounds: timed steps of each contender.
     """
 
@@ -32,6 +33,7 @@ class Job:
     depth: int
     pixels: int
     budgets: tuple[str, ...]
+    planned: int
     rounds: int
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from hvd_ckpt.benchmark.densenet.case import WANTED_TIME, Case
 from hvd_ckpt.benchmark.densenet.contenders import NAIVE, OFFICIAL, OURS
@@ -35,6 +36,8 @@ def draw(path: Path, cases: Sequence[Case]) -> None:
         _plot(memory, ran, _mebibytes)
         memory.set_ylabel("peak memory of a step, MiB")
         memory.set_yscale("log")
+        memory.yaxis.set_major_formatter(LogFormatter())
+        memory.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
         _plot(time, ran, _time_of_naive)
         time.set_ylabel("time of a step / naive")
         time.axhline(WANTED_TIME, color="#999999", linewidth=0.8, linestyle=":")

@@ -32,6 +32,8 @@ NOTES = (
     "layer, as in torchvision's memory-efficient DenseNet and in the pytorch-checkpoint project (there reentrant).",
     "checkpoint_sequential: with the number of chunks that is fastest, on a few images, of those within "
     f"{WANTED_MEMORY} of naive's memory.",
+    "plan: this library's, for that budget; one for a share of what keeping everything needs is made with at most --plan-images "
+    "images, since the peaks of all batches have the same proportions.",
     "Everyone trains with hvd_ckpt's DistributedOptimizer, so nothing but recomputation differs.",
 )
 

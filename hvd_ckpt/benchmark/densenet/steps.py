@@ -15,15 +15,10 @@ from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.planning.measure import no_collection, now
 from hvd_ckpt.reduction import DistributedOptimizer
 
-__all__ = ["Training", "batch_of", "random_batch"]
+__all__ = ["Training", "random_batch"]
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 CPU = torch.device("cpu")
-
-
-def batch_of(job: Job, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """The images and labels of a rank in a step: random numbers, the same for every contender."""
-    return random_batch(job.images, job.pixels, seed=step * job.size + rank)
 
 
 def random_batch(images: int, pixels: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +76,8 @@ class Training:
     def _begin(self) -> tuple[Tensor, Tensor]:
         gc.collect()
         self._taken += 1
-        return batch_of(self._job, hvd.rank(), self._taken)
+        seed = self._taken * self._job.size + hvd.rank()  # the same for every contender
+        return random_batch(self._job.images, self._job.pixels, seed)
 
     def _step(self, images: Tensor, labels: Tensor) -> None:
         self._optimizer.zero_grad(

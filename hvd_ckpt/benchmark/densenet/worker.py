@@ -28,10 +28,10 @@ from hvd_ckpt.benchmark.densenet.contenders import (
     step_peak,
 )
 from hvd_ckpt.benchmark.densenet.job import Answer, Entry, Job
-from hvd_ckpt.benchmark.densenet.steps import Training, batch_of, random_batch
+from hvd_ckpt.benchmark.densenet.steps import Training, random_batch
 from hvd_ckpt.benchmark.recompute.measure import reason
 from hvd_ckpt.models.densenet import DenseNet, densenet
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.planning.budget import parse_budget, show_bytes
 from hvd_ckpt.runtime import init
 
 __all__ = ["measure", "too_large"]
@@ -76,12 +76,14 @@ def _contenders(base: DenseNet, job: Job) -> tuple[list[Training], list[Entry]]:
     """Those that run, ready to train, and those that do not."""
     keep = copy.deepcopy(base)
     few = random_batch(min(PROBE, job.images), job.pixels, SEED)
+    shares = all(parse_budget(budget).kind == "share" for budget in job.budgets)
+    sample = random_batch(min(job.planned, job.images) if shares else job.images, job.pixels, SEED)
     chunks: int = hvd.broadcast_object(fastest_chunks(base, *few), root_rank=0)
     found = [
         Contender("naive", NAIVE, keep, keep),
         *official(base, chunks),
         efficient(base, job.depth),
-        *make_plans(base, *batch_of(job, hvd.rank(), 0), job.budgets),
+        *make_plans(base, *sample, job.budgets),
     ]
     failed = [Entry(one.name, one.family, failure=one.failure) for one in found if one.failure]
     return [Training(one, job) for one in found if not one.failure], failed
