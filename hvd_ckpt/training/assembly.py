@@ -10,9 +10,9 @@ from torch import nn
 
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import OBJECTIVES, Objective
+from hvd_ckpt.names import unknown
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
-from hvd_ckpt.training.names import unknown
 
 __all__ = ["Assembly", "assemble"]
 

@@ -13,7 +13,8 @@ import click
 
 from hvd_ckpt.command_line import BadArgument
 from hvd_ckpt.runtime import launched_rank
-from hvd_ckpt.training.config import Config, ConfigError, parsed, read_yaml
+from hvd_ckpt.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.values import named
 
 __all__ = ["train"]
 
@@ -60,25 +61,15 @@ def _flag(setting: dataclasses.Field[Any]) -> click.Option:
     return click.Option([f"--{name}", setting.name], default=None, metavar="VALUE", help=help)
 
 
-def _options(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
-    values = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"{flag} '{pair}': give NAME=VALUE")
-        try:
-            values[name.replace("-", "_")] = parsed(text)
-        except ValueError as error:
-            raise ConfigError(f"{flag} {name}: {error}") from None
-    return values
-
-
 def _train(file: str | None, **flags: Any) -> None:
     values = read_yaml(file) if file is not None else {}
     values = {str(name).replace("-", "_"): value for name, value in values.items()}
     for name, value in flags.items():
         if name.endswith("_options"):
-            given = _options("--" + name.removesuffix("s").replace("_", "-"), value)
+            try:
+                given = named("--" + name.removesuffix("s").replace("_", "-"), value)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
             if given:
                 values[name] = {**(values.get(name) or {}), **given}
         elif value is not None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import yaml
 
+from hvd_ckpt.names import unknown
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.precision import PRECISIONS
 from hvd_ckpt.training.microbatch import CHECKPOINTS
-from hvd_ckpt.training.names import unknown
 from hvd_ckpt.training.schedules import SCHEDULES
+from hvd_ckpt.values import converted
 
-__all__ = ["BATCH_NORMS", "Config", "ConfigError", "parsed", "read_yaml"]
+__all__ = ["BATCH_NORMS", "Config", "ConfigError", "read_yaml"]
 
 BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
 COMPRESSIONS = ("none", "fp16")
@@ -270,33 +271,6 @@ def _shown(value: Any) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...") if isinstance(value, str) else text[:60]
 
 
-def parsed(text: str) -> Any:
-    """A value as it is written after ``NAME=``: a number, true, false, a list in brackets, or text.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ValueError(f"'{text}' is no value: give a number, true, false, [a, list] or a text") from None
-    return _converted(value)
-
-
-def _converted(value: Any) -> Any:
-    """YAML 1.1 takes 1e-4 for a text, since it has no dot."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    if isinstance(value, list):
-        return [_converted(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _converted(one) for name, one in value.items()}
-    return value
-
-
 class _UniqueKeys(yaml.SafeLoader):
     """YAML forgets the first of two equal keys; a configuration had better not."""
 
@@ -340,5 +314,5 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"the configuration '{path}' holds no settings: write lines such as 'model: bert-small'"
         )
     return {
-        str(name): _converted(value) if isinstance(value, dict) else value for name, value in values.items()
+        str(name): converted(value) if isinstance(value, dict) else value for name, value in values.items()
     }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.training.names import unknown
+from hvd_ckpt.names import unknown
 
 __all__ = ["build", "names"]
 

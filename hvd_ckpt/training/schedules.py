@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_ckpt.training.names import unknown
+from hvd_ckpt.names import unknown
 
 __all__ = ["SCHEDULES", "Schedule"]
 

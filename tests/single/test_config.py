@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_ckpt.training.config import Config, ConfigError, parsed, read_yaml
+from hvd_ckpt.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.values import parsed
 
 
 def error_of(**values: object) -> str:
