@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -62,8 +63,10 @@ def _flag(setting: dataclasses.Field[Any]) -> click.Option:
 
 
 def _train(file: str | None, **flags: Any) -> None:
-    values = read_yaml(file) if file is not None else {}
-    values = {str(name).replace("-", "_"): value for name, value in values.items()}
+    values = _underscored(read_yaml(file)) if file is not None else {}
+    resume = flags["resume"] or values.get("resume")
+    if resume is not None:
+        values = {**_settings_of_run(str(resume)), **values}
     for name, value in flags.items():
         if name.endswith("_options"):
             try:
@@ -74,8 +77,20 @@ def _train(file: str | None, **flags: Any) -> None:
                 values[name] = {**(values.get(name) or {}), **given}
         elif value is not None:
             values[name] = value
-    config = Config.make(values)
-    run(config)
+    run(Config.make(values))
+
+
+def _underscored(values: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _settings_of_run(resume: str) -> dict[str, Any]:
+    """What a run, or the run of a snapshot, was told; a flag or file may say otherwise, such as more steps."""
+    folder = Path(resume)
+    if (folder / "manifest.json").is_file():
+        folder = folder.resolve().parent.parent
+    values = read_yaml(folder / "config.yaml")
+    return {name: value for name, value in values.items() if name not in ("output", "resume")}
 
 
 def run(config: Config) -> None:
@@ -91,12 +106,11 @@ def run(config: Config) -> None:
     from hvd_ckpt.training.trainer import Trainer, errors_everywhere
 
     runtime.init()
-    try:
+    for turn in (True, False):  # the first rank of each machine encodes the text, the others find its tokens
         with errors_everywhere("hvd_ckpt.train.assembly"):
-            assembly = assemble(config)
-        trainer = Trainer(config, assembly.model, assembly.objective, assembly.train, assembly.test)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+            if turn == (hvd.local_rank() == 0):
+                assembly = assemble(config)
+    trainer = Trainer(config, assembly.model, assembly.objective, assembly.train, assembly.test)
     outcome = trainer.run()
     if hvd.rank() == 0:
         end = "ended early" if outcome.ended_early else "done"

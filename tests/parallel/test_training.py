@@ -90,7 +90,9 @@ def train(folder, **values):
     config = Config(**values) if "resume" in values else Config(**values, output=str(folder))
     parts = assemble(config)
     trainer = Trainer(config, parts.model, parts.objective, parts.train, parts.test)
-    return trainer, trainer.run()
+    outcome = trainer.run()
+    hc.barrier()  # rank 0 draws the loss and removes old snapshots at the end
+    return trainer, outcome
 
 
 def final_weights(outcome):
