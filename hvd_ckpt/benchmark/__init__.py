@@ -11,5 +11,6 @@ held for gradients. One page per step:
     report      the table, results.json and report.md
     command     ``hvd-ckpt bench reduce``
 
-What recomputing costs and saves is measured in a room of its own, :mod:`hvd_ckpt.benchmark.recompute`.
+What recomputing costs and saves is measured in rooms of their own: :mod:`hvd_ckpt.benchmark.recompute` (plans beside every peer) and
+:mod:`hvd_ckpt.benchmark.densenet` (a DenseNet over ranks and batch sizes).
 """

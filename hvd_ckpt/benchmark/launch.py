@@ -14,7 +14,7 @@ from pathlib import Path
 from hvd_ckpt.benchmark.job import Answer, Job
 from hvd_ckpt.probe import launcher_environment
 
-__all__ = ["JobError", "rank_environment", "run_job"]
+__all__ = ["JobError", "rank_environment", "run_job", "run_ranks"]
 
 WORKER = "hvd_ckpt.benchmark.worker"
 GRACE_SECONDS = 10.0
@@ -37,10 +37,32 @@ def run_job(job: Job, controller: str, environment: Mapping[str, str], timeout: 
     """
     job.save()
     log_file = job.folder / "log.txt"
-    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(job.size), f"--{controller}"]
+    status = run_ranks(WORKER, job.file, job.size, controller, environment, log_file, timeout)
+    if status is None:
+        raise JobError(f"no end after {timeout:.0f} s (log: {log_file})")
+    if status != 0 or not all(job.answer_file(rank).exists() for rank in range(job.size)):
+        raise JobError(f"{_error_line(log_file)} (status {status}, log: {log_file})")
+    return [Answer.load(job.answer_file(rank)) for rank in range(job.size)]
+
+
+def run_ranks(
+    module: str,
+    file: Path,
+    size: int,
+    controller: str,
+    environment: Mapping[str, str],
+    log_file: Path,
+    timeout: float,
+) -> int | None:
+    """Runs ``python -m module file`` on ``size`` ranks, all their output in ``log_file``.
+
+    Returns:
+        the launcher's exit status; None if the job took longer than ``timeout`` seconds and was ended
+    """
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}"]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [*launcher, sys.executable, "-m", WORKER, str(job.file)],
+            [*launcher, sys.executable, "-m", module, str(file)],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -48,16 +70,11 @@ def run_job(job: Job, controller: str, environment: Mapping[str, str], timeout: 
             start_new_session=True,
         )
         try:
-            status: int | None = process.wait(timeout)
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            status = None
+            return None
         finally:
             _end(process)
-    if status is None:
-        raise JobError(f"no end after {timeout:.0f} s (log: {log_file})")
-    if status != 0 or not all(job.answer_file(rank).exists() for rank in range(job.size)):
-        raise JobError(f"{_error_line(log_file)} (status {status}, log: {log_file})")
-    return [Answer.load(job.answer_file(rank)) for rank in range(job.size)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
