@@ -1,6 +1,21 @@
-"""Models as chains of blocks, the form that recomputation by segments takes.
+"""Models as chains of blocks, the form in which recomputation by segments and a planner take them, and what they learn.
 
-Each module here gives an ``nn.Sequential`` whose children are the blocks, cut as finely as the architecture allows;
-``list(model)`` is what ``checkpoint_sequential`` splits. Import the module you need: nothing is imported here, so that
-a model's own requirements (``transformers``, say) are only met by those who use it.
+Each model's module gives an ``nn.Sequential`` whose children are the blocks, cut as finely as the architecture allows;
+``list(model)`` is what ``checkpoint_sequential`` splits. One tensor flows from block to block, or a tuple of them. Where blocks
+also share arguments, such as a mask, the model is a ``Chain``, which hands these to every block and recomputes by itself if asked.
+
+    chain            Chain: shared keyword arguments, ``checkpoint_interval``
+    densenet, resnet, vnet, lstm, gpt
+                     models written here, from their papers
+    bert, xlnet, gpt2
+                     models of ``transformers`` as chains; bert has RoBERTa too
+    wrapped          what these share
+    hugging_face     the same from a configuration or a local folder
+    sizes            what the sizes of a transformer must be
+    catalog          names for the commands: which kind of data a model is for, how it is built, its options
+    batch            Batch: inputs, targets and shared arguments of some samples
+    objectives       loss, metrics and weight of a batch, by kind of data
+
+Import the module you need: nothing is imported here, so that a model's own requirements (``transformers``, say) are only met by
+those who use it.
 """

@@ -1,27 +1,33 @@
 """The models that the commands know by name.
 
-An entry says which kind of data a model is for and how it is built. What follows from the data (vocabulary, classes, length)
-is filled in; every other keyword of the builder is an option of the model. A folder of a Hugging Face model is an entry too.
+An entry says which kind of data a model is for and how it is built. What follows from the data (vocabulary, length, channels,
+classes) is filled in; every other keyword of the builder is an option of the model. A folder of a Hugging Face model is an entry
+too. A model's module is imported when its builder is asked for, and not before: listing names is quick, and needs no
+``transformers``.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["FAMILIES", "KINDS", "Entry", "find", "names"]
+from hvd_ckpt.models import densenet, resnet
+from hvd_ckpt.names import nearest, unknown
+
+__all__ = ["FACTS", "KINDS", "Entry", "Limits", "find", "limits", "names", "overview"]
 
 KINDS = ("causal", "masked", "permutation", "images", "volumes")
 """What a model takes: tokens to be continued, tokens of which some are hidden, tokens in any order, images, volumes."""
 
-TEXT_FACTS = ("vocabulary", "length")
-IMAGE_FACTS = ("channels", "classes")
+FACTS = ("vocabulary", "length", "channels", "classes")
+"""Arguments of builders that follow from the data."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +35,20 @@ class Entry:
     """A model that can be built.
 
     Attributes:
+        name: by which :func:`find` finds it.
         kind: one of :data:`KINDS`.
-        builder: a function of keyword options that gives the model.
-        preset: options that make it the one of its name.
-        data: what its batches are by default: ``length`` or ``pixels``.
+        function: that builds it, as ``module.function`` of :mod:`hvd_ckpt.models`; its keyword-only arguments are facts of the data
+            and options.
+        arguments: the function's positional arguments, if it has any.
+        preset: options that make it the model of its name.
+        data: what its batches are by default: ``length`` in tokens, or ``pixels`` of a side.
         folder: of a Hugging Face model, if it is one.
     """
 
+    name: str
     kind: str
-    builder: Callable[..., nn.Module]
+    function: str
+    arguments: tuple[Any, ...] = ()
     preset: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, int] = field(default_factory=dict)
     folder: Path | None = None
@@ -45,49 +56,124 @@ class Entry:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the options that a user may give."""
-        facts = IMAGE_FACTS if self.kind in ("images", "volumes") else TEXT_FACTS
-        return tuple(name for name in inspect.signature(self.builder).parameters if name not in facts)
+        return tuple(name for name in self._parameters() if name not in FACTS)
 
-    def build(self, **options: Any) -> nn.Module:
-        """The model, with options over the preset ones; what the builder does not take of the facts is left out."""
-        taken = inspect.signature(self.builder).parameters
-        facts = IMAGE_FACTS + TEXT_FACTS
-        given = {name: value for name, value in options.items() if name in taken or name not in facts}
-        return self.builder(**{**self.preset, **given})
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuses options that this model does not have.
+
+        Raises:
+            ValueError: there is such an option; says the nearest right name.
+        """
+        for name in options:
+            if name not in self.options:
+                raise ValueError(unknown(f"option of {self.name}", name, self.options))
+
+    def build(self, facts: Mapping[str, int], options: Mapping[str, Any] | None = None) -> nn.Module:
+        """The model in training mode, its weights drawn from torch's global random state or read from its folder.
+
+        Args:
+            facts: of the data, some of :data:`FACTS`; those that this model has no use for are left out.
+            options: over those of :attr:`preset`.
+
+        Raises:
+            ValueError: an option is unknown or cannot have this value, or the folder cannot be used; one line.
+        """
+        options = options or {}
+        self.check_options(options)
+        parameters = self._parameters()
+        for name, value in options.items():
+            _check_type(name, value, parameters[name].default)
+        taken = {name: value for name, value in facts.items() if name in parameters}
+        try:
+            model = self._builder()(*self.arguments, **taken, **{**self.preset, **options})
+        except OSError as error:
+            raise ValueError(str(error)) from None
+        return model.train()
+
+    def _builder(self) -> Callable[..., nn.Module]:
+        module, _, function = self.function.partition(".")
+        builder: Callable[..., nn.Module] = getattr(import_module(f"hvd_ckpt.models.{module}"), function)
+        return builder
+
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        parameters = inspect.signature(self._builder()).parameters
+        return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+
+
+_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a text"),
+}
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Options have the types of their defaults."""
+    types, wanted = _TYPES[type(default)]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 def find(name: str) -> Entry:
     """The entry of a name, or of a folder of a Hugging Face model.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none (says the nearest right name), or the folder is none of such a model.
     """
-    family, dash, size = name.partition("-")
-    if family in FAMILIES and (entry := FAMILIES[family].entries().get(size if dash else "")) is not None:
+    entry = _entries().get(name)
+    if entry is not None:
         return entry
     if Path(name).is_dir():
-        return _of_folder(Path(name))
-    raise ValueError(f"no model '{name}'")
+        return _of_folder(name)
+    if guess := nearest(name, names()):
+        raise ValueError(f"no model '{name}': did you mean '{guess}'? Known: {overview()}")
+    raise ValueError(
+        f"no model '{name}': choose one of {overview()}; or give a folder of a Hugging Face model"
+    )
 
 
 def names() -> list[str]:
     """All names."""
-    return [
-        f"{family}-{size}" if size else family
-        for family, members in FAMILIES.items()
-        for size in members.entries()
-    ]
+    return list(_entries())
 
 
-@dataclass(frozen=True)
-class Family:
-    """Models that differ in size. ``entries`` maps sizes to entries, and imports the family's module when it is called."""
+def overview() -> str:
+    """All names in little space: ``bert-tiny, -mini; lstm-small, -large; vnet``."""
+    families: dict[str, list[str]] = {}
+    for name in names():
+        family, dash, size = name.partition("-")
+        families.setdefault(family, []).append(dash + size)
+    return "; ".join(family + ", ".join(sizes) for family, sizes in families.items())
 
-    entries: Callable[[], dict[str, Entry]]
+
+class Limits(NamedTuple):
+    """What a model of a folder can take, whose sizes do not follow from the data.
+
+    Attributes:
+        vocabulary: tokens must be below this number.
+        length: the longest sequence, in tokens; None where any will do.
+    """
+
+    vocabulary: int
+    length: int | None
 
 
-_BERT_SIZES = {
-    # Turc et al., "Well-read students learn better" (2019), table 1; base and large of Devlin et al. (2018)
+def limits(model: nn.Module) -> Limits:
+    """The limits of a model that an :class:`Entry` with a folder has built."""
+    chain: Any = model
+    config = chain.transformers_model.config
+    if config.model_type == "xlnet":  # positions are relative
+        return Limits(config.vocab_size, None)
+    length = config.max_position_embeddings
+    if config.model_type == "roberta":  # its positions start after that of the padding token
+        length -= config.pad_token_id + 1
+    return Limits(config.vocab_size, length)
+
+
+_ENCODERS: dict[str, dict[str, Any]] = {
+    # BERT's: Turc et al., "Well-read students learn better" (2019), table 1; large of Devlin et al., "BERT" (2018), section 3.
+    # Of RoBERTa and XLNet, base and large were published.
     "tiny": {"width": 128, "layers": 2, "heads": 2},
     "mini": {"width": 256, "layers": 4, "heads": 4},
     "small": {"width": 512, "layers": 4, "heads": 8},
@@ -96,106 +182,70 @@ _BERT_SIZES = {
     "large": {"width": 1024, "layers": 24, "heads": 16},
 }
 
-
-def _transformer(module: str, kind: str) -> dict[str, Entry]:
-    from importlib import import_module
-
-    builder = getattr(import_module(f"hvd_ckpt.models.{module}"), module)
-    return {size: Entry(kind, builder, shape, {"length": 128}) for size, shape in _BERT_SIZES.items()}
-
-
-def _bert() -> dict[str, Entry]:
-    return _transformer("bert", "masked")
-
-
-def _roberta() -> dict[str, Entry]:
-    from hvd_ckpt.models.bert import roberta
-
-    return {size: Entry("masked", roberta, shape, {"length": 128}) for size, shape in _BERT_SIZES.items()}
-
-
-def _xlnet() -> dict[str, Entry]:
-    return _transformer("xlnet", "permutation")
-
-
-def _gpt2() -> dict[str, Entry]:
-    from hvd_ckpt.models.gpt2 import gpt2
-
-    sizes = {  # Radford et al., "Language models are unsupervised multitask learners" (2019), table 2
-        "tiny": {"width": 128, "layers": 2, "heads": 2},
-        "small": {"width": 768, "layers": 12, "heads": 12},
-        "medium": {"width": 1024, "layers": 24, "heads": 16},
-        "large": {"width": 1280, "layers": 36, "heads": 20},
-        "xl": {"width": 1600, "layers": 48, "heads": 25},
-    }
-    return {size: Entry("causal", gpt2, shape, {"length": 128}) for size, shape in sizes.items()}
-
-
-def _gpt() -> dict[str, Entry]:
-    from hvd_ckpt.models.gpt import gpt
-
-    return {
-        "lite": Entry("causal", gpt, {"width": 768, "layers": 12, "heads": 12}, {"length": 2048}),
-        "mini": Entry("causal", gpt, {"width": 256, "layers": 12, "heads": 8}, {"length": 256}),
-        "tiny": Entry("causal", gpt, {"width": 128, "layers": 4, "heads": 4}, {"length": 128}),
-    }
-
-
-def _lstm() -> dict[str, Entry]:
-    from hvd_ckpt.models.lstm import lstm_language_model
-
-    sizes = {  # Zaremba et al., "Recurrent neural network regularization" (2014), section 4.1
-        "small": {"width": 200, "layers": 2, "dropout": 0.0},
-        "medium": {"width": 650, "layers": 2, "dropout": 0.5},
-        "large": {"width": 1500, "layers": 2, "dropout": 0.65},
-    }
-    return {
-        size: Entry("causal", lstm_language_model, shape, {"length": 35}) for size, shape in sizes.items()
-    }
-
-
-def _densenet() -> dict[str, Entry]:
-    from hvd_ckpt.models.densenet import DEPTHS, densenet
-
-    return {
-        str(depth): Entry(
-            "images", functools.partial(densenet, depth), {}, {"pixels": 64 if shape.large_images else 32}
-        )
-        for depth, shape in DEPTHS.items()
-    }
-
-
-def _resnet() -> dict[str, Entry]:
-    from hvd_ckpt.models.resnet import DEPTHS, resnet
-
-    return {
-        str(depth): Entry(
-            "images", functools.partial(resnet, depth), {}, {"pixels": 64 if shape.large_images else 32}
-        )
-        for depth, shape in DEPTHS.items()
-    }
-
-
-def _vnet() -> dict[str, Entry]:
-    from hvd_ckpt.models.vnet import vnet
-
-    return {"": Entry("volumes", vnet, {}, {"pixels": 32})}
-
-
-def _of_folder(folder: Path) -> Entry:
-    from hvd_ckpt.models.hugging_face import from_folder, kind_of_folder
-
-    return Entry(kind_of_folder(folder), functools.partial(from_folder, folder), {}, {"length": 128}, folder)
-
-
-FAMILIES: dict[str, Family] = {
-    "bert": Family(_bert),
-    "roberta": Family(_roberta),
-    "xlnet": Family(_xlnet),
-    "gpt2": Family(_gpt2),
-    "gpt": Family(_gpt),
-    "lstm": Family(_lstm),
-    "densenet": Family(_densenet),
-    "resnet": Family(_resnet),
-    "vnet": Family(_vnet),
+_GPT2: dict[str, dict[str, Any]] = {
+    # Radford et al., "Language models are unsupervised multitask learners" (2019), table 2; heads as in their published models.
+    "tiny": {"width": 128, "layers": 2, "heads": 2},  # not theirs
+    "small": {"width": 768, "layers": 12, "heads": 12},
+    "medium": {"width": 1024, "layers": 24, "heads": 16},
+    "large": {"width": 1280, "layers": 36, "heads": 20},
+    "xl": {"width": 1600, "layers": 48, "heads": 25},
 }
+
+_GPT: dict[str, tuple[int, dict[str, Any]]] = {
+    # lite: GPT-3 Small of Brown et al., "Language models are few-shot learners" (2020), table 2.1, with its context.
+    "tiny": (128, {"width": 128, "layers": 4, "heads": 4}),
+    "mini": (256, {"width": 256, "layers": 12, "heads": 8}),
+    "lite": (2048, {"width": 768, "layers": 12, "heads": 12}),
+}
+
+_LSTM: dict[str, tuple[int, dict[str, Any]]] = {
+    # Zaremba et al., "Recurrent neural network regularization" (2014), section 4.1; lengths are those that it unrolls.
+    "small": (20, {"width": 200, "layers": 2, "dropout": 0.0}),
+    "medium": (35, {"width": 650, "layers": 2, "dropout": 0.5}),
+    "large": (35, {"width": 1500, "layers": 2, "dropout": 0.65}),
+}
+
+_LENGTH = 128  # of sequences where nothing says otherwise
+
+
+@cache
+def _entries() -> dict[str, Entry]:
+    return {entry.name: entry for entry in _all_entries()}
+
+
+def _all_entries() -> Iterable[Entry]:
+    for family, kind, function in (
+        ("bert", "masked", "bert.bert"),
+        ("roberta", "masked", "bert.roberta"),
+        ("xlnet", "permutation", "xlnet.xlnet"),
+    ):
+        for size, shape in _ENCODERS.items():
+            yield Entry(f"{family}-{size}", kind, function, preset=shape, data={"length": _LENGTH})
+    for size, shape in _GPT2.items():
+        yield Entry(f"gpt2-{size}", "causal", "gpt2.gpt2", preset=shape, data={"length": _LENGTH})
+    for size, (length, shape) in _GPT.items():
+        yield Entry(f"gpt-{size}", "causal", "gpt.gpt", preset=shape, data={"length": length})
+    for size, (length, shape) in _LSTM.items():
+        yield Entry(
+            f"lstm-{size}", "causal", "lstm.lstm_language_model", preset=shape, data={"length": length}
+        )
+    for depth, dense in densenet.DEPTHS.items():
+        yield _of_images(f"densenet-{depth}", "densenet.densenet", depth, dense.large_images)
+    for depth, residual in sorted(resnet.DEPTHS.items()):
+        yield _of_images(f"resnet-{depth}", "resnet.resnet", depth, residual.large_images)
+    yield Entry("vnet", "volumes", "vnet.vnet", data={"pixels": 32})
+
+
+def _of_images(name: str, function: str, depth: int, large: bool) -> Entry:
+    return Entry(name, "images", function, (depth,), data={"pixels": 64 if large else 32})
+
+
+def _of_folder(name: str) -> Entry:
+    from hvd_ckpt.models.hugging_face import kind_of_folder
+
+    folder = Path(name)
+    try:
+        kind = kind_of_folder(folder)
+    except OSError as error:
+        raise ValueError(str(error)) from None
+    return Entry(name, kind, "hugging_face.from_folder", (folder,), data={"length": _LENGTH}, folder=folder)

@@ -18,14 +18,16 @@ import torch
 from rich.console import Console
 
 from hvd_ckpt.command_line import BadArgument, OneLineErrors, check_device, console_for_tables, output_folder
+from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
-from hvd_ckpt.planning.models import MODELS, Job, build
+from hvd_ckpt.planning.models import BATCH, Job, build
 from hvd_ckpt.planning.peers import Form, Measured, Timeline, measure, peers_of
 from hvd_ckpt.planning.plan import Plan, PlanError, applied
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.planning.show import print_plan
-from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.values import named
 
 __all__ = ["plan"]
 
@@ -35,23 +37,33 @@ LABELS = {"before": KEEP, "after": CHOSEN}  # of a plan's timelines
 ROUNDS = 5
 WIDTH = 120  # of the tables where the output is not a terminal
 
+HELP = f"""Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
 
-@click.command("plan", cls=OneLineErrors)
+Models: {catalog.overview()}; or a folder of a Hugging Face model; or module:function, a function of your own that returns
+the model, a tuple of its sample arguments, and its loss (a function of its output) or None. It gets those of the sizes and options
+below that you give.
+"""
+
+
+@click.command("plan", cls=OneLineErrors, help=HELP)
 @click.option(
-    "--model", "name", required=True, metavar="NAME", help=f"One of {', '.join(MODELS)}, or module:function."
+    "--model", "name", required=True, metavar="NAME", help="A name, a folder, or module:function, see above."
 )
 @click.option(
-    "--batch", type=click.IntRange(1), default=None, help="Samples in the batch.  [default: by model]"
+    "--model-option",
+    "options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of the model, such as layers=2; may be given several times.",
 )
+@click.option("--batch", type=click.IntRange(1), help=f"Samples in the batch.  [default: {BATCH}]")
+@click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
 @click.option(
-    "--length", type=click.IntRange(2), default=None, help="Tokens of a sequence.  [default: by model]"
+    "--vocabulary", type=click.IntRange(2), help="Different tokens.  [default: bytes and special tokens]"
 )
-@click.option(
-    "--pixels", type=click.IntRange(1), default=None, help="Of an image's side.  [default: by model]"
-)
-@click.option("--size", default=None, help="small or base, of the models of transformers.  [default: small]")
-@click.option("--width", type=click.IntRange(1), default=None, help="Of hidden states.  [default: by model]")
-@click.option("--layers", type=click.IntRange(1), default=None, help="Their number.  [default: by model]")
+@click.option("--pixels", type=click.IntRange(1), help="Of an image's or volume's side.  [default: by model]")
+@click.option("--channels", type=click.IntRange(1), help="Of an image or volume.  [default: 1]")
+@click.option("--classes", type=click.IntRange(2), help="Of images or voxels.  [default: as train's data]")
 @click.option(
     "--budget",
     default=None,
@@ -80,23 +92,21 @@ WIDTH = 120  # of the tables where the output is not a terminal
 )
 def plan(
     name: str,
+    options: tuple[str, ...],
     budget: str | None,
     precision: str,
     device: str,
     file: str | None,
     peers: bool,
     output: str | None,
-    **given: Any,
+    **sizes: int | None,
 ) -> None:
-    """Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
-
-    A model of your own: module:function that returns the model, a tuple of its sample arguments, and its loss (a function
-    of its output) or None; of the options above it gets those that you give.
-    """
+    """The command; :data:`HELP` says what it does."""
     place = check_device(device)
     _check_budget(budget)
     loaded = _load(file) if file is not None else None
-    job = _job(name, {option: value for option, value in given.items() if value is not None}, place)
+    given = {size: value for size, value in sizes.items() if value is not None}
+    job = _job(name, given, _named(options), place)
     if loaded is not None:
         loaded = _fitting(loaded, job, budget, place)
     folder = output_folder(output, "plan")
@@ -107,7 +117,7 @@ def plan(
 
         autocast = torch.bfloat16 if precision == "bf16" else None
         chosen = loaded if loaded is not None else _made(job, budget, autocast, say)
-        step = Step(job.model, job.sample, {}, job.loss, autocast)
+        step = Step(job.model, job.sample, job.kwargs, job.loss, autocast)
         chosen, found, failures = _measured(chosen, step, peers, loaded is not None, say)
     print_plan(chosen, console_for_tables(WIDTH), found[KEEP].cost if KEEP in found else None)
     for peer, reason in failures.items():
@@ -138,22 +148,26 @@ def _load(file: str) -> Plan:
         raise BadArgument(f"--load: cannot read '{file}': {error.strerror}") from None
 
 
-def _job(name: str, given: dict[str, Any], device: torch.device) -> Job:
-    """The model and its sample, on the device."""
+def _named(options: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        return named("--model-option", options)
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+
+
+def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torch.device) -> Job:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(
             0, str(Path.cwd())
         )  # as `python -m` has it: module:function is most often in this folder
     try:
-        job = build(name, given)
+        return build(name, sizes, options, device)
     except ValueError as error:
         raise BadArgument(f"--model: {error}") from None
     except ModuleNotFoundError as error:
         raise BadArgument(
-            f"--model {name}: {error.name} is not installed (pip install hvd_ckpt[comparison])"
+            f"--model {name}: {error.name} is not installed (pip install hvd_ckpt[training])"
         ) from None
-    sample = map_tensors(lambda tensor: tensor.to(device), torch.Tensor, job.sample)
-    return Job(job.model.to(device), sample, job.loss)
 
 
 def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -> Plan:
@@ -163,7 +177,8 @@ def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -
     except PlanError as error:
         raise BadArgument(f"--load: {error}") from None
     sample = tuple(
-        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors_in(job.sample)
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for tensor in tensors_in(job.sample, job.kwargs)
     )
     if sample != loaded.sample:
         described = [
@@ -181,7 +196,10 @@ def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -
 
 def _made(job: Job, budget: str | None, autocast: torch.dtype | None, say: Callable[[str], None]) -> Plan:
     try:
-        return Planner(job.model, *job.sample, loss=job.loss, autocast=autocast, say=say).plan(budget)
+        planner = Planner(
+            job.model, *job.sample, kwargs=job.kwargs, loss=job.loss, autocast=autocast, say=say
+        )
+        return planner.plan(budget)
     except BudgetError as error:
         raise BadArgument(f"--budget {budget}: {error}") from None
     except ValueError as error:

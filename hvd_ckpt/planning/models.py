@@ -1,62 +1,118 @@
-"""Models that ``hvd-ckpt plan`` knows by name, each with a batch and a loss.
+"""What ``hvd-ckpt plan`` plans for: a model of the catalogue with a random batch and its objective, or what a function returns.
 
-To add one, write a function and enter it in :data:`MODELS`. All start from random weights and random batches: what a plan
-decides follows from shapes. GPT, LSTM and DenseNet are the chains of the recomputation benchmark; those of
-``transformers`` are planned for as that library has them.
+Weights and batches are random: what a plan decides follows from shapes. Sizes that nobody gives are those of ``hvd-ckpt train``
+and its default data, so that a plan made for a model fits that model in training.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from hvd_ckpt.benchmark.recompute.workloads import CLASSES, IGNORED, DenseNet, Gpt, Lstm, Workload
-from hvd_ckpt.models.densenet import DEPTHS
+from hvd_ckpt.models import catalog
+from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import IGNORED, OBJECTIVES
+from hvd_ckpt.recompute.calls import map_tensors
 
-__all__ = ["MODELS", "Job", "build"]
+__all__ = ["Job", "build"]
 
 SEED = 0
+BATCH = 8  # samples; as in training
+CPU = torch.device("cpu")
 
 
 class Job(NamedTuple):
-    """What is planned for.
+    """What is planned for, on its device.
 
     Attributes:
         model: in training mode.
         sample: the model's positional arguments.
+        kwargs: its keyword arguments.
         loss: of the model's output, or None as for :func:`hvd_ckpt.plan`.
     """
 
     model: nn.Module
     sample: tuple[Any, ...]
+    kwargs: dict[str, Tensor]
     loss: Callable[[Any], Tensor] | None
 
 
-def build(name: str, given: Mapping[str, Any]) -> Job:
-    """The model of that name in :data:`MODELS`, or what ``module:function`` returns.
+def build(
+    name: str,
+    sizes: Mapping[str, int],
+    options: Mapping[str, Any] | None = None,
+    device: torch.device = CPU,
+) -> Job:
+    """The model of that name in :mod:`hvd_ckpt.models.catalog`, of that folder, or what ``module:function`` returns.
 
     Args:
-        name: of the model or the function; the function returns (model, tuple of sample arguments, loss or None).
-        given: keyword arguments, such as ``batch``.
+        name: of the model, of a folder of a Hugging Face model, or of the function, which gets sizes and options as keyword
+            arguments and returns (model, tuple of sample arguments, loss or None).
+        sizes: of the batch and what is in it: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
+            ``channels`` and ``classes``.
+        options: of the model.
+        device: for model and sample.
 
     Raises:
         ValueError: there is no such model or function, it does not take what is given, or returns something else.
     """
-    function = MODELS.get(name) or _own(name)
-    known = inspect.signature(function).parameters
-    for option, value in given.items():
-        if option not in known and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-            takes = ", ".join(f"--{one}" for one in known) or "no options"
-            raise ValueError(f"--{option} {value}: the model {name} has none, it takes {takes}")
+    options = options or {}
     torch.manual_seed(SEED)
-    made = function(**given)
+    if ":" in name and not Path(name).is_dir():
+        return _returned(name, sizes, options, device)
+    return _of_catalogue(name, sizes, options, device)
+
+
+def _of_catalogue(
+    name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device
+) -> Job:
+    entry = catalog.find(name)
+    entry.check_options(options)
+    draw, defaults = _SAMPLES[entry.kind]
+    known = {"batch": BATCH, **defaults, **entry.data}
+    if entry.folder is not None:
+        del known["vocabulary"]  # the folder's own
+    for size, value in sizes.items():
+        if size not in known:
+            raise ValueError(
+                f"--{size} {value}: the model {name} has none, it takes {_flags(known)} and --model-option"
+            )
+    known.update(sizes)
+    try:
+        model = entry.build(known, options)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if entry.folder is not None:
+        limits = catalog.limits(model)
+        known["vocabulary"] = limits.vocabulary
+        if limits.length is not None and "length" not in sizes:
+            known["length"] = min(known["length"], limits.length)
+        elif limits.length is not None and known["length"] > limits.length:
+            raise ValueError(
+                f"--length {known['length']}: the model {name} takes {limits.length} tokens at most"
+            )
+    batch = draw(**known).to(device)
+    objective = OBJECTIVES[entry.kind]()
+    return Job(model.to(device), batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
+
+
+def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> Job:
+    function = _function(name)
+    known = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    for given, shown in (
+        *((size, f"--{size} {value}") for size, value in sizes.items()),
+        *((option, f"--model-option {option}={value}") for option, value in options.items()),
+    ):
+        if given not in known and not takes_all:
+            raise ValueError(f"{shown}: {name} has none, it takes {', '.join(known) or 'no arguments'}")
+    made = function(**{**sizes, **options})
     if not (
         isinstance(made, tuple)
         and len(made) == 3
@@ -67,15 +123,13 @@ def build(name: str, given: Mapping[str, Any]) -> Job:
         raise ValueError(
             f"{name} returned {type(made).__name__}, and must return (model, tuple of sample arguments, loss or None)"
         )
-    return Job(*made)
+    model, sample, loss = made
+    sample = map_tensors(lambda tensor: tensor.to(device), torch.Tensor, sample)
+    return Job(model.to(device), sample, {}, loss)
 
 
-def _own(name: str) -> Callable[..., Any]:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(
-            f"no model '{name}': choose one of {', '.join(MODELS)}, or give module:function of your own"
-        )
+def _function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -86,130 +140,58 @@ def _own(name: str) -> Callable[..., Any]:
     return found
 
 
-def _of_workload(workload: Workload) -> Job:
-    model = workload.model()
-    inputs, target = workload.sample(torch.Generator().manual_seed(SEED))
-    return Job(model, (inputs,), functools.partial(_loss, workload, target))
+def _flags(names: Mapping[str, Any]) -> str:
+    return ", ".join(f"--{name}" for name in names)
 
 
-def _loss(workload: Workload, target: Tensor, output: Tensor) -> Tensor:
-    return workload.loss(output, target.to(output.device))
+def _causal(batch: int, length: int, vocabulary: int) -> Batch:
+    tokens = torch.randint(vocabulary, (batch, length + 1))
+    return Batch((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous())
 
 
-def _gpt(batch: int = 12, length: int = 256, width: int = 256, layers: int = 12) -> Job:
-    return _of_workload(Gpt(batch=batch, length=length, width=width, heads=_heads(width, 32), layers=layers))
+def _masked(batch: int, length: int, vocabulary: int) -> Batch:
+    """15 % of the positions of each sample are asked for (Devlin et al., "BERT", 2018)."""
+    tokens = torch.randint(vocabulary, (batch, length))
+    asked = _some_positions(batch, length, max(round(0.15 * length), 1))
+    targets = torch.full_like(tokens, IGNORED).scatter(1, asked, tokens.gather(1, asked))
+    return Batch((tokens,), targets)
 
 
-def _lstm(batch: int = 32, length: int = 64, width: int = 512, layers: int = 6) -> Job:
-    return _of_workload(Lstm(batch=batch, length=length, width=width, layers=layers))
+def _permuted(batch: int, length: int, vocabulary: int) -> Batch:
+    """A sixth of the positions are predicted, one after the other, from those that are not and those predicted before them
+    (Yang et al., "XLNet", 2019)."""
+    tokens = torch.randint(vocabulary, (batch, length))
+    predicted = max(length // 6, 1)
+    asked = _some_positions(batch, length, predicted)
+    turn = torch.full((batch, length), -1).scatter(1, asked, torch.arange(predicted).expand(batch, -1))
+    hidden = (turn[:, :, None] <= turn[:, None, :]) & (turn >= 0)[:, None, :]
+    mapping = torch.zeros(batch, predicted, length).scatter(2, asked[:, :, None], 1.0)
+    return Batch((tokens,), tokens.gather(1, asked), {"perm_mask": hidden.float(), "target_mapping": mapping})
 
 
-def _densenet(depth: int, batch: int = 16, pixels: int | None = None) -> Job:
-    pixels = pixels or (64 if DEPTHS[depth].large_images else 32)
-    return _of_workload(DenseNet(batch=batch, depth=depth, pixels=pixels))
+def _some_positions(batch: int, length: int, count: int) -> Tensor:
+    """For each sample so many different positions, (batch, count)."""
+    return torch.rand(batch, length).argsort(1)[:, :count]
 
 
-def _resnet(stages: tuple[int, ...], batch: int = 16, pixels: int = 64) -> Job:
-    model = ResNet(stages, CLASSES).train()
-    images = torch.randn(batch, 3, pixels, pixels)
-    return Job(model, (images,), functools.partial(_classification, torch.arange(batch) % CLASSES))
+def _images(batch: int, pixels: int, channels: int, classes: int) -> Batch:
+    return Batch((torch.randn(batch, channels, pixels, pixels),), torch.randint(classes, (batch,)))
 
 
-def _classification(target: Tensor, output: Tensor) -> Tensor:
-    return functional.cross_entropy(output, target.to(output.device))
+def _volumes(batch: int, pixels: int, channels: int, classes: int) -> Batch:
+    shape = (pixels, pixels, pixels)
+    return Batch((torch.randn(batch, channels, *shape),), torch.randint(classes, (batch, *shape)))
 
 
-def _hugging_face(
-    name: str,
-    batch: int = 8,
-    length: int = 128,
-    size: str = "small",
-    width: int | None = None,
-    layers: int | None = None,
-) -> Job:
-    import transformers
+_BYTES = {"vocabulary": 260}  # with four special tokens
+_DIGITS = {"channels": 1, "classes": 10}
+_ELLIPSOIDS = {"channels": 1, "classes": 2}
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # a command's output is its own
-    presets = {"small": (256, 6, {"vocab_size": 8192}), "base": (768, 12, {})}  # base as published
-    if size not in presets:
-        raise ValueError(f"--size {size}: the model {name} has the sizes {', '.join(presets)}")
-    width, layers = width or presets[size][0], layers or presets[size][1]
-    heads, vocabulary = _heads(width, 64), presets[size][2]
-    bert = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "max_position_embeddings": length + 2,  # RoBERTa's start after that of the padding token, 1
-    }
-    xlnet = {"d_model": width, "n_layer": layers, "n_head": heads, "d_inner": 4 * width}
-    gpt2 = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length, "use_cache": False}
-    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "bert": (transformers.BertForMaskedLM, transformers.BertConfig, bert),
-        "roberta": (transformers.RobertaForMaskedLM, transformers.RobertaConfig, bert),
-        "xlnet": (transformers.XLNetLMHeadModel, transformers.XLNetConfig, xlnet),
-        "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, gpt2),
-    }
-    kind, config, shape = kinds[name]
-    model: Any = kind(config(**shape, **vocabulary))
-    tokens = torch.randint(3, model.config.vocab_size, (batch, length))
-    labels = tokens
-    if name in ("bert", "roberta"):  # as Devlin et al. (2018) mask words
-        labels = tokens.where(torch.rand(tokens.shape) < 0.15, torch.tensor(IGNORED))
-    # Positional, so that the model itself is planned for and no wrapper that would change the names of its blocks.
-    arguments = inspect.signature(model.forward).bind(tokens, labels=labels)
-    arguments.apply_defaults()
-    names = list(arguments.signature.parameters)
-    return Job(model.train(), arguments.args[: names.index("labels") + 1], None)
-
-
-def _heads(width: int, each: int) -> int:
-    """Attention heads of about ``each`` features, whose number divides ``width``."""
-    return next(heads for heads in range(max(width // each, 1), 0, -1) if width % heads == 0)
-
-
-class Residual(nn.Module):
-    """Two convolutions beside a shortcut (He et al., 2016, "Deep Residual Learning for Image Recognition", figure 2)."""
-
-    def __init__(self, maps: int, made: int, stride: int) -> None:
-        super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(maps, made, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(made),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(made, made, 3, padding=1, bias=False),
-            nn.BatchNorm2d(made),
-        )
-        self.shortcut = nn.Sequential()
-        if stride > 1 or maps != made:
-            self.shortcut = nn.Sequential(nn.Conv2d(maps, made, 1, stride, bias=False), nn.BatchNorm2d(made))
-
-    def forward(self, features: Tensor) -> Tensor:
-        return functional.relu(self.convolutions(features) + self.shortcut(features), inplace=True)
-
-
-class ResNet(nn.Sequential):
-    """A ResNet for images of 64 pixels or so: no pooling in the stem; ``stages`` are numbers of residual blocks."""
-
-    def __init__(self, stages: tuple[int, ...], classes: int) -> None:
-        maps = 64
-        blocks: list[nn.Module] = [
-            nn.Sequential(nn.Conv2d(3, maps, 3, padding=1, bias=False), nn.BatchNorm2d(maps), nn.ReLU())
-        ]
-        for stage, count in enumerate(stages):
-            for block in range(count):
-                blocks.append(Residual(maps, 64 << stage, 2 if stage and not block else 1))
-                maps = 64 << stage
-        blocks.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(maps, classes)))
-        super().__init__(*blocks)
-
-
-MODELS: dict[str, Callable[..., Job]] = {
-    "gpt": _gpt,
-    "lstm": _lstm,
-    **{name: functools.partial(_hugging_face, name) for name in ("bert", "roberta", "xlnet", "gpt2")},
-    **{f"densenet-{depth}": functools.partial(_densenet, depth) for depth in DEPTHS},
-    "resnet-18": functools.partial(_resnet, (2, 2, 2, 2)),
-    "resnet-34": functools.partial(_resnet, (3, 4, 6, 3)),
+_SAMPLES: dict[str, tuple[Callable[..., Batch], dict[str, int]]] = {
+    "causal": (_causal, _BYTES),
+    "masked": (_masked, _BYTES),
+    "permutation": (_permuted, _BYTES),
+    "images": (_images, _DIGITS),
+    "volumes": (_volumes, _ELLIPSOIDS),
 }
-"""Functions that build a :class:`Job`; their parameters are options of the command."""
+"""By kind of model: a function that draws a batch, and the sizes that follow from the default data in training."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import OBJECTIVES, Objective
-from hvd_ckpt.names import unknown
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 
@@ -38,10 +36,11 @@ def assemble(config: Config) -> Assembly:
     Raises:
         ConfigError: the model is unknown, has no such option, or does not fit the data; data cannot be read.
     """
-    entry = _entry(config.model)
-    for name in config.model_options:
-        if name not in entry.options:
-            raise ConfigError("model_options: " + unknown(f"option of {config.model}", name, entry.options))
+    try:
+        entry = catalog.find(config.model)
+        entry.check_options(config.model_options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     _check_data_settings(config, entry.kind)
     try:
         train, test, facts = _DATA[entry.kind](config, entry)
@@ -49,22 +48,12 @@ def assemble(config: Config) -> Assembly:
         raise ConfigError(str(error)) from None
     torch.manual_seed(config.seed)
     try:
-        model = entry.build(**facts, **config.model_options).train()
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model {config.model}: {error}") from None
-    return Assembly(model, OBJECTIVES[entry.kind](), train, test)
-
-
-def _entry(name: str) -> catalog.Entry:
-    try:
-        return catalog.find(name)
+        model = entry.build(facts, config.model_options)
     except ValueError as error:
-        known = catalog.names()
-        if difflib.get_close_matches(name, known, 1):
-            raise ConfigError(unknown("model", name, known)) from None
-        raise ConfigError(
-            f"{error}: choose one of {', '.join(known)}, or give a folder of a Hugging Face model"
-        ) from None
+        raise ConfigError(f"model {config.model}: {error}") from None
+    if entry.folder is not None:
+        _check_limits(config, catalog.limits(model), facts)
+    return Assembly(model, OBJECTIVES[entry.kind](), train, test)
 
 
 _SETTINGS_OF_DATA = {
@@ -88,6 +77,19 @@ def _check_data_settings(config: Config, kind: str) -> None:
             )
 
 
+def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any]) -> None:
+    """The sizes of a folder's model are what they are; the data has to fit."""
+    if facts["vocabulary"] > limits.vocabulary:
+        raise ConfigError(
+            f"model {config.model}: it knows the tokens below {limits.vocabulary}, and the text has tokens up to "
+            f"{facts['vocabulary'] - 1}: give the model's own tokenizer"
+        )
+    if limits.length is not None and facts["length"] > limits.length:
+        raise ConfigError(
+            f"length {facts['length']}: the model {config.model} takes {limits.length} tokens at most, give --length"
+        )
+
+
 def _text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     from hvd_ckpt.training.data.text import CausalText, MaskedText, PermutedText
     from hvd_ckpt.training.data.tokens import Tokens
@@ -100,6 +102,9 @@ def _text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None
     kinds: dict[str, Any] = {"causal": CausalText, "masked": MaskedText, "permutation": PermutedText}
     data = kinds[entry.kind](tokens, length, seed=config.seed)
     train, test = data.split(config.held_out)
+    if entry.folder is not None:  # whose vocabulary need not have the special tokens that nothing here uses
+        special = [tokens.separator] + [tokens.mask] * (entry.kind == "masked")
+        return train, test, {"vocabulary": max(tokens.ordinary - 1, *special) + 1, "length": length}
     return train, test, {"vocabulary": tokens.vocabulary, "length": length}
 
 

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
 
+from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.command import plan
-from hvd_ckpt.planning.models import MODELS, build
+from hvd_ckpt.planning.models import build
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.training.assembly import assemble
+from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.recomputing import load_plan
 
 OWN = """
 import torch
@@ -140,7 +145,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
     made: subprocess.CompletedProcess[str], folder: Path, run
 ) -> None:
     file = folder / "made" / "plan.json"
-    wider = error_of(run("--width", "16", "--load", str(file)))
+    wider = error_of(run("--model-option", "width=16", "--load", str(file)))
     assert "parameter 0 of block '0' has the shape [64, 16], the plan was made for [128, 32]" in wider
     content = json.loads(file.read_text())
     content["blocks"][2]["kept_bytes"] = -1
@@ -155,9 +160,11 @@ def test_bad_arguments_are_one_line(run) -> None:
         (("--budget", "plenty"), "--budget: budget must be bytes, or text like '6GiB'"),
         (("--budget", "0x"), "--budget: "),
         (
-            ("--layers", "3"),
-            "--layers 3: the model own_model_to_plan:make has none, it takes --batch, --width",
+            ("--model-option", "layers=3"),
+            "--model-option layers=3: own_model_to_plan:make has none, it takes batch, width",
         ),
+        (("--pixels", "8"), "--pixels 8: own_model_to_plan:make has none"),
+        (("--model-option", "width"), "--model-option 'width': give NAME=VALUE"),
         (("--batch", "0"), "--batch"),
         (("--device", "tpu"), "--device: 'tpu'"),
         (("--device", "cuda:99"), "--device: there is no cuda:99 here"),
@@ -166,7 +173,9 @@ def test_bad_arguments_are_one_line(run) -> None:
     ):
         assert says in error_of(run(*arguments))
     for model, says in (
-        ("gpt5", "no model 'gpt5': choose one of gpt, lstm, bert"),
+        ("brt-small", "no model 'brt-small': did you mean 'bert-small'?"),
+        ("unheard-of", "no model 'unheard-of': choose one of bert-tiny, -mini"),
+        (".", "has no config.json"),
         ("no_such_module_here:make", "no model 'no_such_module_here:make'"),
         ("own_model_to_plan:nothing", "nothing"),
         ("own_model_to_plan:number", "is a int and no function"),
@@ -176,10 +185,22 @@ def test_bad_arguments_are_one_line(run) -> None:
         ),
     ):
         assert says in error_of(run(model=model))
-    assert "--size tiny: the model bert has the sizes small, base" in error_of(
-        run("--size", "tiny", model="bert")
-    )
-    assert "--pixels 8: the model lstm has none" in error_of(run("--pixels", "8", model="lstm"))
+    for model, arguments, says in (
+        (
+            "lstm-small",
+            ("--pixels", "8"),
+            "--pixels 8: the model lstm-small has none, it takes --batch, --vocab",
+        ),
+        ("gpt-tiny", ("--model-option", "layer=2"), "no option of gpt-tiny 'layer': did you mean 'layers'?"),
+        ("gpt-tiny", ("--model-option", "layers=two"), "gpt-tiny: layers must be a whole number, got 'two'"),
+        ("gpt-tiny", ("--model-option", "heads=3"), "gpt-tiny: width must be a multiple of heads"),
+        (
+            "vnet",
+            ("--pixels", "24", "--model-option", "width=1"),
+            "must be multiples of 16, got 24 x 24 x 24",
+        ),
+    ):
+        assert says in error_of(run(*arguments, model=model))
 
 
 def test_a_budget_that_cannot_be_met_is_one_line_with_the_smallest(run) -> None:
@@ -188,38 +209,106 @@ def test_a_budget_that_cannot_be_met_is_one_line_with_the_smallest(run) -> None:
     assert "Give a larger budget or a smaller batch." in message
 
 
-TINY = {
-    "gpt": {"length": 16, "width": 32, "layers": 3},
-    "lstm": {"length": 8, "width": 16, "layers": 3},
-    **{name: {"length": 8, "width": 32, "layers": 3} for name in ("bert", "roberta", "xlnet", "gpt2")},
-    "densenet-22": {"pixels": 8},
-    "densenet-121": {"pixels": 32},
-    "resnet-18": {"pixels": 8},
+SMALL = {"width": 32, "layers": 3, "heads": 2}
+TINY = {  # sizes, options, least number of blocks
+    "gpt-mini": ({"length": 16}, SMALL, 5),
+    "lstm-small": ({"length": 8}, {"width": 16, "layers": 3}, 3),
+    **{f"{family}-small": ({"length": 8}, SMALL, 5) for family in ("bert", "roberta", "xlnet", "gpt2")},
+    "densenet-22": ({"pixels": 8}, {}, 9),
+    "densenet-121": ({"pixels": 32, "channels": 3}, {}, 58),
+    "resnet-18": ({"pixels": 32}, {}, 8),
+    "vnet": ({"pixels": 16}, {"width": 1}, 9),
 }
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_every_model_has_a_step_and_a_chain_of_blocks(name: str) -> None:
-    job = build(name, {"batch": 2, **TINY[name]})
-    step = Step(job.model, job.sample, {}, job.loss, None)
+    sizes, options, blocks = TINY[name]
+    job = build(name, {"batch": 2, **sizes}, options)
+    step = Step(job.model, job.sample, job.kwargs, job.loss, None)
     step.run()
-    blocks, _ = find_blocks(job.model, step.forward)
-    layers = {"densenet-22": 9, "densenet-121": 58, "resnet-18": 8}.get(name, 3)
-    assert len(blocks) >= layers
-    again = build(name, {"batch": 2, **TINY[name]}).model.state_dict()
-    once_more = build(name, {"batch": 2, **TINY[name]}).model.state_dict()
-    assert all(torch.equal(value, again[key]) for key, value in once_more.items())
+    found, _ = find_blocks(job.model, step.forward)
+    assert len(found) >= blocks
+    again, once_more = (build(name, {"batch": 2, **sizes}, options) for _ in range(2))
+    assert all(
+        torch.equal(value, again.model.state_dict()[key])
+        for key, value in once_more.model.state_dict().items()
+    )
+    assert all(torch.equal(value, other) for value, other in zip(again.sample, once_more.sample, strict=True))
 
 
-def test_the_names_are_those_promised() -> None:
-    assert {
-        "gpt",
-        "lstm",
-        "bert",
-        "roberta",
-        "xlnet",
-        "gpt2",
-        "densenet-100",
-        "densenet-121",
-        "resnet-18",
-    } <= set(MODELS)
+def test_every_family_of_the_catalogue_is_planned_for() -> None:
+    assert {name.partition("-")[0] for name in catalog.names()} == {name.partition("-")[0] for name in TINY}
+
+
+def test_who_sees_whom_in_a_permuted_batch() -> None:
+    """A token that is predicted is seen from those predicted after it alone, and the others from everywhere."""
+    job = build("xlnet-tiny", {"batch": 3, "length": 24, "vocabulary": 50}, SMALL)
+    (tokens,), mapping, hidden = job.sample, job.kwargs["target_mapping"], job.kwargs["perm_mask"]
+    assert tokens.shape == (3, 24) and int(tokens.max()) < 50
+    assert mapping.shape == (3, 4, 24) and torch.equal(mapping.sum(2), torch.ones(3, 4))
+    predicted = mapping.sum(1)
+    assert int(predicted.max()) == 1
+    assert torch.equal(hidden.sum(1) > 0, predicted > 0)
+    # Of four in a row, the last is hidden from itself, the other three and the context; the first is seen by three.
+    for sample in range(3):
+        turns = hidden[sample].sum(0)[predicted[sample] > 0]
+        assert sorted(turns.tolist()) == [21, 22, 23, 24]
+
+
+def test_a_folder_is_planned_for(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=70,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    job = build(str(tmp_path), {"batch": 2})
+    assert job.sample[0].shape == (2, 12) and int(job.sample[0].max()) < 70
+    Step(job.model, job.sample, job.kwargs, job.loss, None).run()
+    with pytest.raises(ValueError, match="--length 13: the model .* takes 12 tokens at most"):
+        build(str(tmp_path), {"length": 13})
+    with pytest.raises(ValueError, match="--vocabulary 80: the model .* has none"):
+        build(str(tmp_path), {"vocabulary": 80})
+
+
+def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    result = run(
+        *("--batch", "2", "--length", "16", "--budget", "0.6x", "--output", str(tmp_path / "plan")),
+        *("--model-option", "width=32", "--model-option", "layers=2"),
+        model="gpt-tiny",
+    )
+    assert result.exit_code == 0, result.output
+    (tmp_path / "text.txt").write_text("all work and no play " * 20)
+    config = Config(
+        "gpt-tiny", {"width": 32, "layers": 2}, text=str(tmp_path / "text.txt"), length=16, batch=2
+    )
+    trained = assemble(config)
+    plan = load_plan(tmp_path / "plan" / "plan.json", trained.model)
+    assert [block.name for block in plan.blocks] == ["embedding", "layer0", "layer1", "head"]
+    batch = trained.train.batch([0, 1], [0, 0])
+    kept = trained.objective.loss(trained.model(*batch.inputs), batch)
+    plan.apply(trained.model)
+    assert torch.equal(kept, trained.objective.loss(trained.model(*batch.inputs), batch))
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "xlnet-tiny", "resnet-20", "vnet"])
+def test_default_sizes_are_those_of_training(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("all work and no play " * 100)
+    options = {"width": 2} if name == "vnet" else {}
+    text = {} if name in ("resnet-20", "vnet") else {"text": str(tmp_path / "text.txt")}
+    trained, planned = assemble(Config(name, options, **text)), build(name, {}, options)
+    shapes = [
+        {key: value.shape for key, value in model.state_dict().items()}
+        for model in (trained.model, planned.model)
+    ]
+    assert shapes[0] == shapes[1]
+    batch = trained.train.batch(range(8), [0] * 8)
+    assert [tensor.shape for tensor in batch.inputs] == [tensor.shape for tensor in planned.sample]
+    assert {key: value.shape for key, value in batch.shared.items()} == {
+        key: value.shape for key, value in planned.kwargs.items()
+    }
