@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
     "plan": _Entry("hvd_ckpt.planning.command", "plan", "Fit a model's training step into a memory budget."),
+    "plot": _Entry("hvd_ckpt.training.plot_command", "plot", "Draw the losses of training runs in one picture."),
     "train": _Entry("hvd_ckpt.training.command", "train", "Train a model over all ranks, on text, images or volumes."),
 }
 
