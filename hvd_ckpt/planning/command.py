@@ -20,7 +20,7 @@ from rich.console import Console
 from hvd_ckpt.command_line import BadArgument, OneLineErrors, check_device, console_for_tables, output_folder
 from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
-from hvd_ckpt.planning.models import BATCH, Job, build
+from hvd_ckpt.planning.models import Job, build
 from hvd_ckpt.planning.peers import Form, Measured, Timeline, measure, peers_of
 from hvd_ckpt.planning.plan import Plan, PlanError, applied
 from hvd_ckpt.planning.planner import Planner
@@ -56,7 +56,7 @@ below that you give.
     metavar="NAME=VALUE",
     help="Option of the model, such as layers=2; may be given several times.",
 )
-@click.option("--batch", type=click.IntRange(1), help=f"Samples in the batch.  [default: {BATCH}]")
+@click.option("--batch", type=click.IntRange(1), help="Samples in the batch.  [default: 8; 2 volumes]")
 @click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
 @click.option(
     "--vocabulary", type=click.IntRange(2), help="Different tokens.  [default: bytes and special tokens]"

@@ -185,7 +185,7 @@ def _volumes(batch: int, pixels: int, channels: int, classes: int) -> Batch:
 
 _BYTES = {"vocabulary": 260}  # with four special tokens
 _DIGITS = {"channels": 1, "classes": 10}
-_ELLIPSOIDS = {"channels": 1, "classes": 2}
+_ELLIPSOIDS = {"batch": 2, "channels": 1, "classes": 2}  # a V-Net takes seconds for one
 
 _SAMPLES: dict[str, tuple[Callable[..., Batch], dict[str, int]]] = {
     "causal": (_causal, _BYTES),

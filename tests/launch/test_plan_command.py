@@ -307,7 +307,7 @@ def test_default_sizes_are_those_of_training(name: str, tmp_path: Path) -> None:
         for model in (trained.model, planned.model)
     ]
     assert shapes[0] == shapes[1]
-    batch = trained.train.batch(range(8), [0] * 8)
+    batch = trained.train.batch(range(len(planned.sample[0])), [0] * len(planned.sample[0]))
     assert [tensor.shape for tensor in batch.inputs] == [tensor.shape for tensor in planned.sample]
     assert {key: value.shape for key, value in batch.shared.items()} == {
         key: value.shape for key, value in planned.kwargs.items()
