@@ -5,7 +5,6 @@ A bad argument ends a command with one line and exit status 2; status 1 is for a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hvd_ckpt.folders import new_folder
 
 if TYPE_CHECKING:
     import torch
@@ -120,14 +121,10 @@ def output_folder(name: str | None, command: str) -> Path:
     Raises:
         BadArgument: it holds something, or cannot be written to.
     """
-    folder = Path(name) if name else Path("runs") / time.strftime(f"{command}-%Y%m%d-%H%M%S")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise BadArgument(f"--output: the folder '{folder}' is not empty: give a new one")
-    except OSError as error:
-        raise BadArgument(f"--output: cannot write to '{folder}': {error.strerror}") from None
-    return folder.resolve()
+        return new_folder(name, command)
+    except ValueError as error:
+        raise BadArgument(f"--output: {error}") from None
 
 
 def progress_bar() -> Progress:

@@ -102,8 +102,9 @@ def run(config: Config) -> None:
     import horovod.torch as hvd
 
     from hvd_ckpt import runtime
+    from hvd_ckpt.training.agreement import errors_everywhere
     from hvd_ckpt.training.assembly import assemble
-    from hvd_ckpt.training.trainer import Trainer, errors_everywhere
+    from hvd_ckpt.training.trainer import Trainer
 
     runtime.init()
     for turn in (True, False):  # the first rank of each machine encodes the text, the others find its tokens

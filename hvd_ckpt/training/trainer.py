@@ -6,17 +6,14 @@ snapshot does what the one that wrote it would have done.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 
 from hvd_ckpt.models.batch import Batch
@@ -30,8 +27,8 @@ from hvd_ckpt.reduction import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
 from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 from hvd_ckpt.training.data.loader import Loader
@@ -121,7 +118,7 @@ class Trainer:
             optimizer = optimizers.build(
                 config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
             )
-        self.folder, start = _folder(config)
+        self.folder, start = run_folder(config)
         resumed = None
         with errors_everywhere("hvd_ckpt.train.snapshot"):
             if start is not None:
@@ -378,59 +375,3 @@ def _precision(config: Config, device: torch.device) -> Precision:
         return Precision(config.precision, device.type)
     except RuntimeError as error:
         raise ConfigError(str(error)) from None
-
-
-@contextlib.contextmanager
-def errors_everywhere(name: str) -> Iterator[None]:
-    """What one rank raises inside, all ranks raise. The body must not communicate, since a rank may leave it early.
-
-    Raises:
-        ConfigError: a ValueError inside, on this rank or another.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    try:
-        raise_together(error, global_process_set, name)
-    except ValueError as found:
-        raise ConfigError(str(found)) from None
-
-
-def _folder(config: Config) -> tuple[Path, Path | None]:
-    """The run's folder and the snapshot to start from, as rank 0 finds them."""
-    answer: tuple[Path, Path | None] | str = ""
-    if hvd.rank() == 0:
-        try:
-            answer = (
-                _resumed_folder(Path(config.resume)) if config.resume else (_new_folder(config.output), None)
-            )
-        except (ValueError, snapshot.SnapshotError) as error:
-            answer = str(error)
-    answer = broadcast_from(answer, 0, global_process_set, "hvd_ckpt.train.folder")
-    if isinstance(answer, str):
-        raise ConfigError(answer)
-    return answer
-
-
-def _new_folder(name: str | None) -> Path:
-    folder = Path(name) if name else Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"output {folder}: the folder is not empty: give a new one, or resume {folder}")
-    except OSError as error:
-        raise ConfigError(f"output {folder}: cannot write there: {error.strerror}") from None
-    return folder.resolve()
-
-
-def _resumed_folder(path: Path) -> tuple[Path, Path]:
-    if (path / "manifest.json").is_file():
-        return path.resolve().parent.parent, path.resolve()
-    found = snapshot.find(path / "snapshots")
-    if found is None:
-        raise ConfigError(
-            f"resume {path}: there is no snapshot in it: give the folder of a run or of a snapshot"
-        )
-    return path.resolve(), found.resolve()

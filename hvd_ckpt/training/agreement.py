@@ -1,0 +1,64 @@
+"""Errors and places that all ranks of a run have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import global_process_set
+
+from hvd_ckpt.folders import new_folder
+from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
+from hvd_ckpt.training import snapshot
+from hvd_ckpt.training.config import Config, ConfigError
+
+__all__ = ["errors_everywhere", "run_folder"]
+
+
+@contextlib.contextmanager
+def errors_everywhere(name: str) -> Iterator[None]:
+    """What one rank raises inside, all ranks raise. The body must not communicate, since a rank may leave it early.
+
+    Raises:
+        ConfigError: a ValueError inside, on this rank or another.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    try:
+        raise_together(error, global_process_set, name)
+    except ValueError as found:
+        raise ConfigError(str(found)) from None
+
+
+def run_folder(config: Config) -> tuple[Path, Path | None]:
+    """The run's folder and the snapshot to start from, as rank 0 finds them. Collective.
+
+    Raises:
+        ConfigError: the folder is in use or cannot be written to, or has no snapshot to go on from; on every rank.
+    """
+    answer: tuple[Path, Path | None] | str = ""
+    if hvd.rank() == 0:
+        try:
+            answer = (
+                _resumed(Path(config.resume)) if config.resume else (new_folder(config.output, "train"), None)
+            )
+        except ValueError as error:
+            answer = f"resume: {error}" if config.resume else f"output: {error}"
+    answer = broadcast_from(answer, 0, global_process_set, "hvd_ckpt.train.folder")
+    if isinstance(answer, str):
+        raise ConfigError(answer)
+    return answer
+
+
+def _resumed(path: Path) -> tuple[Path, Path]:
+    if (path / "manifest.json").is_file():
+        return path.resolve().parent.parent, path.resolve()
+    found = snapshot.find(path / "snapshots")
+    if found is None:
+        raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
+    return path.resolve(), found.resolve()
