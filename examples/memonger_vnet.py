@@ -1,0 +1,53 @@
+"""V-Net finds ellipsoids in noisy volumes: a step that keeps everything and one within a budget, then training by Dice.
+
+    horovodrun -np 2 python examples/memonger_vnet.py --pixels 64 --budget 0.5x
+
+Three-dimensional segmentation (Milletari et al., "V-Net", 2016) is short of memory even at a batch of one, and the skip
+connections reach over most of the network; the planner recomputes around them. The volumes are synthetic, or those of an .npz
+file with the arrays volumes and labels, (N, D, H, W) both.
+"""
+
+import click
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.models.objectives import Segmentation
+from hvd_ckpt.models.vnet import vnet
+from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.data.volumes import open_volumes
+from hvd_ckpt.training.trainer import Trainer
+
+
+@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--volumes", help=".npz file; without it ellipsoids.")
+@click.option("--pixels", type=click.IntRange(16), default=32, help="Of a volume's side, a multiple of 16.")
+@click.option("--width", default=8, help="Maps of the first stage.")
+@click.option("--budget", default="0.5x", help="Peak of a step: 0.5x, 2GiB, min.")
+@click.option("--steps", default=30)
+@click.option("--batch", default=2, help="Volumes of each rank in a step.")
+@click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
+def main(volumes, pixels, width, **settings):
+    if pixels % 16:
+        raise BadArgument(f"--pixels {pixels}: V-Net halves a volume four times, give a multiple of 16")
+    hc.init()
+    torch.manual_seed(0)
+    try:
+        config = Config("vnet", lr=1e-3, weight_decay=1e-4, eval_batches=4, **settings)
+        data = open_volumes(volumes, pixels)
+        train, test = data.split(0.1)
+        model = vnet(channels=data.channels, classes=data.classes, width=width)
+        trainer = Trainer(config, model, Segmentation(), train, test)
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+    if hc.rank() == 0:
+        for name, cost in (("kept", trainer.plan.keep_everything), ("recomputed", trainer.plan.measured)):
+            print(f"{name}: peak {show_bytes(cost.peak_bytes)}, {cost.seconds:.3f} s a step", flush=True)
+    outcome = trainer.run()
+    if hc.rank() == 0:
+        print(f"held-out loss {outcome.evaluation['loss']:.4f}, Dice {outcome.evaluation['dice']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

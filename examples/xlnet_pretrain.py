@@ -1,0 +1,74 @@
+"""XLNet on text: two streams through one chain of blocks, recomputed by segments, under masks that all blocks share.
+
+    horovodrun -np 2 python examples/xlnet_pretrain.py --text FILE --segments 4
+
+A sixth of the tokens is predicted in random order (Yang et al., "XLNet", 2019). The content stream sees a token itself, the query
+stream only where it stands. Masks and relative positions are made once for each batch and handed to every block as keyword
+arguments; a recomputation finds those of its own batch, with no global variable in between.
+"""
+
+import click
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.models.objectives import NextOrHiddenToken
+from hvd_ckpt.models.xlnet import xlnet
+from hvd_ckpt.training.data.loader import Loader
+from hvd_ckpt.training.data.stream import SampleStream
+from hvd_ckpt.training.data.text import PermutedText
+from hvd_ckpt.training.data.tokens import Tokens
+
+
+@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--text", help="File or folder; without it the standard library's source.")
+@click.option("--steps", type=click.IntRange(1), default=100)
+@click.option("--length", type=click.IntRange(8), default=128)
+@click.option("--layers", type=click.IntRange(1), default=6)
+@click.option("--width", type=click.IntRange(4), default=256, help="A multiple of the 4 heads.")
+@click.option("--segments", type=click.IntRange(1), default=4, help="Of the layers, embeddings and head.")
+@click.option("--reentrant", is_flag=True, help="Recompute by PyTorch's reentrant variant.")
+@click.option("--bf16", is_flag=True, help="Autocast to bfloat16.")
+def main(text, steps, length, layers, width, segments, reentrant, bf16):
+    if segments > layers + 2:
+        raise BadArgument(f"--segments {segments}: the chain has {layers + 2} blocks, give at most that many")
+    hc.init()
+    torch.manual_seed(0)
+    device = f"cuda:{hc.local_rank()}" if torch.cuda.is_available() else "cpu"
+    try:
+        data = PermutedText(Tokens(text), length)
+        model = xlnet(vocabulary=data.tokens.vocabulary, width=width, layers=layers).to(device)
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=3e-4), named_parameters=model.named_parameters()
+    )
+    torch.manual_seed(1 + hc.rank())
+    objective = NextOrHiddenToken()
+    with Loader(data, SampleStream(len(data), seed=0), 8, hc.rank(), hc.size()) as loader:
+        for step in range(1, steps + 1):
+            batch = next(loader)[0].to(torch.device(device))
+            inputs, shared = model.prepare(*batch.inputs, **batch.shared)
+            if step == 1 and hc.rank() == 0:
+                shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shared.items())
+                print(f"shared by {len(model)} blocks: {shapes}")
+            with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=bf16):
+                scores = hc.checkpoint_sequential(
+                    model.to_layers(), segments, *inputs, use_reentrant=reentrant, **shared
+                )
+                loss = objective.loss(scores, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if step % 10 == 0 or step == steps:
+                mean = hc.allreduce(loss.detach())
+                if hc.rank() == 0:
+                    print(f"step {step}: loss {mean:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
