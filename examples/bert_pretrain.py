@@ -37,13 +37,8 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
         model = bert(vocabulary=data.tokens.vocabulary, **sizes).to(device)
         # Half a batch at a time: two micro-batches make a step.
         part = data.batch(range(batch - batch // 2), [0] * (batch - batch // 2)).to(device)
-        plan = hc.plan(
-            model,
-            *part.inputs,
-            loss=lambda scores: objective.loss(scores, part),
-            budget=budget,
-            autocast=torch.bfloat16 if bf16 else None,
-        )
+        autocast, loss = torch.bfloat16 if bf16 else None, lambda scores: objective.loss(scores, part)
+        plan = hc.plan(model, *part.inputs, loss=loss, budget=budget, autocast=autocast)
     except ValueError as error:
         raise BadArgument(str(error)) from None
     plan.apply(model)

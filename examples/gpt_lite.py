@@ -36,7 +36,7 @@ def main(text, width, heads, layers, length, interval, **settings):
     torch.manual_seed(0)
     sizes = {"width": width, "heads": heads, "layers": layers, "length": length}
     try:
-        config = Config("gpt", text=text, length=length, schedule="cosine", lr=1e-3, clip=1.0, **settings)
+        config = Config("gpt", schedule="cosine", lr=1e-3, clip=1.0, eval_batches=20, **settings)
         data = CausalText(Tokens(text), length)
         train, test = data.split(0.05)
         model = gpt(vocabulary=data.tokens.vocabulary, **sizes)

@@ -25,60 +25,51 @@ from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.lstm import lstm_language_model
 from hvd_ckpt.models.objectives import NextOrHiddenToken
 from hvd_ckpt.planning.budget import show_bytes
-from hvd_ckpt.training.data.loader import Loader
-from hvd_ckpt.training.data.stream import SampleStream
+from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.data.text import CausalText
 from hvd_ckpt.training.data.text_files import find_text_files, library_files
 from hvd_ckpt.training.data.tokens import Tokens
-from hvd_ckpt.training.evaluation import evaluate
+from hvd_ckpt.training.trainer import Trainer
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--text", help="File or folder; without it the standard library's source.")
-@click.option(
-    "--words", type=click.IntRange(2), default=5000, help="The most frequent ones; others are <unk>."
-)
-@click.option("--width", type=click.IntRange(1), default=200)
-@click.option("--length", type=click.IntRange(2), default=70)
-@click.option("--batch", type=click.IntRange(1), default=20, help="Samples of each rank in a step.")
-@click.option("--steps", type=click.IntRange(1), default=100)
-@click.option("--lr", default=0.002)
-def main(text, words, width, length, batch, steps, lr):
+@click.option("--words", type=click.IntRange(2), default=5000, help="The most frequent; others are <unk>.")
+@click.option("--width", default=200)
+@click.option("--length", type=click.IntRange(8), default=70)
+@click.option("--batch", default=20, help="Samples of each rank in a step.")
+@click.option("--steps", default=100)
+@click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
+def main(text, words, width, length, **settings):
     hc.init()
     torch.manual_seed(0)
-    objective = NextOrHiddenToken()
     try:
+        config = Config("lstm", lr=2e-3, weight_decay=0, clip=5.0, eval_batches=20, **settings)
         train, test = CausalText(word_tokens(text, words), length).split(0.05)
+        chain = lstm_language_model(vocabulary=train.tokens.vocabulary, width=width, dropout=0.2, tied=True)
+        model = hc.CheckpointSequential(chain, segments=len(chain))
+        show_costs(model, train.batch(range(config.batch), [0] * config.batch))
+        trainer = Trainer(config, model, NextOrHiddenToken(), train, test)
     except ValueError as error:
         raise BadArgument(str(error)) from None
-    chain = lstm_language_model(vocabulary=train.tokens.vocabulary, width=width, dropout=0.2, tied=True)
-    model = hc.CheckpointSequential(chain, segments=len(chain))
+    held_out = trainer.run().evaluation["loss"]
+    if hc.rank() == 0:
+        print(f"perplexity of held-out text: {math.exp(held_out):.1f}")
 
-    sample = train.batch(range(batch), [0] * batch)
+
+def show_costs(model, sample):
+    """Peak memory and time of a step."""
     for name, context in (("kept", hc.without_recomputation), ("recomputed", nullcontext)):
         with context():
-            peak = measure_peak(lambda: objective.loss(model(*sample.inputs), sample).backward()).peak_bytes
+            peak = measure_peak(lambda: loss_of(model, sample).backward()).peak_bytes
             start = time.perf_counter()
-            objective.loss(model(*sample.inputs), sample).backward()
+            loss_of(model, sample).backward()
         if hc.rank() == 0:
             print(f"{name}: peak {show_bytes(peak)}, {time.perf_counter() - start:.3f} s a step", flush=True)
 
-    optimizer = hc.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr), model.named_parameters())
-    hc.broadcast_parameters(model.state_dict(), root_rank=0)
-    torch.manual_seed(1 + hc.rank())
-    with Loader(train, SampleStream(len(train), 0), batch, hc.rank(), hc.size()) as loader:
-        for step, (part, _) in zip(range(1, steps + 1), loader):
-            optimizer.zero_grad()
-            loss = objective.loss(model(*part.inputs), part)
-            loss.backward()
-            optimizer.step()
-            if step % 10 == 0 or step == steps:
-                own = loss.item()
-                if hc.rank() == 0:
-                    print(f"step {step}: loss {own:.4f} on rank 0", flush=True)
-    held_out = evaluate(model, test, objective, batch=batch, batches=20, autocast=nullcontext)["loss"]
-    if hc.rank() == 0:
-        print(f"perplexity of held-out text: {math.exp(held_out):.1f}")
+
+def loss_of(model, batch):
+    return NextOrHiddenToken().loss(model(*batch.inputs), batch)
 
 
 def word_tokens(text, words):

@@ -38,7 +38,7 @@ def main(text, folder, length, **settings):
     hc.init()
     torch.manual_seed(0)
     try:
-        config = Config("roberta", text=text, length=length, accumulate=2, warmup=1, clip=1.0, **settings)
+        config = Config("roberta", accumulate=2, warmup=1, clip=1.0, eval_batches=20, **settings)
         tokenizer = folder / "tokenizer.json" if folder else None
         tokens = Tokens(text, tokenizer if tokenizer and tokenizer.is_file() else None)
         train, test = MaskedText(tokens, length).split(0.02)

@@ -123,16 +123,9 @@ def test_the_script_before_and_after_migration_prints_the_same_losses(desk):
     assert len(printed[0]) == 2 and printed[0] == printed[1]
 
 
-@pytest.mark.parametrize(
-    "name, arguments, said",
-    [
-        ("gpt_lite.py", ["--steps", "0"], "steps 0: give a whole number from 1"),
-        ("memonger_resnet.py", ["--depth", "21"], "no ResNet of depth 21"),
-    ],
-)
-def test_a_bad_flag_is_one_line(name, arguments, said, desk):
-    status, output = run_example(name, *arguments, folder=desk)
-    assert status == 2 and said in output and output.count("\n") == 1
+def test_a_bad_flag_is_one_line(desk):
+    status, output = run_example("gpt_lite.py", "--steps", "0", folder=desk)
+    assert status == 2 and "steps 0: give a whole number from 1" in output and output.count("\n") == 1
 
 
 def test_every_script_is_in_the_table_and_here():
