@@ -35,9 +35,9 @@ def every_block(model: nn.Module, names: list[str]) -> Iterator[None]:
     modules = [model.get_submodule(name) for name in names]
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(
-                _forward(module, functools.partial(checkpoint, module.forward, use_reentrant=False))
-            )
+            checkpointed = functools.partial(checkpoint, module.forward, use_reentrant=False)
+            # With its signature, by which a chain tells which of the shared arguments a block takes.
+            stack.enter_context(_forward(module, functools.update_wrapper(checkpointed, module.forward)))
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from hvd_ckpt.command_line import BadArgument
+from hvd_ckpt.models.catalog import overview
 from hvd_ckpt.runtime import launched_rank
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.values import named
@@ -125,12 +126,11 @@ train = _Train(
         click.Argument(["file"], required=False, metavar="[FILE]"),
         *[_flag(setting) for setting in dataclasses.fields(Config)],
     ],
-    help="""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
+    help=f"""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
 
     Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
 
-    Models: bert-, roberta- and xlnet- tiny, mini, small, medium, base, large; gpt2- tiny, small, medium, large, xl; gpt- tiny,
-    mini, lite; lstm- small, medium, large; densenet-100 to -264, resnet-18 to -1202, vnet; or a folder of a Hugging Face model.
+    Models: {overview()}, or a folder of a Hugging Face model.
     """,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

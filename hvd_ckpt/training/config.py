@@ -122,7 +122,7 @@ class Config:
         None, _text, "Text file or folder to train on.  [default: the standard library's source]"
     )
     tokenizer: str | None = _setting(None, _text, "JSON file of a tokenizer.  [default: bytes]")
-    length: int | None = _setting(None, _whole(8), "Tokens of a sequence.  [default: 128]")
+    length: int | None = _setting(None, _whole(8), "Tokens of a sequence.  [default: by model]")
     images: str | None = _setting(
         None, _text, "Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
     )
