@@ -1,6 +1,6 @@
 """V-Net finds ellipsoids in noisy volumes: a step that keeps everything and one within a budget, then training by Dice.
 
-    horovodrun -np 2 python examples/memonger_vnet.py --pixels 64 --budget 0.5x
+    horovodrun -np 2 python examples/memonger_vnet.py --pixels 64 --budget min
 
 Three-dimensional segmentation (Milletari et al., "V-Net", 2016) is short of memory even at a batch of one, and the skip
 connections reach over most of the network; the planner recomputes around them. The volumes are synthetic, or those of an .npz
@@ -24,9 +24,9 @@ from hvd_ckpt.training.trainer import Trainer
 @click.option("--volumes", help=".npz file; without it ellipsoids.")
 @click.option("--pixels", type=click.IntRange(16), default=32, help="Of a volume's side, a multiple of 16.")
 @click.option("--width", default=8, help="Maps of the first stage.")
-@click.option("--budget", default="0.5x", help="Peak of a step: 0.5x, 2GiB, min.")
+@click.option("--budget", default="min", help="Peak of a step: 0.5x, 2GiB, min.")
 @click.option("--steps", default=30)
-@click.option("--batch", default=2, help="Volumes of each rank in a step.")
+@click.option("--batch", default=4, help="Volumes of each rank in a step.")
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
 def main(volumes, pixels, width, **settings):
     if pixels % 16:

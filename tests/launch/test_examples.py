@@ -51,7 +51,7 @@ SCRIPTS = {
         [f"11 blocks in {segments}: {COSTS}" for segments in ("1 segment", "2 segments", "3 segments")],
     ),
     "memonger_vnet.py": (
-        "--pixels 16 --width 2 --budget min",
+        "--pixels 16 --width 2 --batch 2",
         ["kept: " + COSTS, "recomputed: " + COSTS, r"held-out loss [\d.]+, Dice [\d.]+"],
     ),
     "memonger_word_lm.py": (
