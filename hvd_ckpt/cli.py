@@ -21,15 +21,21 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "bench": _Entry(
-        "hvd_ckpt.benchmark.command", "bench", "Time reduction and recomputation beside their peers."
+        "hvd_ckpt.benchmark.command",
+        "bench",
+        "Time reduction, recomputation and training beside their peers.",
     ),
     "compare": _Entry(
         "hvd_ckpt.comparison.command", "compare", "Compare engines and recomputation: results, time, memory."
     ),
     "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
     "plan": _Entry("hvd_ckpt.planning.command", "plan", "Fit a model's training step into a memory budget."),
-    "plot": _Entry("hvd_ckpt.training.plot_command", "plot", "Draw the losses of training runs in one picture."),
-    "train": _Entry("hvd_ckpt.training.command", "train", "Train a model over all ranks, on text, images or volumes."),
+    "plot": _Entry(
+        "hvd_ckpt.training.plot_command", "plot", "Draw the losses of training runs in one picture."
+    ),
+    "train": _Entry(
+        "hvd_ckpt.training.command", "train", "Train a model over all ranks, on text, images or volumes."
+    ),
 }
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "BadArgument", "OneLineErrors", "check_controller", "check_device", "console_for_tables", "output_folder", "progress_bar",
-    "split_names", "whole_number",
+    "BadArgument", "OneLineErrors", "check_controller", "check_device", "console_for_tables", "job_options", "output_folder",
+    "progress_bar", "split_names", "whole_number",
 ]  # fmt: skip
 
 
@@ -125,6 +125,28 @@ def output_folder(name: str | None, command: str) -> Path:
         return new_folder(name, command)
     except ValueError as error:
         raise BadArgument(f"--output: {error}") from None
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options ``--controller`` and ``--timeout`` of a command that starts jobs."""
+    for option in (
+        click.option(
+            "--timeout",
+            type=click.FloatRange(1),
+            default=7200,
+            show_default=True,
+            help="Seconds for one job.",
+        ),
+        click.option(
+            "--controller",
+            type=click.Choice(["auto", "gloo", "mpi"]),
+            default="auto",
+            show_default=True,
+            help="What starts the ranks.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def progress_bar() -> Progress:

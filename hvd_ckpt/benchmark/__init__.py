@@ -4,13 +4,14 @@ The comparison (:mod:`hvd_ckpt.comparison`) asks whether training is right; this
 held for gradients. One page per step:
 
     workloads   many small gradients, few large ones
-    job         what the launcher tells the ranks, what they answer
+    job         what the launcher tells the ranks, what they answer (on rank_job, which jobs of other rooms share)
     worker      one rank: warm-up, timed steps, one look at memory
     launch      starts a job and waits for it
     reduce      the plan (whole jobs in alternating order) and the statistics
     report      the table, results.json and report.md
     command     ``hvd-ckpt bench reduce``
 
-What recomputing costs and saves is measured in rooms of their own: :mod:`hvd_ckpt.benchmark.recompute` (plans beside every peer) and
-:mod:`hvd_ckpt.benchmark.densenet` (a DenseNet over ranks and batch sizes).
+What recomputing costs and saves is measured in rooms of their own: :mod:`hvd_ckpt.benchmark.recompute` (plans beside every
+peer) and :mod:`hvd_ckpt.benchmark.densenet` (a DenseNet over ranks and batch sizes). :mod:`hvd_ckpt.benchmark.train` measures
+what the training loop adds to a step.
 """

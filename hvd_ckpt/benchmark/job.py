@@ -7,46 +7,26 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_ckpt.benchmark.rank_job import RankJob
+
 __all__ = ["Answer", "Job"]
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """One engine's ranks, started together, timing one workload after the other.
 
     Attributes:
-        folder: of this job alone.
         engine: a name in the registry of engines, or ``module:Class``.
-        size: number of ranks.
         workloads: in this order.
         steps: timed steps; None for each workload's own number.
         memory: also count the bytes held for gradients.
     """
 
-    folder: Path
     engine: str
-    size: int
     workloads: tuple[str, ...]
     steps: int | None
     memory: bool
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "job.json"
-
-    def answer_file(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.json"
-
-    def save(self) -> None:
-        self.folder.mkdir(parents=True)
-        values = {**dataclasses.asdict(self), "folder": str(self.folder)}
-        self.file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, file: Path) -> Job:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        values.update(folder=Path(values["folder"]), workloads=tuple(values["workloads"]))
-        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Plan:
             name = f"np{size}-{controller}-pair{pair + 1}-{engine}"
             listener(f"{size} ranks over {controller}, pair {pair + 1} of {self.pairs}, {engine}")
             folder = self.folder / name.replace(":", "_")
-            job = Job(folder, engine, size, self.workloads, self.steps, memory=pair == 0)
+            job = Job(folder, size, engine, self.workloads, self.steps, memory=pair == 0)
             try:
                 answers = run_job(job, controller, environment, self.timeout)
             except JobError as error:

@@ -22,6 +22,7 @@ from hvd_ckpt.command_line import (
     OneLineErrors,
     check_controller,
     console_for_tables,
+    job_options,
     output_folder,
     progress_bar,
     split_names,
@@ -73,16 +74,7 @@ WIDTH = 130  # of the table where the output is not a terminal
 @click.option(
     "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Timed steps of each, in turn."
 )
-@click.option(
-    "--controller",
-    type=click.Choice(["auto", "gloo", "mpi"]),
-    default="auto",
-    show_default=True,
-    help="What starts the ranks.",
-)
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds for one job."
-)
+@job_options
 @click.option(
     "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/bench-densenet-<time>]"
 )

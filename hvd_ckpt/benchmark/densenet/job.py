@@ -7,18 +7,17 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvd_ckpt.benchmark.rank_job import RankJob
 from hvd_ckpt.json_file import write_json
 
 __all__ = ["Answer", "Entry", "Job"]
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """One batch size on one number of ranks, all contenders in turn.
 
     Attributes:
-        folder: of this job alone.
-        size: number of ranks.
         batch: images of a step, over all ranks; a multiple of ``size``.
         depth: of the DenseNet.
         pixels: height and width of an image.
@@ -27,8 +26,6 @@ class Job:
         rounds: timed steps of each contender.
     """
 
-    folder: Path
-    size: int
     batch: int
     depth: int
     pixels: int
@@ -40,23 +37,6 @@ class Job:
     def images(self) -> int:
         """Images of a step on each rank."""
         return self.batch // self.size
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "job.json"
-
-    def answer_file(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.json"
-
-    def save(self) -> None:
-        self.folder.mkdir(parents=True)
-        write_json({**dataclasses.asdict(self), "folder": str(self.folder)}, self.file)
-
-    @classmethod
-    def load(cls, file: Path) -> Job:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        values.update(folder=Path(values["folder"]), budgets=tuple(values["budgets"]))
-        return cls(**values)
 
 
 @dataclass

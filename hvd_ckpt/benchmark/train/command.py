@@ -19,6 +19,7 @@ from hvd_ckpt.command_line import (
     OneLineErrors,
     check_controller,
     console_for_tables,
+    job_options,
     output_folder,
     progress_bar,
     split_names,
@@ -52,16 +53,7 @@ WIDTH = 130  # of the table where the output is not a terminal
     help="Timed rounds of each loop, in turn.",
 )
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a round.")
-@click.option(
-    "--controller",
-    type=click.Choice(["auto", "gloo", "mpi"]),
-    default="auto",
-    show_default=True,
-    help="What starts the ranks.",
-)
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds for one job."
-)
+@job_options
 @click.option(
     "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/bench-train-<time>]"
 )

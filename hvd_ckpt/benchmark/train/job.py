@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_ckpt.benchmark.launch import run_ranks
+from hvd_ckpt.benchmark.rank_job import RankJob
 from hvd_ckpt.json_file import write_json
 from hvd_ckpt.probe import launcher_environment
 
@@ -17,12 +18,10 @@ WORKER = "hvd_ckpt.benchmark.train.worker"
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """One model with one number of micro-batches.
 
     Attributes:
-        folder: of this job alone.
-        size: number of ranks.
         model: a name of the catalogue.
         accumulate: micro-batches of a step.
         batch: samples of a step on each rank.
@@ -30,29 +29,11 @@ class Job:
         steps: of a round.
     """
 
-    folder: Path
-    size: int
     model: str
     accumulate: int
     batch: int
     rounds: int
     steps: int
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "job.json"
-
-    def answer_file(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.json"
-
-    def save(self) -> None:
-        self.folder.mkdir(parents=True)
-        write_json({**dataclasses.asdict(self), "folder": str(self.folder)}, self.file)
-
-    @classmethod
-    def load(cls, file: Path) -> Job:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return cls(**{**values, "folder": Path(values["folder"])})
 
 
 @dataclass
