@@ -50,6 +50,15 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 PARTS = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+TOKENIZER = (  # beside which a configuration still stands alone
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 # Which code runs the model is for this machine to say: a name here may stand for code that would be downloaded.
 CODE = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")
 
@@ -68,7 +77,7 @@ def from_config(config: PreTrainedConfig, *, checkpoint_interval: int = 0) -> Wr
 def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0) -> WrappedChain:
     """The chain of a local folder that ``save_pretrained`` wrote, in float32 and training mode.
 
-    A folder that holds ``config.json`` and nothing else gives a random start.
+    A folder that holds ``config.json`` and no more than files of a tokenizer gives a random start.
 
     Raises:
         FileNotFoundError: there is no such folder, no ``config.json`` in it, or no weights as safetensors.
@@ -136,7 +145,7 @@ def _options(folder: Path) -> dict[str, Any]:
 
 
 def _has_weights(folder: Path) -> bool:
-    others = sorted(path.name for path in folder.iterdir() if path.name != CONFIG)
+    others = sorted(path.name for path in folder.iterdir() if path.name not in (CONFIG, *TOKENIZER))
     if ADAPTER in others:
         raise ValueError(
             f"{folder} holds an adapter ({ADAPTER}) to another model: merge them and save the whole."
@@ -157,7 +166,7 @@ def _has_weights(folder: Path) -> bool:
     if others:
         raise FileNotFoundError(
             f"{folder} has no {WEIGHTS}, only {', '.join(others[:5])}: save the model with save_pretrained, which writes "
-            f"one (pickles are not loaded), or leave {CONFIG} alone in the folder for a random start."
+            f"one (pickles are not loaded), or leave {CONFIG} and tokenizer files alone in the folder for a random start."
         )
     return False
 

@@ -186,7 +186,7 @@ class DeferredBatchNorm(_BatchNorm):
         return self
 
 
-def commit_batch_norm(model: nn.Module, across_ranks: bool = False) -> None:
+def commit_batch_norm(model: nn.Module, across_ranks: bool = False, discard: bool = False) -> None:
     """Ends a mini-batch: every :class:`DeferredBatchNorm` in ``model`` updates its running statistics by what it has seen since
     the last time. One that has seen nothing stays as it is.
 
@@ -194,6 +194,7 @@ def commit_batch_norm(model: nn.Module, across_ranks: bool = False) -> None:
         model: in it, between the last backward pass of a mini-batch and the first forward pass of the next.
         across_ranks: pool over what the modules of all ranks have seen. Collective, one allgather for all modules
             together; a rank that has seen nothing takes part.
+        discard: what this rank's modules have seen counts nothing, such as a sample that only fills up a batch.
     """
     norms = [
         module
@@ -203,6 +204,9 @@ def commit_batch_norm(model: nn.Module, across_ranks: bool = False) -> None:
     if not norms:
         return
     with torch.no_grad():
+        if discard:
+            for module in norms:
+                module._forget()
         device = norms[0].pending_mean.device
         sizes = [module.num_features for module in norms]
         counts = torch.stack([module.pending_count.to(device) for module in norms])

@@ -246,9 +246,14 @@ def _layers(functions: nn.Sequential | Iterable[Layer]) -> list[Layer]:
 def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[str, nn.Module]:
     if isinstance(model, nn.Sequential):
         if type(model).forward not in (nn.Sequential.forward, CheckpointSequential.forward):
+            by_itself = hasattr(model, "checkpoint_interval")
+            instead = (
+                "set its checkpoint_interval"
+                if by_itself
+                else "use checkpoint_sequential inside that forward"
+            )
             raise TypeError(
-                f"{type(model).__name__} has a forward of its own, which a CheckpointSequential would not run: use "
-                "checkpoint_sequential inside that forward instead."
+                f"{type(model).__name__} has a forward of its own, which a CheckpointSequential would not run: {instead} instead."
             )
         return OrderedDict((name, module) for name, module in model._modules.items() if module is not None)
     named: OrderedDict[str, nn.Module] = OrderedDict()

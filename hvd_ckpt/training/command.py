@@ -20,6 +20,11 @@ from hvd_ckpt.values import named
 
 __all__ = ["train"]
 
+ALTERNATIVES = (
+    {"steps", "epochs"},
+    {"budget", "plan", "segments", "reentrant"},
+)  # one setting replaces another
+
 MOMENT = (
     3.0  # seconds that the other ranks give rank 0 to say what is wrong, before they end and so does the job
 )
@@ -67,7 +72,8 @@ def _train(file: str | None, **flags: Any) -> None:
     values = _underscored(read_yaml(file)) if file is not None else {}
     resume = flags["resume"] or values.get("resume")
     if resume is not None:
-        values = {**_settings_of_run(str(resume)), **values}
+        told = {*values, *(name for name, value in flags.items() if value is not None)}
+        values = {**_settings_of_run(str(resume), told), **values}
     for name, value in flags.items():
         if name.endswith("_options"):
             try:
@@ -85,13 +91,17 @@ def _underscored(values: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
-def _settings_of_run(resume: str) -> dict[str, Any]:
-    """What a run, or the run of a snapshot, was told; a flag or file may say otherwise, such as more steps."""
+def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
+    """What a run, or the run of a snapshot, was told; what is given now may say otherwise, such as more steps."""
     folder = Path(resume)
     if (folder / "manifest.json").is_file():
         folder = folder.resolve().parent.parent
     values = read_yaml(folder / "config.yaml")
-    return {name: value for name, value in values.items() if name not in ("output", "resume")}
+    replaced = {"output", "resume"}
+    for alternatives in ALTERNATIVES:
+        if given & alternatives:
+            replaced |= alternatives
+    return {name: value for name, value in values.items() if name not in replaced}
 
 
 def run(config: Config) -> None:

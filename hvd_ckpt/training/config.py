@@ -277,6 +277,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"line {key.start_mark.line + 1}: the name of a setting must be a text")
             if key.value in seen:
                 raise ConfigError(f"line {key.start_mark.line + 1}: the setting '{key.value}' is given twice")
             seen.add(key.value)

@@ -130,6 +130,10 @@ class Meter:
         self._units = self._units + units
         self._steps += 1
 
+    def loss_so_far(self) -> tuple[float, float]:
+        """The sum of the loss over all terms since the last reading, and the number of terms; of this rank."""
+        return float(self._loss), float(self._weight)
+
     def pause(self) -> None:
         """Stops the clock: what follows, such as an evaluation, is no training."""
         if self._since is not None:

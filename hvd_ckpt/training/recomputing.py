@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import horovod.torch as hvd
 import torch
+from horovod.torch.mpi_ops import global_process_set
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.planning import Plan, PlanError, plan
+from hvd_ckpt.planning import BudgetError, Plan, PlanError, plan
 from hvd_ckpt.recompute import CheckpointSequential, DeferredBatchNorm, SyncBatchNorm
-from hvd_ckpt.training.config import ConfigError
+from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.training.agreement import errors_everywhere
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.data.dataset import Dataset
 
-__all__ = ["in_segments", "load_plan", "make_plan", "with_batch_norm"]
+__all__ = ["in_segments", "plan_of_run", "with_batch_norm"]
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def with_batch_norm(model: nn.Module, kind: str) -> nn.Module:
@@ -50,25 +56,64 @@ def in_segments(model: nn.Module, segments: int, use_reentrant: bool) -> nn.Modu
     return CheckpointSequential(model, segments, use_reentrant)
 
 
-def make_plan(
-    model: nn.Module, sample: Batch, objective: Objective, budget: str | int, autocast: torch.dtype | None
-) -> Plan:
-    """A plan for steps of micro-batches like ``sample``, with forward pass and loss under autocast to that dtype; collective.
+def plan_of_run(
+    model: nn.Module,
+    config: Config,
+    train: Dataset,
+    objective: Objective,
+    device: torch.device,
+    folder: Path,
+    text: str | None,
+) -> tuple[Plan | None, str | None]:
+    """The plan that the configuration asks for, applied to the model and written to ``plan.json``, and its text. Collective.
+
+    Args:
+        train: its first samples are planned with.
+        folder: of the run.
+        text: of the plan that the run had before, if it serves still.
 
     Raises:
-        BudgetError: no plan stays within the budget.
+        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit.
     """
-    return plan(
-        model,
-        *sample.inputs,
-        kwargs=sample.shared,
-        loss=lambda output: objective.loss(output, sample),
-        budget=budget,
-        autocast=autocast,
-    )
+    if config.budget is None and config.plan is None:
+        return None, None
+    file = folder / "plan.json"
+    if text is not None and hvd.rank() == 0:
+        file.write_text(text, "utf-8")
+    if text is not None or config.plan is not None:
+        hvd.barrier()
+        with errors_everywhere("hvd_ckpt.train.plan"):
+            made = _load(file if text is not None else Path(str(config.plan)), model)
+    else:
+        made = _make(model, config, train, objective, device)
+    if hvd.rank() == 0:
+        made.save(file)
+        text = file.read_text("utf-8")
+    made.apply(model)
+    return made, broadcast_from(text, 0, global_process_set, "hvd_ckpt.train.plan_text")
 
 
-def load_plan(file: Path, model: nn.Module) -> Plan:
+def _make(
+    model: nn.Module, config: Config, train: Dataset, objective: Objective, device: torch.device
+) -> Plan:
+    """A plan for steps of micro-batches."""
+    count = min(config.micro_batch, len(train))
+    with errors_everywhere("hvd_ckpt.train.sample"):
+        sample = train.batch(range(count), [0] * count).to(device)
+    try:
+        return plan(
+            model,
+            *sample.inputs,
+            kwargs=sample.shared,
+            loss=lambda output: objective.loss(output, sample),
+            budget=config.budget,
+            autocast=AUTOCAST.get(config.precision),
+        )
+    except BudgetError as error:
+        raise ConfigError(f"budget {config.budget}: {error}") from None
+
+
+def _load(file: Path, model: nn.Module) -> Plan:
     """The plan in a file, if it fits the model.
 
     Raises:

@@ -40,6 +40,7 @@ class Report:
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
         self._unit, self._device = unit, device
         self._meter = Meter(device)
+        self._before: tuple[float, float] = (0.0, 0.0)
         self._open = ExitStack()
         self._logs: Logs | None = None
         self._line: ProgressLine | None = None
@@ -53,12 +54,23 @@ class Report:
             if self._logs.unavailable is not None:
                 self._line.say(self._logs.unavailable)
         self._meter = Meter(self._device)
+        loss, weight = self._before
+        if weight:
+            self._meter.add(loss / weight, weight, 0)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
+
+    def open_entry(self) -> tuple[float, float]:
+        """Loss and terms of this rank that the next entry of the log will count so far."""
+        return self._meter.loss_so_far()
+
+    def go_on(self, entry: tuple[float, float]) -> None:
+        """Takes up an :meth:`open_entry` of the run before; its speed is not known."""
+        self._before = entry
 
     def say(self, text: str) -> None:
         """Shows one line of text."""

@@ -7,6 +7,7 @@ snapshot does what the one that wrote it would have done.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.planning import BudgetError, Plan
 from hvd_ckpt.precision import Precision
 from hvd_ckpt.recompute import commit_batch_norm
 from hvd_ckpt.reduction import (
@@ -35,15 +35,22 @@ from hvd_ckpt.training.data.loader import Loader
 from hvd_ckpt.training.data.stream import SampleStream
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
-from hvd_ckpt.training.recomputing import in_segments, load_plan, make_plan, with_batch_norm
+from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
+from hvd_ckpt.training.resuming import (
+    Progress,
+    check_resumed,
+    later_snapshots,
+    plan_text,
+    remove_abandoned,
+    with_options,
+)
 from hvd_ckpt.training.schedules import Schedule
 from hvd_ckpt.training.snapshot import Snapshot
 
 __all__ = ["Outcome", "Trainer"]
 
 DEFAULT_STEPS = 100
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -61,23 +68,6 @@ class Outcome:
     evaluation: dict[str, float]
     ended_early: bool
     folder: Path
-
-
-@dataclass
-class Progress:
-    """Where a run is.
-
-    Attributes:
-        step: optimizer steps taken.
-        position: samples of the stream that are used up.
-        best: the lowest loss of an evaluation.
-        waited: evaluations since then.
-    """
-
-    step: int = 0
-    position: int = 0
-    best: float | None = None
-    waited: int = 0
 
 
 class Trainer:
@@ -102,15 +92,9 @@ class Trainer:
         test: Dataset | None = None,
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
-        self.device = _device(config.device)
-        self.progress = Progress()
         with errors_everywhere("hvd_ckpt.train.settings"):
+            self.device = _device(config.device)
             self.stream = SampleStream(len(train), config.seed, config.epochs)
-            global_batch = config.batch * hvd.size()
-            self.steps = config.steps or DEFAULT_STEPS
-            if self.stream.length is not None:
-                self.steps = -(-self.stream.length // global_batch)
-            self.schedule = Schedule(config.schedule, config.lr, self.steps, config.warmup, config.final_lr)
             self.precision = _precision(config, self.device)
             self.model = with_batch_norm(model.to(self.device), config.batch_norm)
             if config.segments is not None:
@@ -119,13 +103,20 @@ class Trainer:
                 config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
             )
         self.folder, start = run_folder(config)
-        resumed = None
+        resumed: Snapshot | None = None
         with errors_everywhere("hvd_ckpt.train.snapshot"):
             if start is not None:
                 resumed = snapshot.read(start, hvd.rank())
+                check_resumed(config, len(train), resumed)
                 self._load_weights(resumed.weights)
+            self.progress = Progress(**resumed.common["progress"]) if resumed is not None else Progress()
+            self.steps = self._steps()
+            self.schedule = Schedule(config.schedule, config.lr, self.steps, config.warmup, config.final_lr)
+        self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if resumed else []
         broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.plan = self._plan(resumed)
+        self.plan, self._plan_text = plan_of_run(
+            self.model, config, train, objective, self.device, self.folder, plan_text(config, resumed)
+        )
         self._optimizer: Any = DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
@@ -135,10 +126,10 @@ class Trainer:
         self.model, self._optimizer = self.precision.prepare(self.model, self._optimizer)
         broadcast_optimizer_state(self._optimizer, root_rank=0)
         torch.manual_seed(_seed_of_rank(config.seed, self.progress.step))
+        self.report = Report(self.folder, config, self.steps, objective.unit, self.progress.step, self.device)
         if resumed is not None:
             with errors_everywhere("hvd_ckpt.train.resume"):
                 self._restore(resumed)
-        self.report = Report(self.folder, config, self.steps, objective.unit, self.progress.step, self.device)
 
     @property
     def optimizer(self) -> Any:
@@ -148,7 +139,7 @@ class Trainer:
     def run(self) -> Outcome:
         """Trains to the end, evaluates, and writes a last snapshot."""
         config, progress = self.config, self.progress
-        outcome = Outcome(progress.step, {}, False, self.folder)
+        outcome = Outcome(progress.step, {}, self._waited_enough(), self.folder)
         with self._loader() as loader, self.report as report:
             while progress.step < self.steps and not outcome.ended_early:
                 batch, samples = next(loader)
@@ -159,13 +150,10 @@ class Trainer:
                 report.add(progress.step, accumulated, self.objective.units(batch) if samples else 0)
                 if progress.step % config.log_every == 0 or last:
                     report.log(progress.step, self.schedule.rate(progress.step - 1))
-                if self.test is not None and (last or _due(config.eval_every, progress.step)):
-                    evaluation = self._report_evaluation()
-                    outcome = dataclasses.replace(
-                        outcome,
-                        evaluation=evaluation,
-                        ended_early=self._ends_early(evaluation["loss"]) and not last,
-                    )
+                due = _due(config.eval_every, progress.step)
+                if self.test is not None and (last or due):
+                    outcome = dataclasses.replace(outcome, evaluation=self._report_evaluation(due))
+                    outcome = dataclasses.replace(outcome, ended_early=self._waited_enough() and not last)
                 if last or outcome.ended_early or _due(config.snapshot_every, progress.step):
                     with report.apart():
                         self.snapshot()
@@ -187,14 +175,15 @@ class Trainer:
         accumulated = accumulate(
             self._loss,
             batch.to(self.device),
-            config.accumulate,
+            self._micro_batches(),
             checkpoint=config.checkpoint,
             weight=self.objective.weight if samples else _nothing,
             across_ranks=True,
             backward=self._backward,
         )
         if config.batch_norm.startswith("deferred"):
-            commit_batch_norm(self.model, across_ranks=config.batch_norm == "deferred-ranks")
+            across_ranks = config.batch_norm == "deferred-ranks"
+            commit_batch_norm(self.model, across_ranks=across_ranks, discard=not samples)
         if config.clip is not None:
             self.precision.unscale(self._optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
@@ -223,29 +212,49 @@ class Trainer:
             "progress": dataclasses.asdict(self.progress),
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
-            "plan": None if self.plan is None else (self.folder / "plan.json").read_text("utf-8"),
+            "plan": self._plan_text,
+            "samples": len(self.train),
             "threads": torch.get_num_threads(),
         }
         own = {
             "random": snapshot.random_state(),
             "reduction": self._optimizer.reduction_state_dict(),
             "buffers": dict(self.model.named_buffers()),
+            "logged": self.report.open_entry(),
         }
         folder = self.folder / "snapshots"
         weights = self.model.state_dict()
         written = snapshot.write(folder, self.progress.step, weights=weights, common=common, own=own)
         if hvd.rank() == 0:
+            remove_abandoned(self._abandoned, written)
             snapshot.prune(folder, self.config.keep_snapshots)
         return written
 
     # -------------------------------------------------------------------------------- within a run
 
-    def _report_evaluation(self) -> dict[str, float]:
+    def _report_evaluation(self, due: bool) -> dict[str, float]:
+        """Only evaluations that are due count for patience: one at the end comes wherever the end is."""
+        progress = self.progress
         with self.report.apart():
             start = time.perf_counter()
             means = self.evaluate()
-            self.report.evaluation(self.progress.step, means, time.perf_counter() - start)
+            self.report.evaluation(progress.step, means, time.perf_counter() - start)
+        if due and means["loss"] < (math.inf if progress.best is None else progress.best):
+            progress.best, progress.waited = means["loss"], 0
+        elif due:
+            progress.waited += 1
         return means
+
+    def _waited_enough(self) -> bool:
+        return self.config.patience is not None and self.progress.waited >= self.config.patience
+
+    def _micro_batches(self) -> int:
+        """As many on every rank where each of them communicates: no more than the smallest part of a short batch has samples."""
+        if self.config.batch_norm != "synchronized" or self.stream.length is None:
+            return self.config.accumulate
+        ranks: int = hvd.size()
+        left = min(self.stream.length - self.progress.position, self.config.batch * ranks)
+        return min(self.config.accumulate, max(left // ranks, 1))
 
     def _loss(self, batch: Batch) -> Tensor:
         with self.precision.autocast():
@@ -253,14 +262,6 @@ class Trainer:
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         self.precision.backward(loss, self._optimizer, last)
-
-    def _ends_early(self, loss: float) -> bool:
-        progress = self.progress
-        if progress.best is None or loss < progress.best:
-            progress.best, progress.waited = loss, 0
-        else:
-            progress.waited += 1
-        return self.config.patience is not None and progress.waited >= self.config.patience
 
     # -------------------------------------------------------------------------------- before the first step
 
@@ -274,41 +275,13 @@ class Trainer:
             self.progress.position,
         )
 
-    def _plan(self, resumed: Snapshot | None) -> Plan | None:
-        config = self.config
-        file = self.folder / "plan.json"
-        if config.budget is None and config.plan is None:
-            return None
-        if resumed is not None and resumed.common["plan"] is not None:
-            made = self._plan_of_snapshot(resumed.common["plan"], file)
-        elif config.plan is not None:
-            with errors_everywhere("hvd_ckpt.train.plan"):
-                made = load_plan(Path(config.plan), self.model)
-        else:
-            assert config.budget is not None
-            count = min(config.micro_batch, len(self.train))
-            sample = self.train.batch(range(count), [0] * count)
-            try:
-                made = make_plan(
-                    self.model,
-                    sample.to(self.device),
-                    self.objective,
-                    config.budget,
-                    AUTOCAST.get(config.precision),
-                )
-            except BudgetError as error:
-                raise ConfigError(f"budget {config.budget}: {error}") from None
-        if hvd.rank() == 0:
-            made.save(file)
-        made.apply(self.model)
-        return made
-
-    def _plan_of_snapshot(self, text: str, file: Path) -> Plan:
-        if hvd.rank() == 0:
-            file.write_text(text, "utf-8")
-        hvd.barrier()
-        with errors_everywhere("hvd_ckpt.train.plan"):
-            return load_plan(file, self.model)
+    def _steps(self) -> int:
+        """Of the whole run: as configured, or what the stream's rest needs beyond those that were taken."""
+        if self.stream.length is None:
+            return self.config.steps or DEFAULT_STEPS
+        left = max(self.stream.length - self.progress.position, 0)
+        global_batch: int = self.config.batch * hvd.size()
+        return self.progress.step + -(-left // global_batch)
 
     # -------------------------------------------------------------------------------- going on
 
@@ -323,18 +296,19 @@ class Trainer:
 
     def _restore(self, resumed: Snapshot) -> None:
         common, own = resumed.common, resumed.own
-        self.progress = Progress(**common["progress"])
+        options = [dict(group) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(common["optimizer"])
+        with_options(self._optimizer, options)
         if self.precision.scaler is not None and common["scaler"] is not None:
             self.precision.scaler.load_state_dict(common["scaler"])
         if resumed.ranks != hvd.size() or own is None:
-            torch.manual_seed(_seed_of_rank(self.config.seed, self.progress.step))
-            return
+            return  # each rank draws anew, and learns anew when gradients are final
         buffers = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in own["buffers"].items():
                 buffers[name].copy_(value)
         self._optimizer.load_reduction_state_dict(own["reduction"])
+        self.report.go_on(own["logged"])
         snapshot.set_random_state(own["random"])
 
 
@@ -349,7 +323,7 @@ def _nothing(batch: Batch) -> float:
 def _seed_of_rank(seed: int, step: int) -> int:
     """Ranks drop out different units; a run that goes on without its random state draws new ones."""
     rank: int = hvd.rank()
-    return (seed * 1_000_003 + step) * 100_003 + rank + 1
+    return ((seed * 1_000_003 + step) * 100_003 + rank + 1) % 2**63
 
 
 def _device(name: str | None) -> torch.device:

@@ -31,4 +31,4 @@ def test_the_training_script(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", result.stdout)]
-    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert len(losses) == 5 and max(losses) < 1.0  # ten classes: 2.3 before training

@@ -53,3 +53,13 @@ def _in_step_with_the_others() -> Iterator[None]:
     yield
     hc.barrier()
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def quick_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three rounds of timing for each kind of block, and one thread: bytes and results are what is looked at."""
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

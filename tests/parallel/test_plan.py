@@ -12,15 +12,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Three rounds of timing for each kind of block, and one thread: bytes are what is looked at here."""
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_planner")
 
 
 class Block(nn.Module):

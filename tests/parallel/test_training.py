@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -36,14 +37,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Next to no rounds of timing in the planner, and one thread."""
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_planner")
 
 
 @pytest.fixture
@@ -126,7 +120,7 @@ def test_a_recomputed_run_ends_in_the_bits_of_one_that_keeps_everything(name, te
 
 
 @twice
-@pytest.mark.parametrize("name", ["bert-tiny", "xlnet-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny"])
 def test_a_run_within_a_budget_ends_in_the_bits_of_one_that_keeps_everything(name, text, folder):
     weights = final_weights(train(folder / "kept", **settings(name, text, accumulate=2))[1])
     planned, within = train(folder / "plan", **settings(name, text, accumulate=2, budget="min"))
@@ -150,7 +144,9 @@ def test_reentrant_segments_train_alike_to_rounding(text, folder):
         torch.testing.assert_close(weight, others[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("fp16", marks=twice), pytest.param("bf16", marks=twice)]
+)
 def test_a_run_that_goes_on_ends_in_the_bits_of_one_never_stopped(precision, text, folder):
     values = settings(
         "gpt-tiny",
@@ -341,3 +337,103 @@ def test_a_folder_in_use_and_a_foreign_snapshot_are_errors(text, folder):
     other = {**values, "model_options": {**SMALL, "layers": 2}}
     with pytest.raises(ConfigError, match="the snapshot is of another model"):
         train(folder, **other, resume=str(folder / "run"))
+
+
+def values_of(name, text, **changes):
+    """Settings in which all that a run carries along matters: dropout, micro-batches, a decay, evaluations between snapshots."""
+    changes = {"accumulate": 2, "schedule": "cosine", "clip": 0.5, "keep_snapshots": 9, **changes}
+    return settings(name, text, **changes)
+
+
+@twice
+def test_a_plan_and_an_open_log_entry_go_on(text, folder):
+    values = values_of("gpt-tiny", text, steps=4, budget="min", log_every=4, snapshot_every=2)
+    first, whole = train(folder / "run", **values)
+    weights, log = final_weights(whole), read(whole.folder / "log.jsonl")
+    again, outcome = train(folder, **values, resume=str(folder / "run" / "snapshots" / "step-00000002"))
+    assert again.plan == first.plan
+    assert_same(weights, final_weights(outcome))
+    assert [one["loss"] for one in read(outcome.folder / "log.jsonl")] == [one["loss"] for one in log]
+    other, _ = train(
+        folder,
+        **{**values, "budget": "0.9x", "lr": 0.5, "weight_decay": 0.25, "steps": 5},
+        resume=str(folder / "run"),
+    )
+    assert other.plan is not None and other.plan.budget != first.plan.budget
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_epochs_go_on_with_another_global_batch_to_the_end_of_the_stream(batch, text, folder):
+    """As they do with another number of ranks: the rest of the samples is trained on, each once."""
+    file = folder / "text.txt"
+    count = 8 * hc.size() + 1
+    if hc.rank() == 0:
+        file.write_bytes(Path(text).read_bytes()[: 8 * count + 1])
+    hc.barrier()
+    values = values_of(
+        "gpt-tiny", str(file), steps=None, epochs=1, batch=2, length=8, held_out=0, snapshot_every=1
+    )
+    train(folder / "run", **values)
+    changed = {**values, "batch": batch, "accumulate": 1}
+    resumed = str(folder / "run" / "snapshots" / "step-00000001")
+    config = Config(**changed, resume=resumed)
+    parts = assemble(config)
+    data = Recording(parts.train)
+    trainer = Trainer(config, parts.model, parts.objective, data)
+    outcome = trainer.run()
+    hc.barrier()
+    left = count - 2 * hc.size()
+    assert outcome.steps == 1 + -(-left // (batch * hc.size()))
+    assert trainer.progress.position == count
+    seen = {one for rank in hc.allgather_object(data.asked) for part in rank for one in part}
+    indices, epochs = trainer.stream.part(2 * hc.size(), left, 0, 1)
+    assert seen == set(zip(epochs, indices))
+    kept = sorted(path.name for path in (folder / "run" / "snapshots").iterdir())
+    assert kept == [f"step-{step:08}" for step in range(1, outcome.steps + 1)]
+
+
+@twice
+def test_a_run_goes_on_from_an_older_snapshot_and_leaves_the_later_ones_behind(text, folder):
+    values = settings("gpt-tiny", text, steps=6, snapshot_every=1, keep_snapshots=2)
+    train(folder / "run", **values)
+    _, outcome = train(
+        folder,
+        **{**values, "steps": 6, "snapshot_every": 3, "patience": 1, "eval_every": 1, "lr": 1e-30},
+        resume=str(folder / "run" / "snapshots" / "step-00000005"),
+    )
+    assert outcome.steps == 6
+    for name, changed, said in (
+        ("seed", 5, "seed 5: the run that is to go on has 0"),
+        ("optimizer", "sgd", "optimizer sgd: the run that is to go on has adamw"),
+        ("length", 8, "samples to train on and there are"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            train(folder, **{**values, name: changed}, resume=str(folder / "run"))
+        assert said in str(caught.value)
+
+
+@twice
+def test_synchronized_batch_norms_meet_in_a_short_last_batch_of_micro_batches(text, folder):
+    count = 4 * hc.size() + 3  # two samples on one rank, one on the other
+    arrays = folder / "images.npz"
+    if hc.rank() == 0:
+        numpy.savez(
+            arrays,
+            images=numpy.random.default_rng(0).integers(0, 256, (count, 8, 8)).astype(numpy.uint8),
+            labels=numpy.arange(count) % 3,
+        )
+    hc.barrier()
+    values = settings("resnet-20", text, images=str(arrays), steps=None, epochs=1, held_out=0, seed=2**62)
+    for kind in ("synchronized", "deferred-ranks"):
+        trainer, outcome = train(folder / kind, **values, accumulate=4, batch_norm=kind)
+        assert outcome.steps == 2 and trainer.progress.position == count
+        statistics = hc.allgather_object(trainer.model[0][1].running_mean)
+        assert torch.equal(statistics[0], statistics[1])
+
+
+@twice
+def test_planning_leaves_no_trace_in_deferred_batch_norms(text, folder):
+    values = settings("resnet-20", text, accumulate=2, batch_norm="deferred", steps=2)
+    weights = final_weights(train(folder / "kept", **values)[1])
+    assert_same(weights, final_weights(train(folder / "plan", **values, budget="0.7x")[1]))

@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hvd_ckpt.training import logs, names, optimizers, progress
+from hvd_ckpt import names
+from hvd_ckpt.training import logs, optimizers, progress
 from hvd_ckpt.training.plots import COLORS, loss_plot
 from hvd_ckpt.training.schedules import SCHEDULES, Schedule
 
