@@ -5,9 +5,11 @@ A bad argument ends a command with one line and exit status 2; status 1 is for a
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -24,10 +26,30 @@ __all__ = [
 ]  # fmt: skip
 
 
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+MOMENT = 3.0  # seconds
+
+
 class BadArgument(click.ClickException):
-    """One line, exit status 2."""
+    """One line, exit status 2.
+
+    Of several ranks, whose command line is the same, rank 0 says it. The others give it a moment to do so: the launcher ends all
+    ranks when one has ended.
+    """
 
     exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        if _launched_rank() == 0:
+            super().show(file)
+        else:
+            time.sleep(MOMENT)
+
+
+def _launched_rank() -> int:
+    """The rank that the launcher gave this process; 0 if no known launcher started it."""
+    texts = (os.environ.get(variable, "") for variable in RANK_VARIABLES)
+    return next((int(text) for text in texts if text.isdecimal()), 0)
 
 
 class OneLineErrors(click.Command):

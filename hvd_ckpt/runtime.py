@@ -34,7 +34,6 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
 CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
 MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
@@ -122,12 +121,6 @@ def _set_crowded_defaults() -> None:
     if not _is_on(AUTOTUNE_VARIABLE):
         os.environ.setdefault(CYCLE_VARIABLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
     os.environ.setdefault(MPI_YIELD_VARIABLE, "1")
-
-
-def launched_rank() -> int:
-    """The rank that the launcher gave this process, known before :func:`init`; 0 if no known launcher started it."""
-    texts = (os.environ.get(variable, "") for variable in RANK_VARIABLES)
-    return next((int(text) for text in texts if text.isdecimal()), 0)
 
 
 def _launched_local_size() -> int:

@@ -6,52 +6,20 @@ Exit status 0 after a run, 2 for a setting that cannot be; anything that goes wr
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvd_ckpt.command_line import BadArgument
+from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.models.catalog import overview
-from hvd_ckpt.runtime import launched_rank
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.values import named
 
 __all__ = ["train"]
 
-ALTERNATIVES = (
-    {"steps", "epochs"},
-    {"budget", "plan", "segments", "reentrant"},
-)  # one setting replaces another
-
-MOMENT = (
-    3.0  # seconds that the other ranks give rank 0 to say what is wrong, before they end and so does the job
-)
-
-
-class _Train(click.Command):
-    """A command of several ranks that answers bad arguments with one line, from rank 0."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            raise _bad(error.format_message()) from None
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ConfigError as error:
-            raise _bad(str(error)) from None
-
-
-def _bad(message: str) -> Exception:
-    """The error for rank 0; other ranks, whose command line is the same, leave the word to it."""
-    if launched_rank() > 0:
-        time.sleep(MOMENT)
-        return click.exceptions.Exit(2)
-    return BadArgument(message)
+# One setting of these replaces the others.
+ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments", "reentrant"})
 
 
 def _flag(setting: dataclasses.Field[Any]) -> click.Option:
@@ -69,6 +37,14 @@ def _flag(setting: dataclasses.Field[Any]) -> click.Option:
 
 
 def _train(file: str | None, **flags: Any) -> None:
+    try:
+        run(_config(file, flags))
+    except ConfigError as error:
+        raise BadArgument(str(error)) from None
+
+
+def _config(file: str | None, flags: dict[str, Any]) -> Config:
+    """What the file says, and before it the flags."""
     values = _underscored(read_yaml(file)) if file is not None else {}
     resume = flags["resume"] or values.get("resume")
     if resume is not None:
@@ -84,7 +60,7 @@ def _train(file: str | None, **flags: Any) -> None:
                 values[name] = {**(values.get(name) or {}), **given}
         elif value is not None:
             values[name] = value
-    run(Config.make(values))
+    return Config.make(values)
 
 
 def _underscored(values: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +105,7 @@ def run(config: Config) -> None:
         click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
 
 
-train = _Train(
+train = OneLineErrors(
     "train",
     callback=_train,
     params=[
