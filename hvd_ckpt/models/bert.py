@@ -108,25 +108,8 @@ def bert(
     Raises:
         ValueError: for sizes that fit no transformer.
     """
-    check_sizes(
-        vocabulary=vocabulary,
-        length=length,
-        width=width,
-        heads=heads,
-        layers=layers,
-        dropout=dropout,
-        attention=attention,
-    )
     config = BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        pad_token_id=padding,
-        attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
+        **_sizes(vocabulary, length, width, heads, layers, dropout, padding, attention),
         max_position_embeddings=length,
     )
     return BertChain(BertForMaskedLM(config).train(), checkpoint_interval)
@@ -152,6 +135,26 @@ def roberta(
     Raises:
         ValueError: for sizes that fit no transformer.
     """
+    config = RobertaConfig(
+        **_sizes(vocabulary, length, width, heads, layers, dropout, padding, attention),
+        max_position_embeddings=length + padding + 1,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    )
+    return BertChain(RobertaForMaskedLM(config).train(), checkpoint_interval)
+
+
+def _sizes(
+    vocabulary: int,
+    length: int,
+    width: int,
+    heads: int,
+    layers: int,
+    dropout: float,
+    padding: int,
+    attention: str,
+) -> dict[str, Any]:
+    """What the configurations of both have in common, checked."""
     check_sizes(
         vocabulary=vocabulary,
         length=length,
@@ -161,18 +164,14 @@ def roberta(
         dropout=dropout,
         attention=attention,
     )
-    config = RobertaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        pad_token_id=padding,
-        attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
-        max_position_embeddings=length + padding + 1,
-        type_vocab_size=1,
-        layer_norm_eps=1e-5,
-    )
-    return BertChain(RobertaForMaskedLM(config).train(), checkpoint_interval)
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "pad_token_id": padding,
+        "attn_implementation": attention,
+    }

@@ -1,20 +1,15 @@
-"""The table in the terminal, ``results.json`` for programs and ``report.md`` for people."""
+"""What the table of a DenseNet over ranks and batch sizes says."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from hvd_ckpt.benchmark.densenet.case import WANTED_TIME, Case
 from hvd_ckpt.benchmark.densenet.contenders import NAIVE, OURS, WANTED_MEMORY
 from hvd_ckpt.benchmark.densenet.job import Entry
-from hvd_ckpt.json_file import write_json
+from hvd_ckpt.benchmark.table_report import TableReport
 
 __all__ = ["COLUMNS", "PICTURE", "Report"]
 
@@ -38,74 +33,46 @@ NOTES = (
 )
 
 
-@dataclass
-class Report:
-    """Everything a benchmark found out.
+class Report(TableReport[Case]):
+    """Contenders over ranks and batch sizes."""
 
-    Attributes:
-        command: how to repeat it.
-        facts: machine, versions, and environment variables that change what is measured.
-        settings: what was asked for.
-        cases: the results.
-        seconds: how long it took.
-    """
+    title = "DenseNet with recomputation, measured"
+    columns = COLUMNS
+    to_the_left = ("contender", "right")
+    notes = NOTES
 
-    command: str
-    facts: dict[str, str]
-    settings: dict[str, Any]
-    cases: list[Case] = field(default_factory=list)
-    seconds: float = 0.0
+    def rows(self, case: Case) -> list[tuple[str, ...]]:
+        return [
+            (
+                str(case.size),
+                str(case.batch),
+                entry.name,
+                "-" if entry.peak_bytes is None else f"{entry.peak_bytes / MIB:.1f}",
+                *_figures(case, entry),
+                _right(entry),
+            )
+            for entry in case.entries
+        ]
 
-    @property
-    def sound(self) -> bool:
-        """Whether every case ran, and this library trained right in all of them."""
-        return all(case.sound for case in self.cases)
-
-    def print(self, console: Console) -> None:
-        """Print the table and what stands beside it."""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name in ("contender", "right") else "right")
-        for case in self.cases:
-            for number, row in enumerate(_rows(case)):
-                table.add_row(*(("", "", *row[2:]) if number else row))
-            table.add_section()
-        console.print(table)
-        for line in (*self.remarks(), *(f"{name}: {value}" for name, value in self._beside().items())):
-            console.print(line, highlight=False, markup=False)
-
-    def save(self, folder: Path) -> None:
-        """Write ``results.json``, ``report.md`` and, with matplotlib, the picture into ``folder``, over those of before."""
-        values = {
-            **self._beside(),
-            "settings": self.settings,
-            "results": [_result(case) for case in self.cases],
+    def result(self, case: Case) -> dict[str, Any]:
+        return {
+            "ranks": case.size,
+            "batch": case.batch,
+            "threads": case.threads,
+            "contenders": [_result(case, entry) for entry in case.entries],
+            "note": case.note,
+            "failed": case.failed,
         }
-        write_json(values, folder / "results.json")
-        picture = self._draw(folder)
-        (folder / "report.md").write_text(self.markdown(picture), encoding="utf-8")
 
-    def _draw(self, folder: Path) -> bool:
+    def picture(self, folder: Path) -> str | None:
         try:
             from hvd_ckpt.benchmark.densenet.picture import draw
         except ImportError:
-            return False
+            return None
         draw(folder / PICTURE, self.cases)
-        return True
-
-    def markdown(self, picture: bool = False) -> str:
-        """The report as a page of Markdown; ``picture``: whether it shows one."""
-        lines = ["# DenseNet with recomputation, measured", ""]
-        lines += [f"- {name}: {value}" for name, value in self._beside().items()]
-        if picture:
-            lines += ["", f"![Memory and time over batch sizes]({PICTURE})"]
-        lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(row) + " |" for case in self.cases for row in _rows(case)]
-        lines += ["", *(f"- {line}" for line in (*self.remarks(), *NOTES)), ""]
-        return "\n".join(lines)
+        return f"![Memory and time over batch sizes]({PICTURE})"
 
     def remarks(self) -> list[str]:
-        """What is missing in the table and why, and whether the figures wanted are met."""
         lines = [f"{case.title}: {case.note}" for case in self.cases if case.note]
         lines += [
             f"{case.title}, {entry.name}: {entry.failure}"
@@ -123,29 +90,12 @@ class Report:
                     )
         return lines
 
-    def _beside(self) -> dict[str, str]:
+    def told(self) -> dict[str, str]:
         threads = sorted({(case.size, case.threads) for case in self.cases if case.threads})
         return {
-            **self.facts,
             "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads),
             "rounds": str(self.settings.get("rounds")),
-            "took": f"{self.seconds:.0f} s",
-            "command": self.command,
         }
-
-
-def _rows(case: Case) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(case.size),
-            str(case.batch),
-            entry.name,
-            "-" if entry.peak_bytes is None else f"{entry.peak_bytes / MIB:.1f}",
-            *_figures(case, entry),
-            _right(entry),
-        )
-        for entry in case.entries
-    ]
 
 
 def _figures(case: Case, entry: Entry) -> tuple[str, str, str]:
@@ -167,24 +117,13 @@ def _met(yes: bool) -> str:
     return "met" if yes else "not met"
 
 
-def _result(case: Case) -> dict[str, Any]:
-    """A case for programs: all seconds, and what was made of them."""
-
-    def entry(one: Entry) -> dict[str, Any]:
-        time, met = case.time(one), case.met(one)
-        return {
-            **dataclasses.asdict(one),
-            "memory_of_naive": case.memory(one),
-            "time_of_naive": time and dataclasses.asdict(time),
-            "memory_met": met and met[0],
-            "time_met": met and met[1],
-        }
-
+def _result(case: Case, entry: Entry) -> dict[str, Any]:
+    """A contender for programs: all seconds, and what was made of them."""
+    time, met = case.time(entry), case.met(entry)
     return {
-        "ranks": case.size,
-        "batch": case.batch,
-        "threads": case.threads,
-        "contenders": [entry(one) for one in case.entries],
-        "note": case.note,
-        "failed": case.failed,
+        **dataclasses.asdict(entry),
+        "memory_of_naive": case.memory(entry),
+        "time_of_naive": time and dataclasses.asdict(time),
+        "memory_met": met and met[0],
+        "time_met": met and met[1],
     }

@@ -1,20 +1,15 @@
-"""What the rounds say: ratios and verdicts, the table in the terminal, ``results.json`` and ``report.md``."""
+"""What the rounds say: ratios, verdicts and the table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from hvd_ckpt.benchmark.reduce import Quartiles, quartiles, ratios
+from hvd_ckpt.benchmark.table_report import TableReport
 from hvd_ckpt.benchmark.train.job import Answer
-from hvd_ckpt.json_file import write_json
 
 __all__ = ["COLUMNS", "WANTED", "Case", "Report"]
 
@@ -112,73 +107,29 @@ class Case:
     def result(self) -> dict[str, Any]:
         """The case for programs."""
         ratio = self.ratio
-        return {**dataclasses.asdict(self), "ratio": ratio and dataclasses.asdict(ratio), "sound": self.sound}
+        ratio_of_both = ratio and dataclasses.asdict(ratio)
+        return {**dataclasses.asdict(self), "ratio": ratio_of_both, "wanted": WANTED, "sound": self.sound}
 
 
-@dataclass
-class Report:
-    """Everything the benchmark found out.
+class Report(TableReport[Case]):
+    """Models and numbers of micro-batches."""
 
-    Attributes:
-        command: how to repeat it.
-        facts: machine, versions, and environment variables that change what is measured.
-        settings: what was asked for.
-        cases: the results.
-        seconds: how long it took.
-    """
+    title = "The training toolkit beside a loop written by hand"
+    columns = COLUMNS
+    to_the_left = ("model", "same weights")
+    notes = NOTES
 
-    command: str
-    facts: dict[str, str]
-    settings: dict[str, Any]
-    cases: list[Case] = field(default_factory=list)
-    seconds: float = 0.0
+    def rows(self, case: Case) -> list[tuple[str, ...]]:
+        return [case.row()]
 
-    @property
-    def sound(self) -> bool:
-        """Whether all cases are."""
-        return all(case.sound for case in self.cases)
+    def result(self, case: Case) -> dict[str, Any]:
+        return case.result()
 
-    def print(self, console: Console) -> None:
-        """Print the table and what stands beside it."""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name in ("model", "same weights") else "right")
-        for case in self.cases:
-            table.add_row(*case.row())
-        console.print(table)
-        beside = [f"{name}: {value}" for name, value in self._beside().items()]
-        for line in (*(case.remark() for case in self.cases), *beside):
-            console.print(line, highlight=False, markup=False)
+    def remarks(self) -> list[str]:
+        return [case.remark() for case in self.cases]
 
-    def save(self, folder: Path) -> None:
-        """Write ``results.json`` and ``report.md`` into ``folder``, over those of before."""
-        values = {
-            **self._beside(),
-            "settings": self.settings,
-            "wanted": WANTED,
-            "results": [case.result() for case in self.cases],
-        }
-        write_json(values, folder / "results.json")
-        (folder / "report.md").write_text(self.markdown(), encoding="utf-8")
-
-    def markdown(self) -> str:
-        """The report as a page of Markdown."""
-        lines = ["# The training toolkit beside a loop written by hand", ""]
-        lines += [f"- {name}: {value}" for name, value in self._beside().items()]
-        lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(case.row()) + " |" for case in self.cases]
-        lines += ["", *(f"- {line}" for line in (*(case.remark() for case in self.cases), *NOTES)), ""]
-        return "\n".join(lines)
-
-    def _beside(self) -> dict[str, str]:
-        told = {
-            name: str(value) for name, value in self.settings.items() if name not in ("models", "accumulate")
-        }
+    def told(self) -> dict[str, str]:
         threads = max((case.threads for case in self.cases), default=0)
-        return {
-            **self.facts,
-            **told,
-            "threads per rank": str(threads),
-            "took": f"{self.seconds:.0f} s",
-            "command": self.command,
-        }
+        listed = ("models", "accumulate")  # in the table
+        settings = {name: str(value) for name, value in self.settings.items() if name not in listed}
+        return {**settings, "threads per rank": str(threads)}
