@@ -9,6 +9,7 @@ from torch import nn
 
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import OBJECTIVES, Objective
+from hvd_ckpt.planning.measure import undisturbed
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 
@@ -53,7 +54,29 @@ def assemble(config: Config) -> Assembly:
         raise ConfigError(f"model {config.model}: {error}") from None
     if entry.folder is not None:
         _check_limits(config, catalog.limits(model), facts)
+    if entry.kind in _SETTINGS_OF_DATA["pixels"]:
+        _check_pixels(config, model, train)
     return Assembly(model, OBJECTIVES[entry.kind](), train, test)
+
+
+def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:
+    """Runs the model on a smallest micro-batch, without a trace: what halves its input again and again may come to nothing, and a
+    batch norm cannot train on one value."""
+    count = min(config.batch // config.accumulate, len(train))
+    sample = train.batch(range(count), [0] * count)
+    try:
+        with torch.no_grad(), undisturbed(model, torch.device("cpu")):
+            model.train(config.batch_norm != "synchronized")(
+                *sample.inputs
+            )  # those train on what all ranks have
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        shape = tuple(sample.inputs[0].shape)
+        raise ConfigError(
+            f"pixels: the model {config.model} cannot take micro-batches of shape {shape}: {reason}"
+        ) from None
+    finally:
+        model.train()
 
 
 _SETTINGS_OF_DATA = {

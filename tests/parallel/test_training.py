@@ -288,6 +288,9 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
     assert records[1]["loss"] > 0 and 0 <= records[1]["accuracy"] <= 1
 
 
+NO_TEXT = {"text": None, "length": None, "model_options": {}}
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -306,6 +309,15 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
         ({"budget": "1KiB"}, "budget 1KiB: No plan stays within"),
         ({"precision": "apex-O1"}, "precision 'apex-O1' cannot be used"),
         ({"device": "tpu"}, "device 'tpu'"),
+        (
+            {**NO_TEXT, "model": "densenet-121", "pixels": 8},
+            "the model densenet-121 cannot take micro-batches of shape",
+        ),
+        (
+            {**NO_TEXT, "model": "vnet", "pixels": 20},
+            "the model vnet cannot take micro-batches of shape (4, 1, 20,",
+        ),
+        ({**NO_TEXT, "model": "vnet", "pixels": 16, "batch": 1}, "Expected more than 1 value per channel"),
         ({"warmup": 9}, "warmup is 9"),
     ],
 )
