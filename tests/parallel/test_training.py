@@ -197,7 +197,7 @@ def test_running_statistics_of_each_rank_go_on_too(text, folder):
     assert not torch.equal(means[0], means[1])
 
 
-@pytest.mark.parametrize("batch_norm", ["deferred-ranks", "synchronized"])
+@pytest.mark.parametrize("batch_norm", ["deferred-ranks", pytest.param("synchronized", marks=twice)])
 def test_batch_norms_over_all_ranks_agree_on_their_statistics(batch_norm, text, folder):
     values = settings("resnet-20", text, steps=2, accumulate=2, batch_norm=batch_norm)
     trainer, _ = train(folder / "run", **values)
@@ -268,6 +268,7 @@ def test_training_ends_early_on_every_rank_when_evaluations_get_no_better(text, 
     final_weights(outcome)
 
 
+@twice
 def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, folder):
     values = settings("gpt-tiny", text, steps=4, log_every=2, eval_every=3, snapshot_every=1, clip=1.0)
     _, outcome = train(folder / "run", **values)
@@ -378,7 +379,7 @@ def test_a_plan_and_an_open_log_entry_go_on(text, folder):
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=twice)])
 def test_epochs_go_on_with_another_global_batch_to_the_end_of_the_stream(batch, text, folder):
     """As they do with another number of ranks: the rest of the samples is trained on, each once."""
     file = folder / "text.txt"

@@ -25,16 +25,15 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(bench, ["densenet", *arguments])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_everyone_is_measured_and_this_library_trains_right(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny operators on two threads mostly wait for each other
-    result = run(*TINY, "--ranks", str(ranks), "--output", str(tmp_path))
+    result = run(*TINY, "--ranks", "2", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "results.json").read_text())
     (case,) = report["results"]
-    assert (case["ranks"], case["batch"], case["failed"]) == (ranks, 4, False)
+    assert (case["ranks"], case["batch"], case["failed"]) == (2, 4, False)
     found = {one["name"].partition(" chunks")[0]: one for one in case["contenders"]}
     wrong = {name: one["differences"] for name, one in found.items() if one["differences"]}
     chunks = next(name for name in found if name.startswith("checkpoint_sequential"))
@@ -64,7 +63,7 @@ def test_everyone_is_measured_and_this_library_trains_right(
             "machine: ",
         ):
             assert words in text
-    assert f"| {ranks} | 4 | naive |" in page
+    assert "| 2 | 4 | naive |" in page
     assert (tmp_path / "densenet.png").stat().st_size > 10_000
 
 
