@@ -19,7 +19,7 @@ from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 
-__all__ = ["in_segments", "plan_of_run", "with_batch_norm"]
+__all__ = ["in_segments", "load_plan", "plan_of_run", "with_batch_norm"]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -83,7 +83,7 @@ def plan_of_run(
     if text is not None or config.plan is not None:
         hvd.barrier()
         with errors_everywhere("hvd_ckpt.train.plan"):
-            made = _load(file if text is not None else Path(str(config.plan)), model)
+            made = load_plan(file if text is not None else Path(str(config.plan)), model)
     else:
         made = _make(model, config, train, objective, device)
     if hvd.rank() == 0:
@@ -113,7 +113,7 @@ def _make(
         raise ConfigError(f"budget {config.budget}: {error}") from None
 
 
-def _load(file: Path, model: nn.Module) -> Plan:
+def load_plan(file: Path, model: nn.Module) -> Plan:
     """The plan in a file, if it fits the model.
 
     Raises:

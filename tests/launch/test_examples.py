@@ -1,8 +1,7 @@
-"""The example scripts run as they are written, with tiny settings."""
+"""Example scripts as commands: launched on two ranks, in a job of Slurm, with a bad flag. What each does: tests/parallel."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import subprocess
@@ -14,62 +13,6 @@ import pytest
 from hvd_ckpt.probe import find_launcher, launcher_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SIZE = r"[\d.]+ (?:B|KiB|MiB)"
-COSTS = rf"peak {SIZE}, [\d.]+ s a step"
-
-# Each script's settings, and patterns that its output has, each once.
-SCRIPTS = {
-    "bert_pretrain.py": (
-        "--text text.txt --length 16 --batch 2 --width 16 --layers 1 --budget min --bf16",
-        [rf"peak of a micro-batch: {SIZE} recomputed, {SIZE} kept"],
-    ),
-    "roberta_pretrain.py": (
-        "--text text.txt --length 16 --batch 2 --folder model --precision bf16",
-        [r"held-out loss [\d.]+, accuracy [\d.]+", r"RobertaForMaskedLM.from_pretrained: .*"],
-    ),
-    "xlnet_pretrain.py": (
-        "--text text.txt --length 16 --width 16 --layers 2 --segments 2 --reentrant",
-        [
-            r"shared by 4 blocks: positions \(32, 8, 16\), query_mask \(16, 16, 8, 1\), "
-            r"content_mask \(16, 16, 8, 1\), target_mapping \(2, 16, 8\)"
-        ],
-    ),
-    "gpt_lite.py": (
-        "--text text.txt --length 16 --batch 2 --width 16 --heads 2 --layers 2 --interval 1",
-        [
-            r"4 blocks, checkpoint interval 0: " + SIZE,
-            r"4 blocks, checkpoint interval 1: " + SIZE,
-            r"held-out loss [\d.]+",
-        ],
-    ),
-    "memonger_densenet.py": (
-        "--depth 22 --efficient --pixels 8 --batch 2",
-        ["recomputed never: " + COSTS, "recomputed always: " + COSTS],
-    ),
-    "memonger_resnet.py": (
-        "--depth 20 --pixels 8 --batch 2",
-        [f"11 blocks in {segments}: {COSTS}" for segments in ("1 segment", "2 segments", "3 segments")],
-    ),
-    "memonger_vnet.py": (
-        "--pixels 16 --width 2 --batch 2",
-        ["kept: " + COSTS, "recomputed: " + COSTS, r"held-out loss [\d.]+, Dice [\d.]+"],
-    ),
-    "memonger_word_lm.py": (
-        "--text text.txt --words 50 --length 16 --batch 2 --width 16",
-        ["kept: " + COSTS, "recomputed: " + COSTS, r"perplexity of held-out text: [\d.]+"],
-    ),
-}
-
-
-@pytest.fixture
-def desk(tmp_path):
-    (tmp_path / "text.txt").write_text("To be, or not to be: that is the question. " * 100)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        '{"model_type": "roberta", "vocab_size": 262, "hidden_size": 16, "num_hidden_layers": 2, '
-        '"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 18, "bos_token_id": 0}'
-    )
-    return tmp_path
 
 
 def run_example(name, *arguments, ranks=1, folder=None):
@@ -94,46 +37,27 @@ def run_example(name, *arguments, ranks=1, folder=None):
     )
 
 
-def losses(output):
-    return [float(value) for value in re.findall(r"^step 2.*? loss (\S+)", output, re.MULTILINE)]
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_on_two_ranks_and_rank_0_alone_tells_of_it(name, desk):
-    settings, patterns = SCRIPTS[name]
-    status, output = run_example(name, *settings.split(), "--steps", "2", ranks=2, folder=desk)
+def test_a_script_is_launched_on_two_ranks_and_rank_0_alone_tells_of_it(tmp_path):
+    sizes = "--length 16 --batch 2 --width 16 --heads 2 --layers 2 --interval 1 --steps 2"
+    status, output = run_example("gpt_lite.py", *sizes.split(), ranks=2, folder=tmp_path)
     assert status == 0, output
-    assert losses(output) and all(map(math.isfinite, losses(output))), output
-    assert "[1]<stdout>" not in output
-    for pattern in patterns:
-        assert len(re.findall(pattern, output)) == 1, (pattern, output)
-    if name == "roberta_pretrain.py":
-        (written,) = desk.glob("runs/*/model/model.safetensors")
-        assert written.stat().st_size > 1000
+    assert len(re.findall(r"held-out loss [\d.]+", output)) == 1 and "[1]<stdout>" not in output
 
 
-def test_the_script_before_and_after_migration_prints_the_same_losses(desk):
+def test_the_script_before_and_after_migration_prints_the_same_losses(tmp_path):
     printed = []
     for version in ("before", "after"):
         status, output = run_example(
-            "migrate_from_horovod.py", "--version", version, "--steps", "20", ranks=2, folder=desk
+            "migrate_from_horovod.py", "--version", version, "--steps", "20", ranks=2, folder=tmp_path
         )
         assert status == 0, output
         printed.append(re.findall(r"^step \d+: loss [\d.]+", output, re.MULTILINE))
     assert len(printed[0]) == 2 and printed[0] == printed[1]
 
 
-def test_a_bad_flag_is_one_line(desk):
-    status, output = run_example("gpt_lite.py", "--steps", "0", folder=desk)
+def test_a_bad_flag_is_one_line(tmp_path):
+    status, output = run_example("gpt_lite.py", "--steps", "0", folder=tmp_path)
     assert status == 2 and "steps 0: give a whole number from 1" in output and output.count("\n") == 1
-
-
-def test_every_script_is_in_the_table_and_here():
-    scripts = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sbatch")}
-    table = (EXAMPLES / "README.md").read_text()
-    assert {name for name in scripts if f"`{name}`" not in table} == set()
-    others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
-    assert scripts == set(SCRIPTS) | others
 
 
 @pytest.mark.parametrize(

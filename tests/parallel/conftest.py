@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,3 +66,14 @@ def quick_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One temporary folder for all ranks."""
+    made = tempfile.mkdtemp(prefix="hvd_ckpt_tests_") if hc.rank() == 0 else ""
+    path = Path(hc.broadcast_object(made, 0, name="folder"))
+    yield path
+    hc.barrier()
+    if hc.rank() == 0:
+        shutil.rmtree(path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,6 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.training import snapshot, snapshot_write
 from hvd_ckpt.training.snapshot import SnapshotError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder that all ranks share."""
-    made = hc.broadcast_object(tempfile.mkdtemp() if hc.rank() == 0 else "", root_rank=0, name="folder")
-    yield Path(made)
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(made)
 
 
 def own_of(rank: int) -> dict[str, Any]:

@@ -43,16 +43,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def folder():
-    """One folder for all ranks."""
-    path = hc.broadcast_object(tempfile.mkdtemp(prefix="hvd_ckpt_train_") if hc.rank() == 0 else "", 0)
-    yield Path(path)
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(path)
-
-
 @pytest.fixture(scope="module")
 def text():
     path = hc.broadcast_object(tempfile.mkdtemp(prefix="hvd_ckpt_text_") if hc.rank() == 0 else "", 0)
