@@ -64,11 +64,10 @@ def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:
     batch norm cannot train on one value."""
     count = min(config.batch // config.accumulate, len(train))
     sample = train.batch(range(count), [0] * count)
+    training = config.batch_norm != "synchronized"  # that trains on the samples of all ranks
     try:
         with torch.no_grad(), undisturbed(model, torch.device("cpu")):
-            model.train(config.batch_norm != "synchronized")(
-                *sample.inputs
-            )  # those train on what all ranks have
+            model.train(training)(*sample.inputs)
     except (RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         shape = tuple(sample.inputs[0].shape)
