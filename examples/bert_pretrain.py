@@ -65,7 +65,7 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
         )
         optimizer.step()
         if (step + 1) % 10 == 0 or step + 1 == steps:
-            loss = hc.allreduce(loss)
+            loss = hc.allreduce(loss, name="loss")
             if hc.rank() == 0:
                 print(f"step {step + 1}: loss {loss:.4f}", flush=True)
 

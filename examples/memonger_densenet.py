@@ -70,7 +70,7 @@ def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps
         hc.commit_batch_norm(model, across_ranks=True)
         optimizer.step()
         if step % 10 == 0 or step == steps:
-            loss = hc.allreduce(loss)
+            loss = hc.allreduce(loss, name="loss")
             if hc.rank() == 0:
                 print(f"step {step}: loss {loss:.4f}", flush=True)
 

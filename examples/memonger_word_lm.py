@@ -82,7 +82,7 @@ def word_tokens(text, words):
         tokenizer.train(
             files, WordLevelTrainer(vocab_size=words, special_tokens=special, show_progress=False)
         )
-    vocabulary = hc.broadcast_object(tokenizer.to_str(), root_rank=0)
+    vocabulary = hc.broadcast_object(tokenizer.to_str(), root_rank=0, name="vocabulary")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "words.json")
         file.write_text(vocabulary)

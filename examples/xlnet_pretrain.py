@@ -65,7 +65,7 @@ def main(text, steps, length, layers, width, segments, reentrant, bf16):
             with optimizer.skip_synchronize():
                 optimizer.step()
             if step % 10 == 0 or step == steps:
-                mean = hc.allreduce(loss.detach())
+                mean = hc.allreduce(loss.detach(), name="loss")
                 if hc.rank() == 0:
                     print(f"step {step}: loss {mean:.4f}", flush=True)
 
