@@ -37,10 +37,7 @@ MODELS = {
 }
 
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_planner"),
-    pytest.mark.skipif(hc.size() == 4 and hc.controller() == "mpi", reason="four ranks run over Gloo"),
-]
+pytestmark = pytest.mark.usefixtures("quick_planner")
 
 
 @pytest.fixture(scope="module")
