@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -12,7 +14,20 @@ from numpy.typing import NDArray
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.shuffle import Shuffle
 
-__all__ = ["Dataset", "Purpose", "check_seed", "generators", "held_out", "numbers", "random_split", "uniform"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "Dataset",
+    "Purpose",
+    "StandardisedSamples",
+    "check_seed",
+    "generators",
+    "held_out",
+    "numbers",
+    "random_split",
+    "uniform",
+]
 
 Integers = NDArray[numpy.int64]
 Floats = NDArray[numpy.float64]
@@ -119,3 +134,37 @@ def random_split(samples: int, share: float, seed: int) -> tuple[Integers, Integ
     count = held_out(samples, share)
     order = Shuffle(samples, check_seed(seed), Purpose.SPLIT)(numpy.arange(samples))
     return numpy.sort(order[count:]), numpy.sort(order[:count])
+
+
+class StandardisedSamples(ABC):
+    """Samples that are split at random, and standardised by those that are trained on."""
+
+    _chosen: Integers
+    _seed: int
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def split(self, share: float, seed: int | None = None) -> tuple[Self, Self | None]:
+        """Data sets for training and for evaluation: a random ``share`` of the samples, or None for a share of 0. Both are
+        standardised by the samples of the first.
+
+        Args:
+            share: of the samples to hold out.
+            seed: of the choice; by default that of the data set.
+
+        Raises:
+            ValueError: the share is below 0 or not below 1, or there is just one sample.
+        """
+        kept, held = random_split(len(self), share, self._seed if seed is None else seed)
+        if not len(held):
+            return self, None
+        training, evaluation = copy.copy(self), copy.copy(self)
+        training._chosen, evaluation._chosen = self._chosen[kept], self._chosen[held]
+        training._standardise_by(training._chosen)
+        evaluation._standardise_by(training._chosen)
+        return training, evaluation
+
+    @abstractmethod
+    def _standardise_by(self, which: Integers) -> None:
+        """Takes mean and deviation of these samples."""

@@ -6,9 +6,8 @@ folder, which are decoded when they are asked for, by the constants that are usu
 
 from __future__ import annotations
 
-import copy
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch.nn import functional
 
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.array_files import Source, channel_statistics, load
-from hvd_ckpt.training.data.dataset import Purpose, check_seed, generators, numbers, random_split
+from hvd_ckpt.training.data.dataset import Purpose, StandardisedSamples, check_seed, generators, numbers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +50,7 @@ def open_images(
     return ImageArrays(source, pixels, seed=seed, augment=augment)
 
 
-class Images(ABC):
+class Images(StandardisedSamples):
     """Images of ``pixels`` x ``pixels`` and the class of each.
 
     A batch's inputs are the images (samples, channels, pixels, pixels), float32, and its targets the classes (samples,).
@@ -81,9 +80,6 @@ class Images(ABC):
         self._chosen = numpy.arange(len(labels))
         self._standardise_by(self._chosen)
 
-    def __len__(self) -> int:
-        return len(self._chosen)
-
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         which, epochs = numbers(indices, epoch, len(self))
         which = self._chosen[which]
@@ -93,24 +89,10 @@ class Images(ABC):
         return Batch((images,), torch.from_numpy(self._labels[which]))
 
     def split(self, share: float, seed: int | None = None) -> tuple[Self, Self | None]:
-        """Data sets for training and for evaluation: a random ``share`` of the samples, never augmented, or None for a
-        share of 0. Both are standardised by the samples of the first.
-
-        Args:
-            share: of the samples to hold out.
-            seed: of the choice; by default that of the data set.
-
-        Raises:
-            ValueError: the share is below 0 or not below 1, or there is just one sample.
-        """
-        kept, held = random_split(len(self), share, self._seed if seed is None else seed)
-        if not len(held):
-            return self, None
-        training, evaluation = copy.copy(self), copy.copy(self)
-        training._chosen, evaluation._chosen = self._chosen[kept], self._chosen[held]
-        training._standardise_by(training._chosen)
-        evaluation._standardise_by(training._chosen)
-        evaluation._augment = False
+        """As of :class:`StandardisedSamples`; the images to evaluate on are never augmented."""
+        training, evaluation = super().split(share, seed)
+        if evaluation is not None:
+            evaluation._augment = False
         return training, evaluation
 
     @abstractmethod

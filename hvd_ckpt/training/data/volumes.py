@@ -14,7 +14,14 @@ from torch.nn import functional
 
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.training.data.array_files import Source, channel_statistics, load
-from hvd_ckpt.training.data.dataset import Purpose, check_seed, generators, held_out, numbers, random_split
+from hvd_ckpt.training.data.dataset import (
+    Purpose,
+    StandardisedSamples,
+    check_seed,
+    generators,
+    held_out,
+    numbers,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,7 +123,7 @@ class Ellipsoids:
         return inside
 
 
-class VolumeArrays:
+class VolumeArrays(StandardisedSamples):
     """Volumes and the classes of their voxels, in arrays; standardised by mean and deviation of the samples trained on.
 
     A batch is as that of :class:`Ellipsoids`.
@@ -149,9 +156,6 @@ class VolumeArrays:
         self._chosen = numpy.arange(len(volumes))
         self._standardise_by(self._chosen)
 
-    def __len__(self) -> int:
-        return len(self._chosen)
-
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         which = self._chosen[numbers(indices, epoch, len(self))[0]]
         volumes = torch.from_numpy(self._volumes[which].astype(numpy.float32)).unsqueeze(1)
@@ -162,25 +166,6 @@ class VolumeArrays:
                 :, 0
             ].long()
         return Batch(((volumes - self._mean) / self._deviation,), labels)
-
-    def split(self, share: float, seed: int | None = None) -> tuple[Self, Self | None]:
-        """Data sets for training and for evaluation: a random ``share`` of the samples, or None for a share of 0.
-
-        Args:
-            share: of the samples to hold out.
-            seed: of the choice; by default that of the data set.
-
-        Raises:
-            ValueError: the share is below 0 or not below 1, or there is just one sample.
-        """
-        kept, held = random_split(len(self), share, self._seed if seed is None else seed)
-        if not len(held):
-            return self, None
-        training, evaluation = copy.copy(self), copy.copy(self)
-        training._chosen, evaluation._chosen = self._chosen[kept], self._chosen[held]
-        training._standardise_by(training._chosen)
-        evaluation._standardise_by(training._chosen)
-        return training, evaluation
 
     def _standardise_by(self, which: NDArray[numpy.int64]) -> None:
         mean, deviation = channel_statistics(self._volumes[:, None], which)
