@@ -23,9 +23,10 @@ from hvd_ckpt.training.microbatch import CHECKPOINTS
 from hvd_ckpt.training.schedules import SCHEDULES
 from hvd_ckpt.values import converted
 
-__all__ = ["BATCH_NORMS", "Config", "ConfigError", "read_yaml"]
+__all__ = ["BATCH_NORMS", "ON_NAN", "Config", "ConfigError", "read_yaml"]
 
 BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
+ON_NAN = ("stop", "skip", "ignore")
 COMPRESSIONS = ("none", "fp16")
 MAX_BYTES = 1 << 20  # of a configuration file
 
@@ -187,6 +188,21 @@ class Config:
         None, _whole(1), "Steps between snapshots.  [default: at the end only]"
     )
     keep_snapshots: int = _setting(2, _whole(1), "Newest snapshots to keep.")
+    blocking_snapshots: bool = _setting(
+        False, _flag, "Stand still while a snapshot is written; spares rank 0 a copy of the state."
+    )
+    on_nan: str = _setting(
+        "stop",
+        _one_of("answer to a loss that is nan", ON_NAN),
+        "When a rank's loss is nan or infinite: " + ", ".join(ON_NAN) + ".",
+    )
+    check_weights: int | None = _setting(
+        None, _whole(1), "Steps between checks that all ranks have the same weights.  [default: never]"
+    )
+    stall_timeout: float = _setting(
+        1800.0, _number(0, above=True), "Seconds a rank waits for the others before it ends."
+    )
+    commit_every: int = _setting(10, _whole(1), "Steps between commits in an elastic job.")
     output: str | None = _setting(None, _text, "Folder of the run.  [default: runs/train-<time>]")
     resume: str | None = _setting(
         None, _text, "Folder of a run or snapshot to go on from; a run's folder is also the output then."
