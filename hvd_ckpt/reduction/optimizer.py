@@ -53,6 +53,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
     _should_synchronize: bool
     _scaling_agreed: bool
     _wrapped_supports_amp_scaling: bool
+    _notice = _noticed = False  # where there is no reducer
     backward_passes_per_step: int
 
     # -------------------------------------------------------------------------------- Horovod's public methods
@@ -66,6 +67,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
         reducer = self._reducer if self._op != Adasum else None
         if reducer is not None and (not self._synchronized or self._gradients_since()):
             reducer.synchronize()
+        elif not self._synchronized:
+            self._noticed, self._notice = self._notice, False
         self._synchronized = True
 
     def _gradients_since(self) -> bool:
@@ -202,6 +205,21 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
     def reduction_stats(self) -> ReductionStats:
         """Launches per bucket, launches during the backward pass, late gradients: since the start and in the last step."""
         return self._reducer.stats if self._reducer is not None else ReductionStats()
+
+    def notify(self) -> None:
+        """Has the next :meth:`synchronize` tell every rank, at no cost, that a rank has something to say: see :attr:`notified`.
+
+        So that ranks need a collective of their own only where something has happened on one of them: a signal, a loss that is nan.
+        """
+        if self._reducer is not None:
+            self._reducer.notice = True
+        else:
+            self._notice = True
+
+    @property
+    def notified(self) -> bool:
+        """Whether any rank called :meth:`notify` before the last :meth:`synchronize`; the same on every rank."""
+        return self._reducer.noticed if self._reducer is not None else self._noticed
 
     def reduction_state_dict(self) -> dict[str, Any]:
         """Order, layout and learned counts of the reducer: plain data. Each rank has its own counts.

@@ -5,8 +5,9 @@ The protocol, which every rank follows whatever its own gradients do:
 * Bucket *i* + 1 is never launched before bucket *i*. In the backward pass a rank launches as far as its gradients are
   final; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in the same order.
 * The last bucket leaves in ``synchronize()`` and carries control words: for each parameter whether it is used, and
-  whether a gradient came late; and one word by which a rank asks for a meeting (:mod:`.meeting`). They travel in the
-  bucket's own storage where that is float32, uncompressed and summed, and as a reduction of their own otherwise.
+  whether a gradient came late; one word by which a rank asks for a meeting (:mod:`.meeting`); and one that is the caller's
+  own (:attr:`Reducer.notice`). They travel in the bucket's own storage where that is float32, uncompressed and summed, and as
+  a reduction of their own otherwise.
 * After the control words all ranks know the same, and go through the rest together: late parts, sparse gradients,
   the meeting, parameters that are used for the first time.
 
@@ -50,6 +51,8 @@ class Reducer:
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
+        notice: the next synchronization tells all ranks that one of them has something to say.
+        noticed: whether any rank had a notice in the last synchronization.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Reducer:
         self.placement = placement
         self.stats = ReductionStats()
         self.active = False
+        self.notice = self.noticed = False
         self._wire = wire
         self.rename(identity, generation=0)
         self._sparse_as_dense = sparse_as_dense
@@ -177,6 +181,7 @@ class Reducer:
         words = self._reduce_buckets()
 
         count = self._known
+        self.noticed, self.notice = words[2 * count + 1] > 0, False
         used = [index for index, word in enumerate(words[:count]) if word > 0]
         late = [index for index, word in enumerate(words[count : 2 * count]) if word > 0]
         self._hand_out(set(used), keep=set(replaced))
@@ -203,15 +208,16 @@ class Reducer:
         return words
 
     def _control_words(self) -> torch.Tensor:
-        """This rank's words, float32: [is used] * n + [has a late gradient] * n + [wants a meeting]."""
+        """This rank's words, float32: [is used] * n + [has a late gradient] * n + [wants a meeting] + [has a notice]."""
         count = self._known
         words = [float(parameter.grad is not None) for parameter in self.placement.parameters[:count]]
-        words.extend([0.0] * (count + 1))
+        words.extend([0.0] * (count + 2))
         for index in self._diverted:  # their gradients are in flight, but hidden from ``grad``
             words[index] = 1.0
         for index in self._late:
             words[count + index] = 1.0
         words[2 * count] = float(self._report.wanted)
+        words[2 * count + 1] = float(self.notice)
         return torch.tensor(words, dtype=torch.float32)
 
     def _launch(self, with_words: bool = False) -> None:
@@ -329,7 +335,7 @@ class Reducer:
         self.placement.make_buckets()
         self._next = 0
         if self.placement.buckets and self._wire.carries_words(self.placement.buckets[-1]):
-            self.placement.buckets[-1].words = 2 * self._known + 1
+            self.placement.buckets[-1].words = 2 * self._known + 2
 
     def _meet(self, replaced: Sequence[int]) -> list[int]:
         """All ranks compare what has changed, and raise or go on together; returns the parameters in use."""

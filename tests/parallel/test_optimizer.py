@@ -685,3 +685,21 @@ def test_other_operations_reduce_at_the_end() -> None:
             assert torch.equal(parameter.grad, torch.stack(gradients).max(0).values)
         assert optimizer.reduction_stats.last.launches_in_backward == 0
     same_everywhere(model)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 1e-4])
+def test_a_notice_of_one_rank_reaches_all_with_the_gradients(bucket_cap_mb: float) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_cap_mb=bucket_cap_mb
+    )
+    seen = []
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        if step in (0, 3) and hc.rank() == hc.size() - 1:
+            optimizer.notify()
+        optimizer.step()
+        seen.append(optimizer.notified)
+    assert seen == [True, False, False, True, False, False]
+    assert optimizer.reduction_stats.last.control_messages == 0
