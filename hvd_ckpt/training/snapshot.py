@@ -31,8 +31,9 @@ from hvd_ckpt.json_file import MAX_BYTES, Wrong, loads, shown
 from hvd_ckpt.training.hashed_file import DAMAGED, SnapshotError, open_regular, reading
 from hvd_ckpt.training.manifest import COMMON, MANIFEST, MODEL, Manifest, own_name, parse_manifest
 from hvd_ckpt.training.random_state import random_state, set_random_state
-from hvd_ckpt.training.snapshot_folder import SNAPSHOT, is_left_over, list_snapshots, names_in, remove
-from hvd_ckpt.training.snapshot_write import TOO_LARGE, rank_and_size, under_way, write
+from hvd_ckpt.training.snapshot_folder import SNAPSHOT, Warn, is_left_over, list_snapshots, names_in, remove
+from hvd_ckpt.training.snapshot_parts import TOO_LARGE
+from hvd_ckpt.training.snapshot_write import rank_and_size, write
 from hvd_ckpt.training.tensor_file import read_tensors
 from hvd_ckpt.training.tree import decode
 
@@ -135,10 +136,13 @@ def newest(folder: Path) -> Path | None:
     return next((path for path in list_snapshots(Path(folder)) if _looks_whole(path)), None)
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
     """Removes all snapshots older than the newest ``keep`` whole ones, and what interrupted writes have left. For one rank to call.
 
-    What cannot be removed stays, with a warning.
+    What cannot be removed stays, with a warning. What this process is writing stays too.
+
+    Args:
+        warn: is told instead of Python's warnings.
 
     Raises:
         ValueError: ``keep`` is less than 1.
@@ -149,14 +153,14 @@ def prune(folder: Path, keep: int) -> None:
     kept = 0
     for path in list_snapshots(folder):
         if kept == keep:
-            remove(path)
+            remove(path, warn)
         else:
             kept += _looks_whole(path)
     standing = set(list_snapshots(folder))
     for name in names_in(folder):
         path = folder / name
-        if is_left_over(name) and path not in standing and path not in under_way:
-            remove(path)
+        if path not in standing and is_left_over(path):
+            remove(path, warn)
 
 
 def _verify(path: Path) -> None:

@@ -7,12 +7,16 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvd_ckpt.training.hashed_file import SnapshotError
 
 __all__ = [
     "SNAPSHOT",
+    "Warn",
+    "discard",
     "is_left_over",
     "list_snapshots",
     "make_folder",
@@ -22,21 +26,37 @@ __all__ = [
     "remove",
     "sync_folder",
     "temporary_name",
+    "under_way",
 ]
+
+Warn = Callable[[str], None]
 
 SNAPSHOT = re.compile(r"step-([0-9]{8,19})")
 _REPLACED = re.compile(r"\.(step-[0-9]{8,19})\.old-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.step-[0-9]{8,19}\.tmp-[0-9a-f]{8}")
+_under_way: set[str] = set()  # temporary folders that this process writes to
 
 
-def temporary_name(name: str) -> str:
-    """A new name for a snapshot that is not there yet, or no more."""
-    return f".{name}.tmp-{secrets.token_hex(4)}"
+@contextmanager
+def under_way(temporary: Path) -> Iterator[None]:
+    """Inside, the folder is no left-over."""
+    path = os.path.realpath(temporary)
+    _under_way.add(path)
+    try:
+        yield
+    finally:
+        _under_way.discard(path)
 
 
-def is_left_over(name: str) -> bool:
-    """Whether it is the name of what a write has begun, or was about to remove."""
-    return bool(_TEMPORARY.fullmatch(name) or _REPLACED.fullmatch(name))
+def temporary_name(name: str, token: str | None = None) -> str:
+    """A name for a snapshot that is not there yet, or no more; a new one unless 8 hexadecimal digits are given."""
+    return f".{name}.tmp-{token or secrets.token_hex(4)}"
+
+
+def is_left_over(path: Path) -> bool:
+    """Whether it has the name of what a write has begun, or was about to remove, and this process does not write to it."""
+    named = _TEMPORARY.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    return named is not None and os.path.realpath(path) not in _under_way
 
 
 def name_of(step: int) -> str:
@@ -71,8 +91,12 @@ def list_snapshots(folder: Path) -> list[Path]:
     return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def remove(path: Path) -> None:
-    """Removes a folder so that, if that is interrupted, what is left does not look like a snapshot."""
+def remove(path: Path, warn: Warn | None = None) -> None:
+    """Removes a folder so that, if that is interrupted, what is left does not look like a snapshot.
+
+    Args:
+        warn: is told why it cannot be removed; by default it is a warning of Python's.
+    """
     if not os.path.lexists(path):
         return
     try:
@@ -85,7 +109,23 @@ def remove(path: Path) -> None:
         else:
             path.unlink()
     except OSError as error:
-        warnings.warn(f"The old snapshot '{path}' cannot be removed: {error.strerror}.", stacklevel=3)
+        told = f"The old snapshot '{path}' cannot be removed: {error.strerror}."
+        if warn is None:
+            warnings.warn(told, stacklevel=3)
+        else:
+            warn(told)
+
+
+def discard(temporary: Path) -> None:
+    """Removes a folder that others may still be writing to; what cannot be removed is a left-over.
+
+    It loses its name first, so that whoever comes late finds no folder to write to.
+    """
+    with suppress(OSError):
+        temporary = temporary.rename(
+            temporary.with_name(temporary_name(temporary.name[1:].partition(".")[0]))
+        )
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -106,8 +146,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(temporary: Path, place: Path) -> None:
+def put_in_place(temporary: Path, place: Path, warn: Warn | None = None) -> None:
     """Gives a whole snapshot its name; one that has the name goes, but not before.
+
+    Args:
+        warn: as in :func:`remove`.
 
     Raises:
         OSError: it cannot be renamed; the one that had the name has it still.
@@ -122,4 +165,4 @@ def put_in_place(temporary: Path, place: Path) -> None:
             replaced.rename(place)
         raise
     sync_folder(place.parent)
-    remove(replaced)
+    remove(replaced, warn)

@@ -1,0 +1,467 @@
+"""Snapshots that are written while training goes on.
+
+A thread copies the state while the next forward and backward pass run, which only read it, and writes the copy to the disk while
+training changes the state again. The one place where training waits is before the optimizer's update, if the copy is not complete
+by then (CheckFreq, Mohan et al., FAST 2021).
+
+The ranks' threads send no messages, which would mix with those of training: they meet in the file system. Rank 0 makes the
+temporary folder before :meth:`SnapshotWriter.begin` returns; no other rank ever makes it, so that one which comes late cannot
+bring back what rank 0 has given up. Each rank writes its files, and last a ``.part`` with their sizes and checksums, or with a
+fault. When rank 0 has all parts, it writes the manifest and gives the folder its name, or removes it and says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import os
+import platform
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from hvd_ckpt.json_file import Wrong, dumps, read_json
+from hvd_ckpt.training.hashed_file import FileFacts, SnapshotError
+from hvd_ckpt.training.manifest import own_name
+from hvd_ckpt.training.snapshot import prune
+from hvd_ckpt.training.snapshot_folder import (
+    Warn,
+    discard,
+    name_of,
+    names_in,
+    temporary_name,
+    under_way,
+)
+from hvd_ckpt.training.snapshot_parts import (
+    Content,
+    Part,
+    check_step,
+    content_of,
+    finish,
+    make_temporary,
+    not_shared,
+    reason_of,
+    write_content,
+)
+from hvd_ckpt.training.staging import Copying, Staging
+
+__all__ = ["SnapshotWriter"]
+
+PART_SECONDS = (
+    120.0  # that rank 0, its own part written, waits for those of the others, and these for the folder
+)
+LATE_SECONDS = 5.0  # that a rank waits for the folder when its caller waits for it
+EXIT_SECONDS = 5.0  # that the end of the process, or an exception, waits for a snapshot under way
+SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
+_TROUBLE = (OSError, Wrong, SnapshotError)
+_TOKEN = re.compile(r"[0-9a-f]{8}")
+
+
+@dataclass
+class _Job:
+    """A snapshot under way."""
+
+    step: int
+    temporary: Path
+    content: Content | None = None
+    copying: Copying | None = None
+    fault: str = ""
+    held: ExitStack = field(default_factory=ExitStack)
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    waited_for: float | None = None  # since when a caller waits for its end
+
+
+class SnapshotWriter:
+    """Writes the snapshots of a run beside training; one for each rank, all of which call the same methods in the same order.
+
+    It is a context manager. An exception that leaves the context waits at most 5 seconds for a snapshot under way.
+
+    Args:
+        folder: where snapshots are, such as RUN/snapshots; made if missing; all ranks must see the same one.
+        keep: the newest so many stay.
+        token: 8 hexadecimal digits, the same on every rank, and new for each writer.
+        rank, ranks: this process's rank and the number of ranks.
+        warn: is told, on rank 0, what went wrong, in one sentence for each snapshot; by the thread that calls the methods.
+        blocking: :meth:`begin` returns when the snapshot is on the disk, and nothing is copied.
+        written: is told, on rank 0, of each snapshot that is in its place, before older ones go; by the writer's own thread.
+
+    Attributes:
+        written: on rank 0, the newest snapshot that this writer has put in place.
+        failed: why the last one was not written, until one is.
+        stalled: seconds that callers of :meth:`begin` and :meth:`before_update` were kept.
+
+    Raises:
+        ValueError: ``keep`` or ``token`` is none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        token: str,
+        rank: int,
+        ranks: int,
+        warn: Warn,
+        blocking: bool = False,
+        written: Callable[[Path], None] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"SnapshotWriter: keep is {keep}: keep 1 snapshot or more")
+        if not _TOKEN.fullmatch(token):
+            raise ValueError(f"SnapshotWriter: token is {token!r}: give 8 hexadecimal digits")
+        self.written: Path | None = None
+        self.failed: str | None = None
+        self.stalled = 0.0
+        self._folder, self._keep, self._token = Path(folder), keep, token
+        self._rank, self._ranks, self._blocking = rank, ranks, blocking
+        self._warn = warn
+        self._warnings: deque[str] = deque()
+        self._tell_written = written
+        self._begun = 0
+        self._job: _Job | None = None
+        self._bug: Exception | None = None
+        self._at_once, self._meanwhile = Staging(), Staging()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def begin(
+        self,
+        step: int,
+        *,
+        weights: Mapping[str, Tensor],
+        common: Any,
+        own: Any,
+        changing: Collection[str] = (),
+    ) -> None:
+        """Begins to write a snapshot. Returns at once, unless the one before is not on the disk yet: then it waits for that.
+
+        Weights and the tensors of ``common`` must stay as they are until :meth:`before_update` returns. All values that are no
+        tensors, tensors of at most 4 KiB, and ``own`` may change at once. Trees are as for :func:`hvd_ckpt.training.snapshot.write`.
+
+        Args:
+            step: training steps taken.
+            weights: ``model.state_dict()``; rank 0's are written.
+            common: what is the same on every rank; rank 0's is written.
+            own: what is this rank's own.
+            changing: names of weights that may change at once, such as the buffers of a batch norm.
+
+        Raises:
+            SnapshotError: the step is none.
+            RuntimeError: the writer is closed.
+            Exception: a bug in what the thread did before.
+        """
+        if self._closed:
+            raise RuntimeError("SnapshotWriter.begin: the writer is closed: make a new one")
+        start = time.perf_counter()
+        try:
+            self._settle()
+            self._begin(step, weights, common, own, changing)
+        finally:
+            self.stalled += time.perf_counter() - start
+        if self._blocking:
+            self.check()
+
+    def before_update(self) -> None:
+        """Returns when the optimizer may change the weights and its state; to be called before each of its steps."""
+        job = self._job
+        if job is not None and not job.copied.is_set():
+            start = time.perf_counter()
+            job.copied.wait()
+            self.stalled += time.perf_counter() - start
+
+    def check(self) -> None:
+        """Hands over warnings, and raises what went wrong in the thread if it is no trouble of the file system, but a bug."""
+        while self._warnings:
+            self._warn(self._warnings.popleft())
+        bug, self._bug = self._bug, None
+        if bug is not None:
+            raise bug
+
+    def wait(self) -> Path | None:
+        """Returns when what was begun is on the disk, or has failed.
+
+        Returns:
+            On rank 0 the snapshot's folder; None if it failed, or none was begun. On the other ranks None.
+
+        Raises:
+            Exception: as :meth:`check`.
+        """
+        job = self._job
+        self._settle()
+        whole = job is not None and self._rank == 0 and self.failed is None
+        return self.written if whole else None
+
+    def close(self) -> None:
+        """Waits for what was begun, ends the thread, and frees the memory of the copies.
+
+        Raises:
+            Exception: as :meth:`check`.
+        """
+        self._end(None)
+        self.check()
+
+    def __enter__(self) -> SnapshotWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end(EXIT_SECONDS)
+
+    # -------------------------------------------------------------------------------- the caller's thread
+
+    def _settle(self) -> None:
+        """Waits for the snapshot under way, and says how it went."""
+        job = self._job
+        if job is not None:
+            job.waited_for = time.monotonic()
+            job.done.wait()
+            self._job = None
+        self.check()
+
+    def _begin(
+        self, step: int, weights: Mapping[str, Tensor], common: Any, own: Any, changing: Collection[str]
+    ) -> None:
+        try:
+            check_step(step)
+        except Wrong as error:
+            raise SnapshotError(f"The snapshot was not written to '{self._folder}': {error}.") from None
+        self._begun += 1
+        token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
+        job = _Job(step, self._folder / temporary_name(name_of(step), token))
+        job.held.enter_context(under_way(job.temporary))
+        try:
+            if self._rank == 0:
+                make_temporary(job.temporary)
+            job.content = content_of(self._rank, weights, common, own)
+            if not self._blocking:
+                job.copying = self._staged(job.content, changing)
+        except _TROUBLE as error:
+            job.fault = reason_of(error)
+        except BaseException:
+            job.held.close()
+            if self._rank == 0:
+                discard(job.temporary)
+            raise
+        self._job = job
+        if self._blocking:
+            self._run(job)
+        else:
+            self._start()
+            self._jobs.put(job)
+
+    def _staged(self, content: Content, changing: Collection[str]) -> Copying:
+        """Puts copies into the content, and copies what may change at once."""
+        now = [(content.own.tensors, name) for name in content.own.tensors]
+        later: list[tuple[dict[str, Tensor], str]] = []
+        hasty = {content.aliases.get(name, name) for name in changing}
+        for tensors, at_once in (
+            (content.common.tensors if content.common else {}, ()),
+            (content.weights or {}, hasty),
+        ):
+            for name, tensor in tensors.items():
+                small = tensor.numel() * tensor.itemsize <= SMALL
+                (now if small or name in at_once else later).append((tensors, name))
+        pairs = []
+        for places, staging in ((now, self._at_once), (later, self._meanwhile)):
+            sources = [tensors[name] for tensors, name in places]
+            copies = staging.copies_of(sources)
+            for (tensors, name), copy in zip(places, copies):
+                tensors[name] = copy
+            pairs.append(list(zip(sources, copies)))
+        return Copying(*pairs)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="hvd_ckpt.snapshots", daemon=True)
+            self._thread.start()
+            atexit.register(self._end, EXIT_SECONDS)
+
+    def _end(self, seconds: float | None) -> None:
+        """Ends the thread when it has finished, waiting at most so long."""
+        self._closed = True
+        if self._job is not None:
+            self._job.waited_for = time.monotonic()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(seconds)
+            atexit.unregister(self._end)
+            if self._thread.is_alive():
+                return
+        self._thread = self._job = None
+        self._at_once.free()
+        self._meanwhile.free()
+
+    # -------------------------------------------------------------------------------- the writer's thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._run(job)
+            del job  # or its files would stay known until the next one comes
+
+    def _run(self, job: _Job) -> None:
+        try:
+            part = self._part(job)
+            fault = self._whole(job, part) if self._rank == 0 else self._sent(job, part)
+        except Exception as error:  # for the caller to raise
+            self._bug = error
+            fault = reason_of(error)
+            if self._rank == 0:
+                discard(job.temporary)
+        job.content = None
+        job.held.close()
+        self.failed = fault
+        if fault is not None and self._rank == 0 and self._bug is None:
+            self._warnings.append(
+                f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
+                f"Training goes on, and older snapshots stay."
+            )
+        job.done.set()
+
+    def _part(self, job: _Job) -> Part:
+        """Copies and writes this rank's files."""
+        try:
+            try:
+                if job.copying is not None:
+                    job.copying.run()
+            finally:
+                job.copying = None
+                job.copied.set()
+            if job.fault:
+                raise Wrong(job.fault)
+            if self._rank != 0:
+                self._await_folder(job)
+            assert job.content is not None
+            return write_content(job.temporary, job.content)
+        except Exception as error:
+            if not isinstance(error, _TROUBLE):
+                self._bug = error
+            return Part(platform.node(), fault=reason_of(error))
+
+    def _await_folder(self, job: _Job) -> None:
+        """Waits for the folder that rank 0 makes; not for long if its caller waits, since rank 0 has then had its time."""
+        start = time.monotonic()
+        for pause in _pauses():
+            if job.temporary.is_dir():
+                return
+            # Listing the folder has a network file system ask its server again.
+            folder_names = names_in(self._folder)
+            if job.temporary.name in folder_names:
+                return
+            if folder_names and not os.access(self._folder, os.W_OK):
+                raise Wrong(f"'{self._folder}' cannot be written to: name a folder that can be")
+            now = time.monotonic()
+            late = job.waited_for is not None and now - job.waited_for > LATE_SECONDS
+            if late or now - start > PART_SECONDS:
+                raise Wrong(
+                    not_shared(
+                        f"'{job.temporary}', which rank 0 makes, is not there on host {platform.node()}"
+                    )
+                )
+            time.sleep(pause)
+
+    def _sent(self, job: _Job, part: Part) -> str | None:
+        """Tells rank 0 of a part; returns the part's fault."""
+        place = job.temporary / _part_name(self._rank)
+        whole = place.with_suffix(".new")
+        try:
+            if part.fault:
+                for name in _files_of(self._rank):
+                    (job.temporary / name).unlink(missing_ok=True)
+            whole.write_text(dumps(dataclasses.asdict(part)), encoding="utf-8")
+            whole.rename(place)
+        except OSError as error:
+            with suppress(OSError):  # an empty one needs no room
+                place.touch()
+            return part.fault or reason_of(error)
+        return part.fault or None
+
+    def _whole(self, job: _Job, part: Part) -> str | None:
+        """Makes all parts a snapshot; or says why it cannot, and leaves nothing of it.
+
+        After a failure of its own it waits for the others as well, or a rank that comes late would look for a folder that is gone.
+        """
+        try:
+            parts = [part, *self._parts_of_others(job.temporary)]
+        except _TROUBLE as error:
+            discard(job.temporary)
+            return f"rank 0: {part.fault}" if part.fault else reason_of(error)
+        fault = finish(job.temporary, job.step, parts, self._warnings.append)
+        if fault is None:
+            self.written = self._folder / name_of(job.step)
+            self._tidy(self.written)
+        return fault
+
+    def _parts_of_others(self, temporary: Path) -> list[Part]:
+        parts: dict[int, Part] = {}
+        missing = list(range(1, self._ranks))
+        start = time.monotonic()
+        for pause in _pauses():
+            names = set(os.listdir(temporary)) if missing else set()
+            for rank in missing:
+                if _part_name(rank) in names:
+                    parts[rank] = _received(temporary, rank)
+            missing = [rank for rank in missing if rank not in parts]
+            if not missing:
+                break
+            if time.monotonic() - start > PART_SECONDS:
+                raise Wrong(
+                    not_shared(f"rank {missing[0]} has not written its part for {PART_SECONDS:g} seconds")
+                )
+            time.sleep(pause)
+        return [parts[rank] for rank in sorted(parts)]
+
+    def _tidy(self, written: Path) -> None:
+        try:
+            if self._tell_written is not None:
+                self._tell_written(written)
+            prune(self._folder, self._keep, self._warnings.append)
+        except _TROUBLE as error:
+            self._warnings.append(f"Old snapshots in '{self._folder}' were not removed: {reason_of(error)}.")
+
+
+def _part_name(rank: int) -> str:
+    return f"{own_name(rank)}.part"
+
+
+def _files_of(rank: int) -> list[str]:
+    """Names of the files that a rank other than 0 writes."""
+    return [f"{own_name(rank)}.{ending}" for ending in ("json", "safetensors")]
+
+
+def _received(temporary: Path, rank: int) -> Part:
+    """What a rank has told of its part, which is removed."""
+    path = temporary / _part_name(rank)
+    try:
+        told = read_json(path, "write it again", "write it again")
+        part = Part(**{**told, "files": {name: FileFacts(**facts) for name, facts in told["files"].items()}})
+        if not part.fault and sorted(part.files) != _files_of(rank):
+            raise Wrong("it names other files")
+    except (Wrong, TypeError, KeyError, AttributeError):
+        part = Part("?", fault=f"it could not say what it has written to '{temporary}': make room there")
+    path.unlink()
+    return part
+
+
+def _pauses() -> Iterable[float]:
+    """Seconds between one look and the next: short at first."""
+    pause = 0.002
+    while True:
+        yield pause
+        pause = min(1.5 * pause, 0.1)
