@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hvd_ckpt.folders import new_folder
+from hvd_ckpt.names import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,9 @@ class BadArgument(click.ClickException):
     """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
     def show(self, file: IO[Any] | None = None) -> None:
         if _launched_rank() == 0:

@@ -1,11 +1,13 @@
-"""Errors for names that nobody knows: what was asked for, what was probably meant, and what there is."""
+"""What is said in errors: names that nobody knows, with what was probably meant and what there is; messages as one line."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["nearest", "unknown"]
+__all__ = ["nearest", "one_line", "unknown"]
+
+LONGEST = 900  # characters of a message
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -29,6 +31,13 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     guess = nearest(name, known)
     hint = f": did you mean '{guess}'?" if guess else "."
     return f"no {what} '{name}'{hint} Known: {', '.join(known)}"
+
+
+def one_line(message: str) -> str:
+    """A message as one line of printable characters, cut in the middle if it is very long: it may quote what somebody has made."""
+    if not message.isprintable():
+        message = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in message)
+    return message if len(message) <= LONGEST else f"{message[: LONGEST - 300]} ... {message[-290:]}"
 
 
 def _plain(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from hvd_ckpt.names import one_line
 from hvd_ckpt.planning.treatment import KEEP, Treatment, treat, treat_chain, untreat
 
 __all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
@@ -26,7 +27,10 @@ Items = tuple[Any, ...]
 
 
 class PlanError(ValueError):
-    """A plan does not fit a model, or a plan file cannot be read."""
+    """A plan does not fit a model, or a plan file cannot be read; one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class Cost(NamedTuple):

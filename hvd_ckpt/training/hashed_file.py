@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.names import one_line
 
 __all__ = ["DAMAGED", "FileFacts", "HashedReader", "HashedWriter", "SnapshotError", "reading", "writing"]
 
@@ -24,7 +25,10 @@ CHUNK = 1 << 20  # bytes hashed and written while they are in the CPU's cache
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be written or read."""
+    """A snapshot cannot be written or read; one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.training import contents
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.hashed_file import DAMAGED
 from hvd_ckpt.training.snapshot import Snapshot
 from hvd_ckpt.training.snapshot_folder import list_snapshots, remove
 
-__all__ = ["Progress", "check_resumed", "later_snapshots", "plan_text", "remove_abandoned", "with_options"]
+__all__ = [
+    "Progress",
+    "check_contents",
+    "check_fits",
+    "check_resumed",
+    "later_snapshots",
+    "plan_text",
+    "remove_abandoned",
+    "with_options",
+]
 
 FIXED = ("seed", "optimizer", "batch_norm")  # a state under another of these would be no state
 PLANNED = ("budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options")
@@ -27,12 +42,47 @@ class Progress:
         position: samples of the stream that are used up.
         best: the lowest loss of an evaluation that was due.
         waited: evaluations since then.
+        pending_evaluation: it was stopped where an evaluation is due, which comes first when it goes on.
     """
 
     step: int = 0
     position: int = 0
     best: float | None = None
     waited: int = 0
+    pending_evaluation: bool = False
+
+
+def check_contents(resumed: Snapshot) -> None:
+    """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
+    with _naming(resumed, DAMAGED):
+        contents.check_common(resumed.common, tuple(dict.fromkeys(FIXED + PLANNED)), Progress)
+        if resumed.own is not None:
+            contents.check_own(resumed.own)
+
+
+def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
+
+    Args:
+        resumed: that :func:`check_contents` has passed.
+        model: whose weights they are to be.
+        optimizer: as it was made, not yet the one that reduces.
+    """
+    with _naming(resumed, "give the settings that the run had, or another snapshot"):
+        contents.check_weights(resumed.weights, model)
+        contents.check_optimizer(resumed.common["optimizer"], optimizer)
+        if resumed.own is not None:
+            contents.check_buffers(resumed.own["buffers"], model)
+
+
+@contextmanager
+def _naming(resumed: Snapshot, way_out: str) -> Iterator[None]:
+    try:
+        yield
+    except Wrong as error:
+        raise ConfigError(
+            f"resume: the snapshot of step {resumed.step} cannot be used: {error}: {way_out}"
+        ) from None
 
 
 def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:

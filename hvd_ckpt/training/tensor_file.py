@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -106,6 +107,8 @@ def read_tensors(file: HashedReader) -> dict[str, Tensor]:
         Wrong: it is damaged, or no file that :func:`write_tensors` wrote.
         OSError: it cannot be read.
     """
+    if file.left > (memory := psutil.virtual_memory().total):
+        raise Wrong(f"its {file.left >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}")
     length = int.from_bytes(file.read(8), "little")
     if length > min(MAX_HEADER, file.left):
         raise _wrong("its header is longer than it may be")
@@ -121,7 +124,7 @@ def read_tensors(file: HashedReader) -> dict[str, Tensor]:
         dtype, stored, shape, position = _checked_entry(name, entry, notes.get(_NOTE + name), position, size)
         try:
             tensors[name] = torch.empty(shape, dtype=dtype)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, MemoryError) as error:
             reason = str(error).splitlines()[0]
             raise Wrong(f"there is no room for its tensor {shown(name)} ({reason}): {DAMAGED}") from None
         file.fill(_buffer(tensors[name]))

@@ -1,0 +1,326 @@
+"""What a snapshot of a run must hold before any of it is used.
+
+Checksums say that a snapshot is what was written, not that a run wrote it. So everything in it is compared with what a run writes:
+keys, types and ranges first, then names and shapes with those of the model and the optimizer at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import types
+import typing
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
+from hvd_ckpt.training.config import Config, ConfigError
+
+__all__ = ["check_buffers", "check_common", "check_optimizer", "check_own", "check_weights"]
+
+MOST = 2**62
+Check = Callable[[Any, str], None]
+
+
+def check_common(common: Any, settings: tuple[str, ...], progress: type) -> None:
+    """Raises Wrong unless it is what a run has in common with all its ranks; keys beyond those that are known may be there.
+
+    Args:
+        settings: names that the run's configuration must have.
+        progress: the dataclass of its progress.
+    """
+    checks: dict[str, Check] = {
+        "config": lambda value, place: _config(value, place, settings),
+        "steps": _whole(0),
+        "progress": lambda value, place: _fields(value, place, progress, ("step", "position")),
+        "optimizer": _optimizer,
+        "scaler": _scaler,
+        "plan": _plan,
+        "samples": _whole(1),
+        "threads": _whole(1),
+    }
+    _each(common, "common", checks)
+
+
+def check_own(own: Any) -> None:
+    """Raises Wrong unless it is what a rank of a run has of its own."""
+    checks: dict[str, Check] = {
+        "random": _texts_as_keys,
+        "reduction": _reduction,
+        "buffers": _tensors,
+        "logged": _logged,
+    }
+    _each(own, "own", checks)
+
+
+def check_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raises Wrong unless the weights are the model's by names, shapes and kinds of numbers."""
+    _same_tensors(weights, model.state_dict(), "weights", all_of_them=True)
+
+
+def check_buffers(buffers: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raises Wrong unless all of the buffers are the model's."""
+    _same_tensors(buffers, dict(model.named_buffers()), "own.buffers", all_of_them=False)
+
+
+def check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raises Wrong unless the state, whose structure is right, fits the optimizer: its groups, and the names and shapes of what it
+    keeps of each parameter.
+
+    PyTorch loads what has other names or shapes, and fails in the step that follows.
+
+    Args:
+        optimizer: as it was made, not yet the one that reduces.
+    """
+    here, there = optimizer.param_groups, state["param_groups"]
+    if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
+        counts = " and ".join(str(len(group["params"])) for group in there)
+        raise Wrong(f"common.optimizer has {counts} parameters in its groups: it is of another model")
+    usual = _after_a_step(optimizer)
+    numbers = [number for group in there for number in group["params"]]
+    for expected, number in zip(usual, numbers):
+        kept, place = state["state"].get(number), f"common.optimizer.state[{number}]"
+        if not kept:
+            continue  # not yet updated
+        for name, value in expected.items():
+            if name not in kept:
+                raise Wrong(f"{place} has no {name}, which this optimizer with its options needs")
+            if isinstance(value, Tensor) and not _is_like(kept[name], value):
+                raise Wrong(f"{place}.{name} is {_described(kept[name])}, and must be {_described(value)}")
+
+
+def _is_like(value: Any, expected: Tensor) -> bool:
+    if not isinstance(value, Tensor):  # a count of steps may be a number
+        return expected.dim() == 0 and _is_number(value)
+    return value.shape == expected.shape and (value.is_complex() == expected.is_complex())
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the optimizer keeps of each parameter once it has taken a step, as tensors without values."""
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    parameters = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
+        if isinstance(options.get("lr"), Tensor):
+            options["lr"] = float(options["lr"])
+        alike = [torch.empty_like(one, device="meta").requires_grad_() for one in group["params"]]
+        for one in alike:
+            one.grad = torch.empty_like(one)
+        parameters += alike
+        twin.param_groups = [{**options, "params": alike}]
+        with contextlib.suppress(
+            RuntimeError
+        ):  # some ask for a value, when they have made all that they keep
+            type(optimizer).step(twin)
+    return [twin.state[one] for one in parameters]
+
+
+def _same_tensors(
+    given: Mapping[str, Tensor], known: Mapping[str, Tensor], place: str, all_of_them: bool
+) -> None:
+    odd = sorted(set(given) - set(known)) or sorted(set(known) - set(given)) * all_of_them
+    if odd:
+        there = "has not" if odd[0] in known else "has"
+        raise Wrong(f"{place} {there} {shown(odd[0])}: the snapshot is of another model")
+    for name, value in given.items():
+        expected = known[name]
+        floats = value.is_floating_point() and expected.is_floating_point()
+        if value.shape != expected.shape or not (floats or value.dtype == expected.dtype):
+            wanted = f"{_described(value)}, and must be {_described(expected)}"
+            raise Wrong(f"{place}[{shown(name)}] is {wanted}: the snapshot is of another model")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------------ structure
+
+
+def _each(value: Any, place: str, checks: Mapping[str, Check]) -> None:
+    _texts_as_keys(value, place)
+    for name, check in checks.items():
+        if name not in value:
+            raise Wrong(f"{place} has no {name}")
+        check(value[name], f"{place}.{name}")
+
+
+def _texts_as_keys(value: Any, place: str) -> None:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise Wrong(f"{place} is {_described(value)}, and must be a dict with texts as keys")
+
+
+def _config(value: Any, place: str, settings: tuple[str, ...]) -> None:
+    _texts_as_keys(value, place)
+    for name in settings:
+        if name not in value:
+            raise Wrong(f"{place} has no {name}")
+    try:
+        made = Config.make(value)
+    except ConfigError as error:
+        raise Wrong(f"{place}: {error}") from None
+    for name, setting in made.as_dict().items():
+        if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
+            raise Wrong(f"{place}.{name} is {_one(value[name])}, which no run writes")
+
+
+def _fields(value: Any, place: str, kind: type, needed: tuple[str, ...]) -> None:
+    """The keyword arguments of a dataclass whose fields are whole numbers from 0, other numbers, texts or truth values; those that
+    are not needed may be missing, since an earlier version may not have had them."""
+    _texts_as_keys(value, place)
+    hints = typing.get_type_hints(kind)
+    for name in value:
+        if name not in hints:
+            raise Wrong(f"{place} has {shown(name)}, which is no part of it")
+    for name in needed:
+        if name not in value:
+            raise Wrong(f"{place} has no {name}")
+    for name, hint in hints.items():
+        if name not in value:
+            continue
+        inner = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if value[name] is None and types.NoneType in inner:
+            continue
+        kinds = [one for one in inner if one is not types.NoneType]
+        if int in kinds and float not in kinds:
+            _whole(0)(value[name], f"{place}.{name}")
+        elif float in kinds:
+            _number(-math.inf)(value[name], f"{place}.{name}")
+        elif type(value[name]) not in kinds:
+            raise Wrong(f"{place}.{name} is {_one(value[name])}, and must be a {kinds[0].__name__}")
+
+
+def _optimizer(value: Any, place: str) -> None:
+    _each(value, place, {"state": _dict, "param_groups": _groups})
+    numbers = [number for group in value["param_groups"] for number in group["params"]]
+    if len(set(numbers)) < len(numbers):
+        raise Wrong(f"{place}.param_groups have a parameter twice")
+    for number, kept in value["state"].items():
+        here = f"{place}.state[{_one(number)}]"
+        if type(number) is not int or number not in numbers:
+            raise Wrong(f"{here} is of no parameter of its groups")
+        _texts_as_keys(kept, here)
+        for name, one in kept.items():
+            if not (one is None or isinstance(one, (Tensor, bool)) or _is_number(one)):
+                raise Wrong(f"{here}.{name} is {_one(one)}, and must be a tensor or a number")
+
+
+def _groups(value: Any, place: str) -> None:
+    if not isinstance(value, list) or not value:
+        raise Wrong(f"{place} is {_one(value)}, and must be a list of groups")
+    for at, group in enumerate(value):
+        here = f"{place}[{at}]"
+        _texts_as_keys(group, here)
+        numbers = group.get("params")
+        if not isinstance(numbers, list) or not all(type(one) is int for one in numbers):
+            raise Wrong(f"{here}.params is {_one(numbers)}, and must be a list of whole numbers")
+
+
+def _dict(value: Any, place: str) -> None:
+    if not isinstance(value, dict):
+        raise Wrong(f"{place} is {_one(value)}, and must be a dict")
+
+
+def _scaler(value: Any, place: str) -> None:
+    if value is not None:
+        checks: dict[str, Check] = {
+            "scale": _number(0, above=True),
+            "growth_factor": _number(1, above=True),
+            "backoff_factor": _number(0, 1, above=True),
+            "growth_interval": _whole(1, 2**31 - 1),
+            "_growth_tracker": _whole(0, 2**31 - 1),
+        }
+        _each(value, place, checks)
+
+
+def _plan(value: Any, place: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or len(value) > MAX_BYTES:
+        raise Wrong(f"{place} is {_one(value)}, and must be the text of a plan")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Wrong(f"{place} has characters that no text has") from None
+
+
+def _reduction(value: Any, place: str) -> None:
+    _texts_as_keys(value, place)
+    if value:
+        checks: dict[str, Check] = {
+            "version": _whole(0),
+            "order": _names,
+            "sparse": _counts,
+            "densified": _names,
+            "bucket_cap_bytes": _number(0, above=True),
+            "counts": lambda counts, here: None if counts is None else _counts(counts, here),
+        }
+        _each(value, place, checks)
+
+
+def _names(value: Any, place: str) -> None:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise Wrong(f"{place} is {_one(value)}, and must be a list of names")
+    if len(set(value)) < len(value):
+        raise Wrong(f"{place} has a name twice")
+
+
+def _counts(value: Any, place: str) -> None:
+    _texts_as_keys(value, place)
+    for name, count in value.items():
+        _whole(0)(count, f"{place}[{shown(name)}]")
+
+
+def _tensors(value: Any, place: str) -> None:
+    _texts_as_keys(value, place)
+    for name, one in value.items():
+        if not isinstance(one, Tensor):
+            raise Wrong(f"{place}[{shown(name)}] is {_one(one)}, and must be a tensor")
+
+
+def _logged(value: Any, place: str) -> None:
+    """The loss may be nan or infinite, and what it is the sum of is a count."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not isinstance(value[0], float):
+        raise Wrong(f"{place} is {_one(value)}, and must be a loss and a number of terms")
+    _number(0)(value[1], f"{place}[1]")
+
+
+def _whole(least: int, most: int = MOST) -> Check:
+    def check(value: Any, place: str) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise Wrong(f"{place} is {_one(value)}, and must be a whole number from {least}")
+
+    return check
+
+
+def _number(least: float, most: float = math.inf, *, above: bool = False) -> Check:
+    def check(value: Any, place: str) -> None:
+        if not _is_number(value) or value < least or value > most or (above and value == least):
+            wanted = "a finite number" + (
+                "" if least == -math.inf else f" {'above' if above else 'from'} {least:g}"
+            )
+            raise Wrong(f"{place} is {_one(value)}, and must be {wanted}")
+
+    return check
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= MOST if isinstance(value, int) else math.isfinite(value)
+
+
+def _one(value: Any) -> str:
+    """A value in a message: what it is if it is short and plain, else its kind."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return shown(value)
+    return str(value) if isinstance(value, float) else _described(value)
