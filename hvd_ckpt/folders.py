@@ -17,7 +17,7 @@ def new_folder(name: str | None, kind: str) -> Path:
     folder = Path(name) if name else Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(not path.name.startswith(".config.yaml.") for path in folder.iterdir()):  # begun, and killed
             raise ValueError(f"the folder '{folder}' is not empty: give a new one")
     except OSError as error:
         raise ValueError(f"cannot write to '{folder}': {error.strerror}") from None

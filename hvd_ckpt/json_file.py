@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["MAX_BYTES", "Wrong", "dumps", "loads", "read_json", "shown", "write_json"]
+__all__ = ["MAX_BYTES", "Wrong", "dumps", "loads", "read_json", "shown", "write_json", "write_text"]
 
 MAX_BYTES = 64 << 20
 WIDTH = 120  # of a line, where it can be broken
@@ -30,10 +30,19 @@ def write_json(value: Any, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    write_text(dumps(value), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes a text; the file is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     whole = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
         with open(whole, "x", encoding="utf-8") as file:
-            file.write(dumps(value))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(whole, path)

@@ -16,6 +16,10 @@ import torch
 from horovod.torch import mpi_ops
 
 
+class FailedElsewhere(ValueError):
+    """Another rank has raised an error, and this one raises with it; the message begins with that rank."""
+
+
 @dataclass(frozen=True)
 class ParameterFacts:
     """What must be equal on every rank for a parameter's gradients to meet: compared by :func:`check_parameters`."""
@@ -70,7 +74,7 @@ def digest(value: Any) -> str:
 
 
 def raise_together(error: Exception | None, process_set: Any, name: str) -> None:
-    """Raises on every rank of ``process_set`` if any rank brings an error: its own there, a ValueError elsewhere."""
+    """Raises on every rank of ``process_set`` if any rank brings an error: its own there, a FailedElsewhere on the others."""
     failures = allgather_objects(None if error is None else str(error), process_set, name)
     raise_first_failure(error, failures)
 
@@ -80,7 +84,7 @@ def raise_first_failure(error: Exception | None, failures: Sequence[str | None])
         raise error
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise ValueError(f"rank {rank}: {failure}")
+            raise FailedElsewhere(f"rank {rank}: {failure}")
 
 
 def check_parameters(tables: Sequence[Sequence[ParameterFacts]]) -> None:

@@ -67,9 +67,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
         reducer = self._reducer if self._op != Adasum else None
         if reducer is not None and (not self._synchronized or self._gradients_since()):
             reducer.synchronize()
-        elif not self._synchronized:
-            self._noticed, self._notice = self._notice, False
+        else:
+            self._take_note()
         self._synchronized = True
+
+    def _take_note(self) -> None:
+        """What the reducer does with notices, where there is none."""
+        if self._reducer is None and not self._synchronized:
+            self._noticed, self._notice = self._notice, False
 
     def _gradients_since(self) -> bool:
         """Whether any rank has had new gradients since the last synchronization: a second one need not reduce again."""
@@ -107,6 +112,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
         """
         reducer = self._reducer
         if reducer is None:
+            self._take_note()
+            self._synchronized = False
             return self._local_step(closure, *args, **kwargs)
         if self._op == Adasum:
             return self._adasum_step(reducer, closure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def errors_everywhere(name: str) -> Iterator[None]:
 
 
 def run_folder(config: Config) -> tuple[Path, Path | None]:
-    """The run's folder and the snapshot to start from, as rank 0 finds them. Collective.
+    """The run's folder and the snapshot to start from, as rank 0 finds them; None where there is none yet. Collective.
 
     Raises:
         ConfigError: the folder is in use or cannot be written to, or has no snapshot to go on from; on every rank.
@@ -55,10 +56,13 @@ def run_folder(config: Config) -> tuple[Path, Path | None]:
     return answer
 
 
-def _resumed(path: Path) -> tuple[Path, Path]:
+def _resumed(path: Path) -> tuple[Path, Path | None]:
     if (path / "manifest.json").is_file():
         return path.resolve().parent.parent, path.resolve()
     found = snapshot.find(path / "snapshots")
-    if found is None:
+    if found is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
+    if found is None:
+        warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.", stacklevel=1)
+        return path.resolve(), None
     return path.resolve(), found.resolve()

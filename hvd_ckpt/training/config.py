@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from hvd_ckpt.names import unknown
+from hvd_ckpt.json_file import write_text
+from hvd_ckpt.names import one_line, unknown
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.precision import PRECISIONS
 from hvd_ckpt.training.microbatch import CHECKPOINTS
@@ -35,6 +36,9 @@ Parser = Callable[[Any], Any]
 
 class ConfigError(ValueError):
     """A setting is unknown or cannot have this value; one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def _text(value: Any) -> str:
@@ -266,13 +270,22 @@ class Config:
         return dataclasses.asdict(self)
 
     def write_yaml(self, path: Path) -> None:
-        """Writes the settings that differ from the defaults, with the model, as a file that :func:`read_yaml` takes."""
+        """Writes the settings that differ from the defaults, with the model, as a file that :func:`read_yaml` takes.
+
+        The file is there whole or not at all.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         values = {
             setting.name: getattr(self, setting.name)
             for setting in dataclasses.fields(self)
             if setting.name == "model" or getattr(self, setting.name) not in (setting.default, {})
         }
-        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        try:
+            write_text(yaml.safe_dump(values, sort_keys=False), path)
+        except OSError as error:
+            raise ConfigError(f"cannot write '{path}': {error.strerror}") from None
 
 
 def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:

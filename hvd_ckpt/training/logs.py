@@ -57,13 +57,22 @@ class JsonLines:
         self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record. Values are numbers (also in tensors of one element), strings, booleans or None.
+        """Appends a record, or nothing. Values are numbers (also in tensors of one element), strings, booleans or None.
 
         Raises:
             TypeError: a value is something else.
+            OSError: it cannot be written, such as to a full disk.
         """
         plain = {name: _plain(value) for name, value in record.items()}
-        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        line = json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def rewind(self, step: int) -> None:
         """Drops everything from the first record of a later step on: a run that resumes at ``step`` writes it anew.

@@ -1,4 +1,4 @@
-"""What a run tells about itself: a line on rank 0's terminal, logs, a plot of the loss, its settings."""
+"""What a run tells about itself: a line on rank 0's terminal, logs, a plot of the loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -27,7 +28,7 @@ class Report:
 
     Args:
         folder: of the run.
-        config: is written there as ``config.yaml``.
+        config: of the run.
         steps: of the whole run.
         unit: of throughput.
         start: steps taken before; what the logs hold of later ones is taken back.
@@ -44,10 +45,10 @@ class Report:
         self._open = ExitStack()
         self._logs: Logs | None = None
         self._line: ProgressLine | None = None
+        self._log_failed = False
 
     def __enter__(self) -> Self:
         if hvd.rank() == 0:
-            self._config.write_yaml(self._folder / "config.yaml")
             self._logs = self._open.enter_context(Logs(self._folder, self._config.tensorboard))
             self._logs.rewind(self._start)
             self._line = self._open.enter_context(ProgressLine(self._steps, self._start))
@@ -86,10 +87,7 @@ class Report:
     def log(self, step: int, lr: float) -> None:
         """Writes what all ranks have counted since the last time. Collective."""
         reading = self._meter.read(_sum_over_ranks)
-        if self._logs is not None and self._line is not None:
-            record = reading.record(step, lr, self._unit, peak_memory(self._device))
-            self._logs.write(record)
-            self._line.show(record)
+        self._tell(reading.record(step, lr, self._unit, peak_memory(self._device)))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -102,18 +100,33 @@ class Report:
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
         """Writes the outcome of an evaluation."""
-        if self._logs is not None and self._line is not None:
-            record = {"step": step, "kind": "eval", **means, "seconds": seconds}
-            self._logs.write(record)
-            self._line.show(record)
+        self._tell({"step": step, "kind": "eval", **means, "seconds": seconds})
 
     def draw(self) -> Path | None:
-        """Draws the loss over the steps; the picture's path on rank 0."""
+        """Draws the loss over the steps; the picture's path on rank 0, None if there is none."""
         if hvd.rank() != 0:
             return None
         picture = self._folder / "loss.png"
-        loss_plot({self._config.model: self._folder / "log.jsonl"}, picture)
+        try:
+            loss_plot({self._config.model: self._folder / "log.jsonl"}, picture)
+        except (OSError, ValueError) as error:
+            self.say(f"Warning: no plot of the loss: {error}")
+            return None
         return picture
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        """Writes and shows a record. A log that cannot be written is a warning: the training is worth more."""
+        if self._logs is None or self._line is None:
+            return
+        try:
+            self._logs.write(record)
+        except OSError as error:
+            if not self._log_failed:
+                self._line.say(f"Warning: the log of step {record['step']} is not written: {error.strerror}")
+            self._log_failed = True
+        else:
+            self._log_failed = False
+        self._line.show(record)
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:

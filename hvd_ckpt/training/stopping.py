@@ -1,0 +1,83 @@
+"""Asking a run to stop: by a signal to any of its ranks, or by a file in its folder.
+
+A handler only takes note. The loop asks at every step, tells the other ranks (``optimizer.notify()``), and all stop after the
+same step, with a snapshot.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+__all__ = ["STOP_FILE", "StopRequest", "status_of"]
+
+STOP_FILE = "stop"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+LOOK_SECONDS = 1.0  # between two looks for the file, which may be on a slow file system
+
+
+class StopRequest:
+    """Takes note of requests to stop while its context is entered. A program's own signal handlers stay in place.
+
+    A second Ctrl-C interrupts at once.
+
+    Args:
+        folder: of the run, on the rank that looks for ``stop`` in it; None on the others.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = None if folder is None else folder / STOP_FILE
+        self._looked = 0.0
+        self._reason: str | None = None
+        self._replaced: dict[signal.Signals, Any] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name, ``"stop"`` for the file, or None as long as nobody has asked."""
+        if self._reason is None and self._file is not None:
+            now = time.monotonic()
+            if now - self._looked >= LOOK_SECONDS:
+                self._looked = now
+                if self._file.exists():
+                    self._reason = STOP_FILE
+        return self._reason
+
+    def __enter__(self) -> Self:
+        self.forget_file()
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) in DEFAULTS:
+                    self._replaced[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced.clear()
+
+    def forget_file(self) -> None:
+        """Removes the file: a request has been met, or was for a run that has ended otherwise."""
+        if self._file is not None:
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError:
+                self._file = None  # it cannot be removed, and would stop every run that goes on
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._reason is not None:
+            raise KeyboardInterrupt
+        self._reason = signal.Signals(number).name
+
+
+def status_of(reason: str | None) -> int:
+    """The exit status of a run that has stopped for that reason: as a shell has it, or 0 for the file or none."""
+    return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
