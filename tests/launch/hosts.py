@@ -209,7 +209,7 @@ class Hosts:
         """Starts a command on a host, its output (text) in pipes. Signals go to :meth:`processes`, not to this one."""
         job = subprocess.Popen(
             [*self._inside(name, "--all"), "env", "-C", str(folder or Path.cwd()), *map(str, command)],
-            env={**os.environ, "PATH": SEARCH, **(environment or {})},
+            env={**os.environ, "PATH": SEARCH, "HOME": str(self._folder / "home"), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
