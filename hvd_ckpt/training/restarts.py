@@ -1,0 +1,356 @@
+"""A launcher around the launcher: a job that dies is launched again, from the newest snapshot of its run.
+
+``hvd-ckpt train --max-restarts N`` starts the ranks through a launcher (horovodrun, mpirun, srun; none for one process) and waits.
+However a job dies, by a rank that is killed, a host that is cut off or an error, all of its ranks end; so the whole job
+is launched again, with ``--resume``, and ends with the weights of a job that was never disturbed. torchrun's ``--max-restarts``
+does the same for its workers.
+
+A signal to this process asks for a stop. Launchers kill their ranks seconds after a signal, whether they have saved or not, so
+the job is asked through the file ``stop`` in the run's folder, which it obeys after its step; only when that takes too long, or
+on a second signal, is the launcher told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import psutil
+
+from hvd_ckpt.probe import launcher_environment
+from hvd_ckpt.training import snapshot
+from hvd_ckpt.training.stopping import STOP_FILE
+
+__all__ = ["Commands", "supervise"]
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+NOT_AGAIN = (2, 126, 127)  # a setting or a command that cannot be
+LONGEST_PAUSE = 30.0  # seconds
+LEFT_OVER_SECONDS = 10.0  # that ranks may take to end after their launcher: horovodrun gives them 5
+LAUNCHER_SECONDS = 15.0  # that a launcher may take to end after a signal: horovodrun takes 10
+LOOK_SECONDS = 0.5
+REPEATED_SECONDS = 1.0
+CHILD_SUBREAPER = 36  # of prctl(2)
+# Ends the process group $0 when the writer of its input has died, however that died.
+GUARD = """
+read _
+kill -TERM -$0
+for second in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 1; kill -0 -$0 || exit; done 2>/dev/null
+kill -KILL -$0
+"""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What is launched.
+
+    Attributes:
+        launcher: that starts the ranks, with its arguments; empty for one process.
+        first: the settings of ``hvd-ckpt train`` to begin with.
+        again: the settings to go on with, once ``run`` holds something to go on from.
+        run: folder of the run.
+        resumed: whether the run was there before; else its folder is new and empty.
+    """
+
+    launcher: Sequence[str]
+    first: Sequence[str]
+    again: Sequence[str]
+    run: Path
+    resumed: bool
+
+
+def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
+    """Launches a job, and again each time that it dies. To be called in the main thread.
+
+    Args:
+        max_restarts: how often it is launched again at most.
+        grace: seconds that the job has to save and end after the first signal to this process. SIGUSR1 sets no limit: it is
+            the early warning of a scheduler.
+
+    Returns:
+        the exit status: the job's; 128 + signal if it was stopped by one; 1 if the job says that a restart would end the same way
+    """
+    _remove(commands.run / "failure.txt")
+    before = _snapshots(commands.run)
+    restarts = 0
+    settings = commands.first
+    with _Signals() as signals, _subreaper():
+        while True:
+            job = _Job(commands, settings)
+            status = job.follow(signals, grace)
+            if signals.first is not None:
+                return 128 + signals.first
+            failure = _failure(commands.run)
+            if failure is not None:
+                _say(f"not launched again: {failure}")
+                return 1
+            if status == 0 or status in NOT_AGAIN or (commands.run / STOP_FILE).exists():
+                return status
+            if restarts == max_restarts:
+                _say(_no_more(commands.run, status, max_restarts))
+                return status
+            settings = _next(commands, before)
+            restarts += 1
+            _say(
+                f"the job ended ({_shown(status)}); restart {restarts} of {max_restarts} {_start(commands.run)}"
+            )
+            if signals.wait(_pause(restarts)) is not None:
+                return 128 + (signals.first or 0)
+
+
+class _Job:
+    """One launch, with everything that it starts on this machine."""
+
+    def __init__(self, commands: Commands, settings: Sequence[str]) -> None:
+        self._run = commands.run
+        self._others = {child.pid for child in psutil.Process().children()}
+        self._process = subprocess.Popen(
+            [*commands.launcher, "env", "HVD_CKPT_SUPERVISED=1", *_program(), "train", *settings],
+            stdin=subprocess.DEVNULL,
+            env=launcher_environment(),
+            start_new_session=True,
+        )
+        self._guard = subprocess.Popen(
+            ["sh", "-c", GUARD, str(self._process.pid)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self._others.add(self._guard.pid)
+
+    def follow(self, signals: _Signals, grace: float) -> int:
+        """Waits for the end, and brings it about when signals ask for it; nothing of the job is left then.
+
+        Returns:
+            the exit status, as a shell would say it
+        """
+        stop = _Stop(self._run, self._process.pid, grace)
+        while self._process.poll() is None:
+            told = signals.wait(LOOK_SECONDS if stop.wanted else None)
+            stop.go_on(told)
+        self._end_left_over(stop.seconds_to_end if stop.wanted else LEFT_OVER_SECONDS)
+        self._guard.kill()
+        self._guard.communicate()
+        if stop.wanted:
+            _remove(self._run / STOP_FILE)
+        status = self._process.returncode
+        return status if status >= 0 else 128 - status
+
+    def _end_left_over(self, seconds: float) -> None:
+        """Ranks outlive their launcher if it was killed; two jobs must not train in one folder."""
+        limit = time.monotonic() + seconds
+        while left := self._left_over():
+            if time.monotonic() >= limit:
+                for process in left:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+            psutil.wait_procs(left, timeout=0.1)
+
+    def _left_over(self) -> list[psutil.Process]:
+        """What descends from this process and was not there before; orphans are children of this process."""
+        children = psutil.Process().children()
+        found = [child for child in children if child.pid not in self._others]
+        for child in list(found):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += child.children(recursive=True)
+        return found
+
+
+class _Stop:
+    """How a job is brought to its end: asked by the file, then told by a signal, then killed.
+
+    Each way is taken when the one before has had its time, or when a further signal comes.
+    """
+
+    def __init__(self, run: Path, group: int, grace: float) -> None:
+        self._run, self._group, self._grace = run, group, grace
+        self._asked = self._told = False
+        self._limit = math.inf
+        self._signal = -math.inf  # when the last came: some senders repeat theirs at once
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a signal has come."""
+        return self._asked or self._told
+
+    @property
+    def seconds_to_end(self) -> float:
+        """That a launcher has, from a signal to the end of the last rank."""
+        return max(self._grace, LAUNCHER_SECONDS)
+
+    def go_on(self, number: int | None) -> None:
+        """Heeds a signal, or None where only time has passed."""
+        now = time.monotonic()
+        repeated = number is not None and now - self._signal < REPEATED_SECONDS
+        if number is not None:
+            self._signal = now
+        if number == signal.SIGUSR1 and self._under_way():
+            if not self.wanted:
+                _say("the job is asked to save and end after its step")
+            self._asked = True
+        elif number is not None and self._limit == math.inf and not self._told and self._under_way():
+            _say(
+                f"the job is asked to save and end after its step, within {self._grace:g} s; a second signal ends it at once"
+            )
+            self._asked, self._limit = True, now + self._grace
+        elif (number is not None and not repeated) or now >= self._limit:
+            self._limit = now + self.seconds_to_end
+            self._send(
+                signal.SIGKILL if self._told else signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            )
+            self._told = True
+        if self._asked and not self._told:  # a job that has just begun forgets what was asked before
+            with contextlib.suppress(OSError):
+                (self._run / STOP_FILE).touch()
+
+    def _under_way(self) -> bool:
+        return (self._run / "config.yaml").exists()
+
+    def _send(self, number: int) -> None:
+        """To the group: horovodrun --mpi is a shell that would die and leave mpirun behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, number)
+
+
+class _Signals:
+    """Signals that ask for a stop, as something to wait for; one that is ignored already, as under nohup, stays so.
+
+    Attributes:
+        first: the first that has come.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._come: list[int] = []
+
+    def __enter__(self) -> _Signals:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+        self._waker = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._handlers = {
+            number: signal.signal(number, self._note)
+            for number in (*STOPPING, signal.SIGCHLD)
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._waker)
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _note(self, number: int, frame: object) -> None:
+        if number != signal.SIGCHLD:
+            self._come.append(number)
+
+    def wait(self, seconds: float | None) -> int | None:
+        """Waits for a signal, for a child to end (returns None), or for the time to pass (returns None)."""
+        if not self._come:
+            select.select([self._reading], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reading, 4096)
+        if not self._come:
+            return None
+        number = self._come.pop(0)
+        self.first = self.first or number
+        return number
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """Processes whose parents have ended become children of this one, so that it finds them."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _program() -> list[str]:
+    beside = Path(sys.executable).with_name("hvd-ckpt")
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli"]
+
+
+def _next(commands: Commands, before: set[tuple[str, int]]) -> Sequence[str]:
+    """The settings of the next launch. What a run left that died before it was under way is removed from its new folder."""
+    if commands.resumed:
+        return commands.again if _snapshots(commands.run) - before else commands.first
+    if (commands.run / "config.yaml").exists():
+        return commands.again
+    for path in commands.run.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return commands.first
+
+
+def _snapshots(run: Path) -> set[tuple[str, int]]:
+    """The snapshots of a run, with the times at which they were written."""
+    found = set()
+    for path in (run / "snapshots").glob("step-*"):
+        with contextlib.suppress(OSError):
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
+def _start(run: Path) -> str:
+    with contextlib.suppress(snapshot.SnapshotError):
+        newest = snapshot.newest(run / "snapshots")
+        if newest is not None:
+            return f"from step {int(newest.name.rpartition('step-')[2].partition('.')[0])}"
+    return "from the beginning"
+
+
+def _no_more(run: Path, status: int, max_restarts: int) -> str:
+    ended = f"the job ended ({_shown(status)})"
+    if max_restarts:
+        ended += f" and was launched again {max_restarts} times"
+    if (run / "config.yaml").exists():
+        return f"{ended}; `hvd-ckpt train --resume {run}` goes on {_start(run)}"
+    return ended
+
+
+def _shown(status: int) -> str:
+    if status > 128:
+        with contextlib.suppress(ValueError):
+            return f"exit status {status}, {signal.Signals(status - 128).name}"
+    return f"exit status {status}"
+
+
+def _pause(restarts: int) -> float:
+    """Seconds before a restart: none, 1, 2, 4 and so on."""
+    return 0.0 if restarts == 1 else min(2.0 ** (restarts - 2), LONGEST_PAUSE)
+
+
+def _failure(run: Path) -> str | None:
+    """Why a restart would end the same way, as rank 0 wrote it."""
+    path = run / "failure.txt"
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        lines = file.read(2000).decode(errors="replace").strip().splitlines()
+    return lines[0] if lines else "the job says that it would end the same way"
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _say(text: str) -> None:
+    click.echo(f"hvd-ckpt: {text}", err=True)

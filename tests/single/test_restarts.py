@@ -1,0 +1,200 @@
+"""Launching a job again: when, with what settings, and how it is stopped; the launchers here are small shell scripts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.training import restarts
+from hvd_ckpt.training.command import train
+from hvd_ckpt.training.restarts import Commands, supervise
+
+
+class Job:
+    """A run's folder, and a launcher that notes each launch and does what the script says, with the folder in $RUN."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.run = folder / "run"
+        self.run.mkdir()
+        self._notes = folder / "notes"
+        self._script = folder / "launcher.sh"
+        self._script.write_text(f'RUN={self.run}\necho "$@" >>{self._notes}\n{script}\n')
+        self.launcher = ["sh", str(self._script)]
+
+    def supervise(self, max_restarts: int, grace: float = 20.0, resumed: bool = False) -> int:
+        commands = Commands(self.launcher, ["--first"], ["--again"], self.run, resumed)
+        return supervise(commands, max_restarts, grace)
+
+    def launches(self) -> list[str]:
+        """The last word of each launch: the settings."""
+        return [line.split()[-1] for line in self._notes.read_text().splitlines()]
+
+
+def test_a_job_that_dies_goes_on_until_it_is_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(tmp_path, "test -e $RUN/config.yaml && exit 0; touch $RUN/config.yaml; kill -9 $$")
+    assert job.supervise(max_restarts=3) == 0
+    assert job.launches() == ["--first", "--again"]
+    line = "hvd-ckpt: the job ended (exit status 137, SIGKILL); restart 1 of 3 from the beginning\n"
+    assert capfd.readouterr().err == line
+
+
+def test_it_is_launched_again_as_often_as_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(tmp_path, "touch $RUN/config.yaml; exit 7")
+    assert job.supervise(max_restarts=2) == 7
+    assert job.launches() == ["--first", "--again", "--again"]
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert f"launched again 2 times; `hvd-ckpt train --resume {job.run}` goes on" in last
+
+
+def test_what_died_before_it_was_under_way_begins_anew(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path, "ls $RUN/* >/dev/null 2>&1 && exit 2; mkdir $RUN/snapshots; touch $RUN/plan.json; exit 1"
+    )
+    assert job.supervise(max_restarts=1) == 1  # and not 2, of a folder that is in use
+    assert job.launches() == ["--first", "--first"]
+
+
+def test_a_run_gone_on_from_an_older_snapshot_does_so_until_it_has_its_own(tmp_path: Path) -> None:
+    job = Job(tmp_path, "test $(wc -l <$RUN/../notes) -lt 2 || mkdir -p $RUN/snapshots/step-00000003; exit 1")
+    (job.run / "snapshots" / "step-00000004").mkdir(parents=True)
+    (job.run / "config.yaml").touch()
+    assert job.supervise(max_restarts=2, resumed=True) == 1
+    assert job.launches() == ["--first", "--first", "--again"]
+
+
+@pytest.mark.parametrize(
+    "script, status",
+    [
+        ("echo 'step 7: the loss is nan' >$RUN/failure.txt; exit 3", 1),
+        ("exit 2", 2),  # a setting that cannot be
+        ("touch $RUN/stop; exit 3", 3),
+    ],
+)
+def test_what_would_end_the_same_way_is_not_launched_again(
+    script: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, f"touch $RUN/config.yaml; test ! -e $RUN/failure.txt || exit 9; {script}")
+    (job.run / "failure.txt").write_text("of another day\n")
+    assert job.supervise(max_restarts=5) == status
+    assert job.launches() == ["--first"]
+    assert ("not launched again: step 7: the loss is nan" in capfd.readouterr().err) == (status == 1)
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
+def test_a_signal_asks_for_a_stop_and_ends_the_restarts(name: str, tmp_path: Path) -> None:
+    obey = "while [ ! -e $RUN/stop ]; do sleep 0.02; done; rm $RUN/stop"
+    # Asked for in vain at first: a job that has just begun takes the file for one of the job before.
+    job = Job(tmp_path, f"touch $RUN/config.yaml; kill -{name} $PPID; {obey}; {obey}; exit 1")
+    assert job.supervise(max_restarts=5) == 128 + getattr(signal, f"SIG{name}")
+    assert job.launches() == ["--first"]
+    assert not (job.run / "stop").exists()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_job_that_cannot_be_asked_is_told_by_a_signal(begun: bool, tmp_path: Path) -> None:
+    begin = "touch $RUN/config.yaml;" if begun else ""
+    job = Job(
+        tmp_path, f"{begin} trap 'echo told >>$RUN/../notes; exit 0' TERM; kill -TERM $PPID; sleep 20 & wait"
+    )
+    assert job.supervise(max_restarts=5, grace=0.2) == 143
+    assert job.launches() == ["--first", "told"]
+
+
+def test_what_outlives_the_launcher_is_ended_before_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "LEFT_OVER_SECONDS", 0.3)
+    orphan = (
+        "setsid sh -c 'echo $$ >$RUN/../orphan; exec sleep 60' & while [ ! -s $RUN/../orphan ]; do :; done"
+    )
+    alive = "kill -0 $(cat $RUN/../orphan) 2>/dev/null && exit 9"
+    job = Job(
+        tmp_path, f"export RUN; if [ -e $RUN/../orphan ]; then {alive}; exit 0; fi; {orphan}; kill -9 $$"
+    )
+    assert job.supervise(max_restarts=1) == 0
+
+
+def test_the_job_ends_with_its_supervisor(tmp_path: Path) -> None:
+    job = Job(tmp_path, "trap 'touch $RUN/told; exit' TERM; touch $RUN/config.yaml; sleep 20 & wait")
+    program = (
+        "import sys; from pathlib import Path; from hvd_ckpt.training.restarts import Commands, supervise\n"
+        "supervise(Commands(sys.argv[2:], [], [], Path(sys.argv[1]), False), 3, 20.0)"
+    )
+    command = [sys.executable, "-c", program, str(job.run), *job.launcher]
+    supervisor = subprocess.Popen(command, start_new_session=True)
+    try:
+        _wait_for(job.run / "config.yaml")
+        supervisor.kill()
+        _wait_for(job.run / "told")
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def _wait_for(path: Path) -> None:
+    limit = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path.name} did not come"
+        time.sleep(0.02)
+
+
+SETTINGS = ["--model", "gpt-tiny", "--model-option", "layers=2", "--model-option", "width=32", "--augment"]
+
+
+def test_the_job_gets_the_settings_and_a_folder(tmp_path: Path) -> None:
+    job = Job(tmp_path, 'printf "%s\\n" "$@" >$RUN/../words')
+    (tmp_path / "run.yaml").write_text(f"output: {tmp_path / 'new'}\nsteps: 5\n")
+    command = [str(tmp_path / "run.yaml"), *SETTINGS, "--lr", "1e-4", "--launcher", " ".join(job.launcher)]
+    result = CliRunner().invoke(train, command)
+    assert result.exit_code == 0, result.output
+    words = (tmp_path / "words").read_text().splitlines()
+    options = [
+        "--model-option=layers=2",
+        "--model-option=width=32",
+        "--augment",
+        f"--output={tmp_path / 'new'}",
+    ]
+    assert "HVD_CKPT_SUPERVISED=1" in words
+    settings = words[words.index("train") + 1 :]
+    assert sorted(settings) == sorted([str(tmp_path / "run.yaml"), "--model=gpt-tiny", "--lr=1e-4", *options])
+    assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--np", "2", "--launcher", "sh"], "--np 2 and --launcher 'sh': give one of them"),
+        (["--launcher", "no-such-launcher -np 2"], "there is no command 'no-such-launcher' here"),
+        (["--launcher", "sh 'x"], "--launcher 'sh 'x': no closing quotation"),
+        (["--np", "2", "--lr", "-1"], "lr '-1': give a number above 0"),
+        (["--np", "2", "--resume", "nowhere"], "cannot read the configuration 'nowhere/config.yaml'"),
+        (["--max-restarts", "many"], "'many' is not a valid integer"),
+        (["--max-restarts", "1", "--output", "."], "output: the folder '.' is not empty"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], said: str) -> None:
+    _fails([*SETTINGS, *arguments], said)
+
+
+def test_inside_a_launcher_it_says_how_to_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    _fails(
+        [*SETTINGS, "--max-restarts", "1"],
+        "OMPI_COMM_WORLD_RANK is set, so a launcher has started this process",
+    )
+
+
+def _fails(arguments: list[str], said: str) -> None:
+    before = sorted(os.listdir())
+    result = CliRunner().invoke(train, arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: ") and result.output.count("\n") == 1
+    assert said in result.output
+    assert sorted(os.listdir()) == before
