@@ -77,6 +77,7 @@ class _Job:
     content: Content | None = None
     copying: Copying | None = None
     fault: str = ""
+    bug: Exception | None = None
     held: ExitStack = field(default_factory=ExitStack)
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -149,7 +150,7 @@ class SnapshotWriter:
         """Begins to write a snapshot. Returns at once, unless the one before is not on the disk yet: then it waits for that.
 
         Weights and the tensors of ``common`` must stay as they are until :meth:`before_update` returns. All values that are no
-        tensors, tensors of at most 4 KiB, and ``own`` may change at once. Trees are as for :func:`hvd_ckpt.training.snapshot.write`.
+        tensors, tensors of at most 4 KiB, and ``own`` may change at once. For trees see :func:`hvd_ckpt.training.snapshot.write`.
 
         Args:
             step: training steps taken.
@@ -194,15 +195,13 @@ class SnapshotWriter:
         """Returns when what was begun is on the disk, or has failed.
 
         Returns:
-            On rank 0 the snapshot's folder; None if it failed, or none was begun. On the other ranks None.
+            On rank 0 the newest snapshot's folder, None if it failed; on the other ranks None.
 
         Raises:
             Exception: as :meth:`check`.
         """
-        job = self._job
         self._settle()
-        whole = job is not None and self._rank == 0 and self.failed is None
-        return self.written if whole else None
+        return self.written if self.failed is None else None
 
     def close(self) -> None:
         """Waits for what was begun, ends the thread, and frees the memory of the copies.
@@ -245,7 +244,24 @@ class SnapshotWriter:
         self._begun += 1
         token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
         job = _Job(step, self._folder / temporary_name(name_of(step), token))
-        job.held.enter_context(under_way(job.temporary))
+        try:
+            job.held.enter_context(under_way(job.temporary))
+            self._prepare(job, weights, common, own, changing)
+            if self._blocking:
+                self._run(job)
+            else:
+                self._start()
+                self._jobs.put(job)
+        except BaseException:
+            job.held.close()
+            if self._rank == 0:
+                discard(job.temporary)
+            raise
+        self._job = job
+
+    def _prepare(
+        self, job: _Job, weights: Mapping[str, Tensor], common: Any, own: Any, changing: Collection[str]
+    ) -> None:
         try:
             if self._rank == 0:
                 make_temporary(job.temporary)
@@ -253,18 +269,7 @@ class SnapshotWriter:
             if not self._blocking:
                 job.copying = self._staged(job.content, changing)
         except _TROUBLE as error:
-            job.fault = reason_of(error)
-        except BaseException:
-            job.held.close()
-            if self._rank == 0:
-                discard(job.temporary)
-            raise
-        self._job = job
-        if self._blocking:
-            self._run(job)
-        else:
-            self._start()
-            self._jobs.put(job)
+            job.content, job.fault = None, reason_of(error)
 
     def _staged(self, content: Content, changing: Collection[str]) -> Copying:
         """Puts copies into the content, and copies what may change at once."""
@@ -320,14 +325,13 @@ class SnapshotWriter:
             part = self._part(job)
             fault = self._whole(job, part) if self._rank == 0 else self._sent(job, part)
         except Exception as error:  # for the caller to raise
-            self._bug = error
-            fault = reason_of(error)
+            job.bug, fault = error, reason_of(error)
             if self._rank == 0:
                 discard(job.temporary)
         job.content = None
         job.held.close()
-        self.failed = fault
-        if fault is not None and self._rank == 0 and self._bug is None:
+        self.failed, self._bug = fault, job.bug
+        if fault is not None and self._rank == 0 and job.bug is None:
             self._warnings.append(
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
                 f"Training goes on, and older snapshots stay."
@@ -351,7 +355,7 @@ class SnapshotWriter:
             return write_content(job.temporary, job.content)
         except Exception as error:
             if not isinstance(error, _TROUBLE):
-                self._bug = error
+                job.bug = error
             return Part(platform.node(), fault=reason_of(error))
 
     def _await_folder(self, job: _Job) -> None:
@@ -361,10 +365,9 @@ class SnapshotWriter:
             if job.temporary.is_dir():
                 return
             # Listing the folder has a network file system ask its server again.
-            folder_names = names_in(self._folder)
-            if job.temporary.name in folder_names:
+            if job.temporary.name in names_in(self._folder):
                 return
-            if folder_names and not os.access(self._folder, os.W_OK):
+            if self._folder.is_dir() and not os.access(self._folder, os.W_OK):
                 raise Wrong(f"'{self._folder}' cannot be written to: name a folder that can be")
             now = time.monotonic()
             late = job.waited_for is not None and now - job.waited_for > LATE_SECONDS
