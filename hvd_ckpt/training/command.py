@@ -6,14 +6,20 @@ Exit status 0 after a run, 2 for a setting that cannot be; anything that goes wr
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.command_line import RANK_VARIABLES, BadArgument, OneLineErrors
+from hvd_ckpt.folders import new_folder
 from hvd_ckpt.models.catalog import overview
+from hvd_ckpt.probe import find_launcher, launcher_environment
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.training.restarts import Commands, supervise
 from hvd_ckpt.values import named
 
 __all__ = ["train"]
@@ -36,11 +42,86 @@ def _flag(setting: dataclasses.Field[Any]) -> click.Option:
     return click.Option([f"--{name}", setting.name], default=None, metavar="VALUE", help=help)
 
 
-def _train(file: str | None, **flags: Any) -> None:
+def _train(
+    file: str | None,
+    max_restarts: int | None,
+    np: int | None,
+    launcher: str | None,
+    grace: float,
+    **flags: Any,
+) -> None:
     try:
-        run(_config(file, flags))
+        config = _config(file, flags)
+        if max_restarts is None and np is None and launcher is None:
+            run(config)
+            return
+        words = _launcher(np, launcher)
+        commands = _commands(config, words, file, flags)
     except ConfigError as error:
         raise BadArgument(str(error)) from None
+    click.get_current_context().exit(supervise(commands, max_restarts or 0, grace))
+
+
+def _launcher(np: int | None, launcher: str | None) -> list[str]:
+    """The words of the launcher; none for one process.
+
+    Raises:
+        ConfigError: it cannot be, or is not here.
+    """
+    inside = next((name for name in RANK_VARIABLES if name in os.environ), None)
+    if inside is not None:
+        raise ConfigError(
+            f"--max-restarts, --np, --launcher: {inside} is set, so a launcher has started this process already; start the "
+            "launcher from here instead: hvd-ckpt train --max-restarts 3 --launcher 'horovodrun -np 2' ..."
+        )
+    if np is not None and launcher is not None:
+        raise ConfigError(f"--np {np} and --launcher '{launcher}': give one of them")
+    if np is not None:
+        horovodrun = find_launcher()
+        if horovodrun is None:
+            raise ConfigError(f"--np {np}: horovodrun was found neither next to this Python nor on PATH")
+        return [*horovodrun, "-np", str(np)]
+    try:
+        words = shlex.split(launcher or "")
+    except ValueError as error:
+        raise ConfigError(f"--launcher '{launcher}': {str(error).lower()}") from None
+    if words and shutil.which(words[0], path=launcher_environment()["PATH"]) is None:
+        raise ConfigError(f"--launcher '{launcher}': there is no command '{words[0]}' here")
+    return words
+
+
+def _commands(config: Config, launcher: list[str], file: str | None, flags: dict[str, Any]) -> Commands:
+    """What to launch for a run, whose folder is decided here.
+
+    Raises:
+        ConfigError: the folder is in use or cannot be written to.
+    """
+    files = [] if file is None else [file]
+    if config.resume is not None:
+        run = _folder_of_run(config.resume).resolve()
+        first = [*files, *_arguments({**flags, "resume": config.resume})]
+        again = [*files, *_arguments({**flags, "resume": str(run)})]
+        return Commands(launcher, first, again, run, resumed=True)
+    try:
+        run = new_folder(config.output, "train")
+    except ValueError as error:
+        raise ConfigError(f"output: {error}") from None
+    first = [*files, *_arguments({**flags, "output": str(run)})]
+    return Commands(launcher, first, [f"--resume={run}"], run, resumed=False)
+
+
+def _arguments(flags: dict[str, Any]) -> list[str]:
+    """The flags as they are written on a command line."""
+    written = []
+    for setting in dataclasses.fields(Config):
+        name, value = setting.name.replace("_", "-"), flags[setting.name]
+        if isinstance(value, bool):
+            written.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            written += [f"--{name.removesuffix('s')}={one}" for one in value]
+        elif value is not None:
+            written.append(f"--{name}={value}")
+    return written
 
 
 def _config(file: str | None, flags: dict[str, Any]) -> Config:
@@ -69,15 +150,17 @@ def _underscored(values: dict[str, Any]) -> dict[str, Any]:
 
 def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
     """What a run, or the run of a snapshot, was told; what is given now may say otherwise, such as more steps."""
-    folder = Path(resume)
-    if (folder / "manifest.json").is_file():
-        folder = folder.resolve().parent.parent
-    values = read_yaml(folder / "config.yaml")
+    values = read_yaml(_folder_of_run(resume) / "config.yaml")
     replaced = {"output", "resume"}
     for alternatives in ALTERNATIVES:
         if given & alternatives:
             replaced |= alternatives
     return {name: value for name, value in values.items() if name not in replaced}
+
+
+def _folder_of_run(resume: str) -> Path:
+    folder = Path(resume)
+    return folder.resolve().parent.parent if (folder / "manifest.json").is_file() else folder
 
 
 def run(config: Config) -> None:
@@ -111,8 +194,32 @@ train = OneLineErrors(
     params=[
         click.Argument(["file"], required=False, metavar="[FILE]"),
         *[_flag(setting) for setting in dataclasses.fields(Config)],
+        click.Option(
+            ["--max-restarts"],
+            type=click.IntRange(0),
+            metavar="N",
+            help="Start the ranks from here, and again from the newest snapshot when they die, N times at most.",
+        ),
+        click.Option(
+            ["--np"], type=click.IntRange(1), metavar="P", help="Start P ranks from here, by horovodrun."
+        ),
+        click.Option(
+            ["--launcher"],
+            metavar="COMMAND",
+            help="Start the ranks from here by this, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
+        ),
+        click.Option(
+            ["--grace"],
+            type=click.FloatRange(0),
+            default=20,
+            show_default=True,
+            metavar="SECONDS",
+            help="Of ranks started from here, to save and end after a signal to this process.",
+        ),
     ],
     help=f"""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
+
+    Or, with restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
 
     Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
 
