@@ -1,8 +1,11 @@
 """Runs every test: what `bash main.sh test` calls.
 
-tests/single and tests/launch run under plain pytest; tests/parallel runs under horovodrun, with 1, 2 and 4 ranks, over
-each controller that works here. Each rank leaves a JUnit file. A test of tests/parallel failed if it failed on any rank,
-and a run that crashed, hung or collected nothing counts as one failure. The last line sums all runs.
+tests/single, tests/fuzz and tests/launch run under plain pytest; tests/parallel runs under horovodrun, with 1, 2 and 4
+ranks, over each controller that works here. Each rank leaves a JUnit file. A test of tests/parallel failed if it failed on
+any rank, and a run that crashed, hung or collected nothing counts as one failure. The last line sums all runs.
+
+Whole commands keep one core busy, most of the time. So tests/launch runs beside all that needs no MPI, whose output is
+shown when tests/launch has ended.
 
 Arguments go to pytest. Those that name files or folders choose the tests, and runs without any of them are left out:
 
@@ -14,15 +17,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -38,6 +46,7 @@ class Run:
     ranks: int = 1
     controller: str = ""
     timeout: float = 900.0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -53,12 +62,19 @@ class Run:
         return [launcher, "-np", str(self.ranks), f"--{self.controller}", *worker, "--color=no"]
 
 
-RUNS = (
-    Run("tests/single"),
-    Run("tests/parallel", 1, "gloo"),
-    *(Run("tests/parallel", ranks, controller) for controller in ("gloo", "mpi") for ranks in (2, 4)),
-    Run("tests/launch"),
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # small tensors gain nothing from more, and the other cores have work
+LANES = (  # beside each other
+    (Run("tests/launch"),),
+    (
+        Run("tests/single", environment=ONE_THREAD),
+        Run("tests/fuzz", environment=ONE_THREAD),
+        *(Run("tests/parallel", ranks, "gloo") for ranks in (1, 2, 4)),
+    ),
 )
+# Ranks that wait in MPI keep their cores busy.
+ALONE = tuple(Run("tests/parallel", ranks, "mpi") for ranks in (2, 4))
+
+_interrupted = threading.Event()
 
 
 @functools.cache
@@ -92,33 +108,55 @@ def select(run: Run, chosen: list[Path]) -> list[str]:
     return [str(folder)] if whole else inside
 
 
-def execute(run: Run, paths: list[str], options: list[str]) -> Counter[str]:
-    """Run it with its output passing through; the outcomes, one for each test."""
-    print(f"\n===== {run.title} =====", flush=True)
+@dataclass(frozen=True)
+class Result:
+    """What came of a run: how many tests had which outcome, and the seconds that it took."""
+
+    run: Run
+    counts: Counter[str]
+    seconds: float
+
+
+def execute(run: Run, paths: list[str], options: list[str], output: IO[str] | None = None) -> Result:
+    """Runs it with its output passing through, or into a file."""
+    print(f"\n===== {run.title} =====", file=output, flush=True)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_tests_") as folder:
         results = Path(folder)
-        status = _call(run.command(results, [*paths, *options]), run.timeout)
+        status = _call(run, run.command(results, [*paths, *options]), output)
         answers = [_read(results / f"{rank}.xml") for rank in range(run.ranks)]
     counts = Counter(_merge([answer for answer in answers if answer is not None]).values())
+    if _interrupted.is_set():
+        return Result(run, counts, time.monotonic() - start)
     if status is None:
-        print(f"error: {run.title} did not end within {run.timeout:g} seconds and was stopped.", flush=True)
+        said = f"error: {run.title} did not end within {run.timeout:g} seconds and was stopped."
+        print(said, file=output, flush=True)
         counts["failed"] += 1
     elif (None in answers or status != 0) and not counts["failed"]:
-        print(f"error: {run.title} ended with exit status {status} before it could report.", flush=True)
+        said = f"error: {run.title} ended with exit status {status} before it could report."
+        print(said, file=output, flush=True)
         counts["failed"] += 1
-    return counts
+    return Result(run, counts, time.monotonic() - start)
 
 
-def _call(command: list[str], timeout: float) -> int | None:
+def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
     # Without it a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
-    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **os.environ}
+    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **run.environment, **os.environ}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,
     )
+    deadline = time.monotonic() + run.timeout
     try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
+        while time.monotonic() < deadline and not _interrupted.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(0.2)
         process.terminate()  # a launcher that is asked to end also ends its ranks, which are in other sessions
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
@@ -130,6 +168,42 @@ def _call(command: list[str], timeout: float) -> int | None:
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs that follow each other, with what pytest is asked: options, and paths for each run."""
+
+    runs: Sequence[tuple[Run, list[str]]]
+    options: list[str]
+
+    def execute(self, output: IO[str] | None = None) -> list[Result]:
+        results = []
+        for run, paths in self.runs:
+            if _interrupted.is_set():
+                break
+            results.append(execute(run, paths, self.options, output))
+        return results
+
+
+def execute_beside(jobs: Sequence[Job]) -> list[Result]:
+    """All jobs at once: the first one's output passes through, the others' is shown when it has ended."""
+    with contextlib.ExitStack() as stack:
+        outputs: list[IO[str] | None] = [None]
+        outputs += [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in jobs[1:]]
+        pool = stack.enter_context(ThreadPoolExecutor(max(1, len(jobs))))
+        futures = [pool.submit(job.execute, output) for job, output in zip(jobs, outputs, strict=False)]
+        results: list[Result] = []
+        try:
+            for future, output in zip(futures, outputs, strict=False):
+                results += future.result()
+                if output is not None:
+                    output.seek(0)
+                    shutil.copyfileobj(output, sys.stdout)
+        except KeyboardInterrupt:
+            _interrupted.set()
+            raise
+    return results
 
 
 def _read(path: Path) -> dict[str, str] | None:
@@ -170,21 +244,21 @@ def main(arguments: list[str]) -> int:
         return work(arguments[1], arguments[2:])
     start = time.monotonic()
     options, chosen = split_arguments(arguments)
-    total: Counter[str] = Counter()
-    lines = []
-    for run in RUNS:
-        paths = select(run, chosen)
-        if not paths or not any((ROOT / run.folder).rglob("test_*.py")):
-            continue
-        if run.controller == "mpi" and not mpi_works():
-            continue
-        began = time.monotonic()
-        counts = execute(run, paths, options)
-        total += counts
-        figures = ", ".join(f"{counts[name]} {name}" for name in ORDER)
-        lines.append(f"  {run.title}: {figures} in {time.monotonic() - began:.0f} s")
+
+    def job(runs: Sequence[Run]) -> Job:
+        wanted = [run for run in runs if any((ROOT / run.folder).rglob("test_*.py"))]
+        selected = [(run, paths) for run in wanted if (paths := select(run, chosen))]
+        return Job(
+            [(run, paths) for run, paths in selected if run.controller != "mpi" or mpi_works()], options
+        )
+
+    jobs = [each for each in map(job, LANES) if each.runs]
+    results = [*execute_beside(jobs), *job(ALONE).execute()]
+    total: Counter[str] = sum((result.counts for result in results), Counter())
     print(f"\n===== all runs, {time.monotonic() - start:.0f} s =====")
-    print("\n".join(lines))
+    for result in results:
+        figures = ", ".join(f"{result.counts[name]} {name}" for name in ORDER)
+        print(f"  {result.run.title}: {figures} in {result.seconds:.0f} s")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
     return 1 if total["failed"] or not sum(total.values()) else 0
 
