@@ -101,6 +101,7 @@ if TYPE_CHECKING:
         broadcast_parameters,
         join,
     )
+    from hvd_ckpt.reduction.drift import WeightsDiffer, check_equal_weights
     from hvd_ckpt.runtime import controller, init, mpi_communicator
     from hvd_ckpt.training.microbatch import accumulate
 
@@ -137,6 +138,10 @@ _OWN = {
         "broadcast_parameters",
         "join",
     ),
+    "hvd_ckpt.reduction.drift": (
+        "WeightsDiffer",
+        "check_equal_weights",
+    ),
     "hvd_ckpt.runtime": (
         "controller",
         "init",
@@ -167,6 +172,7 @@ __all__ = [
     "ReductionStats",
     "Sum",
     "SyncBatchNorm",
+    "WeightsDiffer",
     "accumulate",
     "add_process_set",
     "allgather",
@@ -187,6 +193,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_equal_weights",
     "check_extension",
     "checkpoint",
     "checkpoint_sequential",

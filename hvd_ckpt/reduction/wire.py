@@ -18,10 +18,11 @@ from .sparse import reduce_sparse
 POLL_SECONDS = 50e-6
 
 
-def wait(handle: int) -> Any:
+def wait(handle: int, name: str = "") -> Any:
     """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
 
-    Horovod's looks without a pause, on a core that the thread which does the work may need.
+    Horovod's looks without a pause, on a core that the thread which does the work may need. ``name`` is the tensor's, for whoever
+    looks at the stack of a wait that does not end (``stall``).
     """
     while not mpi_ops.poll(handle):
         time.sleep(POLL_SECONDS)
@@ -78,7 +79,7 @@ class Wire:
 
     def receive(self, flight: Flight) -> None:
         """Waits for a bucket's allreduce."""
-        wait(flight.handle)
+        wait(flight.handle, f"{self.name}.bucket.{flight.bucket.position}")
         with torch.no_grad():
             wire_formats.decode(flight.wire, flight.context, self.compression, flight.flat)
 
@@ -89,7 +90,7 @@ class Wire:
             result = dense.clone(memory_format=torch.preserve_format)
             flat = result.contiguous().view(-1)
             wire, context = wire_formats.encode(flat, self.compression)
-            wait(self._allreduce(wire, f"single.{index}"))
+            wait(self._allreduce(wire, f"single.{index}"), f"{self.name}.single.{index}")
             wire_formats.decode(wire, context, self.compression, flat)
             return result.copy_(flat.view(result.shape))
 
@@ -101,7 +102,7 @@ class Wire:
         """The sum of a small tensor over the ranks, as (nested) lists of floats."""
         name = f"{self.name}.{what}.{values.numel()}"
         handle = mpi_ops.allreduce_async_(values, name=name, op=Sum, process_set=self.process_set)
-        return wait(handle).tolist()
+        return wait(handle, name).tolist()
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """One picklable value of each rank."""

@@ -1,0 +1,136 @@
+"""Have the ranks still the same weights? A hash of every parameter, compared.
+
+Data parallelism takes it for granted that weights are equal at the start and stay so, and nothing fails when they are not: each
+rank trains a model of its own. A bit that flips, a rank that skips an update or draws a random number the others do not, and the
+average gradient belongs to no model at all. :func:`check_equal_weights` finds it by bits, so nan and -0.0 count as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import global_process_set
+
+from hvd_ckpt.peers import host_name, ranks_text
+
+from .agreement import allgather_objects
+
+NAME = "hvd_ckpt.weights"
+
+
+class WeightsDiffer(RuntimeError):
+    """Ranks have different weights."""
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    """A parameter: its hash, or what kept it from being read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    hash: bytes
+    fault: str = ""
+
+
+def check_equal_weights(model: torch.nn.Module, process_set: Any = global_process_set) -> None:
+    """Raises on every rank if a parameter of the model differs between ranks. Collective; changes nothing.
+
+    All parameters count, frozen ones too; one that is used in several places counts once; buffers, which may differ, do not. Bytes
+    are hashed on the CPU (SHA-256), as many parameters at a time as torch has threads; those on a GPU are copied first. Where all
+    is well ranks then exchange 32 bytes each.
+
+    Args:
+        model: the module, the same on every rank.
+        process_set: the ranks that compare; each of them has to call it.
+
+    Raises:
+        WeightsDiffer: weights, names, shapes or dtypes differ; it names the first parameter in the order of
+            ``named_parameters()``, and the ranks (those that are fewer) with their hosts.
+        ValueError: a parameter holds no dense values (on some rank), or this rank is not in ``process_set``.
+    """
+    if not process_set.included():
+        raise ValueError(
+            f"rank {mpi_ops.rank()} is not in {process_set}; call check_equal_weights() on its ranks only"
+        )
+    ours = _fingerprints(model)
+    if _all_equal(_digest(ours), process_set):
+        return
+    tables = allgather_objects((mpi_ops.rank(), host_name(), ours), process_set, f"{NAME}.each")
+    ranks = [f"rank {rank} (host {host})" for rank, host, _ in tables]
+    raise _difference([rank for rank, _, _ in tables], ranks, [table for _, _, table in tables])
+
+
+def _fingerprints(model: torch.nn.Module) -> list[_Fingerprint]:
+    parameters = list(model.named_parameters())
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        return list(pool.map(_fingerprint, *zip(*parameters))) if parameters else []
+
+
+def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    try:
+        with torch.no_grad():
+            data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        hashed = hashlib.sha256(memoryview(data.numpy())).digest()
+        return _Fingerprint(name, tuple(parameter.shape), dtype, hashed)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        return _Fingerprint(name, (), dtype, b"", str(error).partition("\n")[0])
+
+
+def _digest(table: Sequence[_Fingerprint]) -> bytes:
+    """32 bytes that say all; zeros, which no hash is, if a parameter could not be read."""
+    if any(entry.fault for entry in table):
+        return bytes(32)
+    return hashlib.sha256(repr(table).encode()).digest()
+
+
+def _all_equal(digest: bytes, process_set: Any) -> bool:
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    gathered = mpi_ops.allgather(own.view(1, -1), name=NAME, process_set=process_set)
+    return bool(own.any()) and bool((gathered == own).all())
+
+
+def _difference(
+    numbers: Sequence[int], ranks: Sequence[str], tables: Sequence[Sequence[_Fingerprint]]
+) -> Exception:
+    """The error for the first difference between the ranks' tables."""
+    for rank, table in zip(ranks, tables):
+        for entry in table:
+            if entry.fault:
+                return ValueError(f"{rank}: the weights of '{entry.name}' cannot be compared: {entry.fault}")
+    different = [entries for entries in zip(*tables) if len(set(entries)) > 1]
+    if different:
+        return WeightsDiffer(_sentence(numbers, ranks, different[0], len(different)))
+    counts = ", ".join(f"{len(table)} on {rank}" for rank, table in zip(ranks, tables))
+    return WeightsDiffer(
+        f"ranks have different numbers of parameters: {counts}; build the same model on every rank"
+    )
+
+
+def _sentence(
+    numbers: Sequence[int], ranks: Sequence[str], entries: Sequence[_Fingerprint], count: int
+) -> str:
+    """Says which ranks are apart from the greatest number of equal ones (rank 0's, where numbers are equal)."""
+    usual = max(entries, key=entries.count)
+    apart = [position for position, entry in enumerate(entries) if entry != usual]
+    other = entries[apart[0]]
+    among = ranks_text(number for number, entry in zip(numbers, entries) if entry == usual)
+    who = ", ".join(ranks[position] for position in apart)
+    for field in ("name", "shape", "dtype"):
+        ours, theirs = getattr(usual, field), getattr(other, field)
+        if ours != theirs:
+            return (
+                f"ranks have different models: the {field} of parameter '{usual.name}' is {ours} on {among} and {theirs} on {who}; "
+                f"build the same model on every rank"
+            )
+    return (
+        f"parameter '{usual.name}' differs: {who} has other values than {among} ({count} parameters differ); go on from a "
+        f"snapshot, or with one rank's weights: hvd_ckpt.broadcast_parameters(model.state_dict(), root_rank=0)"
+    )

@@ -1,0 +1,322 @@
+"""A watchdog over every wait for other ranks: one that lasts too long ends the process, with a line that says why.
+
+A rank that has died is noticed by Horovod or its launcher. One that is stopped, stuck, or on a machine that has been cut off is
+not: over MPI the others wait inside a collective for ever, over Gloo until its own time limit. A wait gives the interpreter to
+other threads, so a thread of this process can see how long it has lasted, whatever carries it, and end the process.
+
+Watched are Horovod's start and end, everything that waits for a collective (all of Horovod's calls and this library's go through
+one function), loops that poll for one, and changes of process sets. What is waited for is read from the waiting thread's stack when
+the time is up, so that a wait itself costs two entries in a dictionary. The clock stops while the process itself is stopped: a job
+that is suspended as a whole, and resumed, goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import horovod
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+
+from .peers import Peer, diagnose, host_name, launched_rank, look_up
+
+TICK_SECONDS = 1.0
+POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
+SAYING_SECONDS = 1.0  # how long a full pipe may keep the last line
+LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "sshd", "slurmstepd")
+_LIBRARIES = tuple(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, __file__))
+
+
+class Wait(NamedTuple):
+    """Since when a thread has been waiting, on the watchdog's clock, and for what, where the stack does not tell."""
+
+    since: float
+    what: str = ""
+
+
+@dataclass
+class Poll:
+    """A handle that was not done when it was polled: by which thread, first when, last when."""
+
+    thread: int
+    first: float
+    last: float
+
+
+@dataclass
+class Watchdog:
+    """What is watched in this process, and the thread that does it; one per process.
+
+    Attributes:
+        timeout: seconds a wait may last; None: waits are not watched.
+        waits: by thread.
+        polls: by Horovod's handle.
+        peers: all ranks, once they have met.
+        own: this rank, likewise.
+        ancestors: process ids from this process up to its launcher, if the process is to end with it.
+        stopped: seconds this process has been stopped for; the clock leaves them out.
+    """
+
+    timeout: float | None = None
+    waits: dict[int, Wait] = field(default_factory=dict)
+    polls: dict[int, Poll] = field(default_factory=dict)
+    peers: list[Peer] = field(default_factory=list)
+    own: Peer | None = None
+    ancestors: list[int] = field(default_factory=list)
+    stopped: float = 0.0
+    thread: threading.Thread | None = None
+    installed: bool = False
+
+    def now(self) -> float:
+        return time.monotonic() - self.stopped
+
+    def start(self) -> None:
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = threading.Thread(target=self._run, name="hvd_ckpt watchdog", daemon=True)
+            self.thread.start()
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            if now - before > 2 * TICK_SECONDS:
+                self.stopped += now - before - TICK_SECONDS
+            before = now
+            if _gone(self.ancestors):
+                end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
+            late = self._late()
+            if late is not None:
+                line = self._explain(*late)
+                if self._late() is not None:
+                    end(line)
+
+    def _late(self) -> tuple[int, Wait] | None:
+        """A thread whose wait has lasted too long, and that wait."""
+        if self.timeout is None:
+            return None
+        now = self.now()
+        for thread, wait in list(self.waits.items()):
+            if now - wait.since > self.timeout:
+                return thread, wait
+        for poll in list(self.polls.values()):
+            if now - poll.first > self.timeout and now - poll.last < POLL_LOOP_SECONDS:
+                return poll.thread, Wait(poll.first)
+        return None
+
+    def _explain(self, thread: int, wait: Wait) -> str:
+        what = wait.what or _waited_for(thread)
+        seconds = self.now() - wait.since
+        finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
+        return f"{_who(self.own)}: waited {seconds:.0f} s for {what}; {finding}"
+
+
+_dog = Watchdog()
+
+
+def check_timeout(seconds: Any) -> None:
+    """Raises ValueError unless ``seconds`` is a number above zero."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+        raise ValueError(
+            f"stall_timeout must be a number of seconds above zero, or None for waits without a limit, not {seconds!r}"
+        )
+
+
+def watch(seconds: float) -> None:
+    """Ends this process when a wait lasts longer than ``seconds``; a later call changes that (``math.inf``: no limit).
+
+    Raises:
+        ValueError: ``seconds`` is no number above zero.
+    """
+    check_timeout(seconds)
+    _dog.timeout = None if math.isinf(seconds) else float(seconds)
+    if not _dog.installed:
+        _install()
+    _dog.start()
+
+
+def meet() -> None:
+    """Tells all ranks where each one runs, for the message; collective. Without it no host can be named."""
+    if _dog.timeout is None or not hvd.is_initialized():
+        return
+    _dog.peers, _dog.own = [], Peer.here(hvd.rank())
+    with contextlib.suppress(
+        hvd.HorovodInternalError
+    ):  # of use to nobody yet; the next collective raises it again
+        _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.peers")
+
+
+def have_met() -> bool:
+    """Whether :func:`meet` has been called since Horovod started."""
+    return bool(_dog.peers)
+
+
+def end_with_parent() -> bool:
+    """Ends this process, within seconds, when the launcher that started it goes; meant for commands that run as ranks.
+
+    ``horovodrun --gloo`` and ``mpirun`` take their ranks with them even when they are killed with SIGKILL. ``horovodrun --mpi``
+    does not: it turns itself into a shell that waits for ``mpirun``, and killing that leaves ``mpirun`` and its ranks running;
+    nor does an ssh connection that ends. This looks once a second whether one of the processes from this one up to the launcher
+    (or, where ssh brought it here, ssh's daemon) has lost its parent.
+
+    Returns:
+        True if there is a launcher above this process; False if it was started some other way, and nothing is done.
+    """
+    _dog.ancestors = _launcher_chain() if launched_rank() is not None else []
+    if _dog.ancestors:
+        _dog.start()
+    return bool(_dog.ancestors)
+
+
+def end(line: str) -> NoReturn:
+    """Ends this process at once with status 1 and a line on stderr; nothing is run on the way out, for it could wait too."""
+    saying = threading.Thread(target=_say, args=(line,), daemon=True)
+    saying.start()
+    saying.join(SAYING_SECONDS)
+    os._exit(1)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(Exception):
+        os.write(2, f"{line}\n".encode())
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _who(own: Peer | None) -> str:
+    rank = own.rank if own is not None else launched_rank()
+    return f"rank {'?' if rank is None else rank} on host {host_name()}"
+
+
+def _install() -> None:
+    """Puts a note of beginning and end around everything in Horovod that waits for other ranks."""
+    basics, library = mpi_ops._basics, mpi_ops.mpi_lib
+    start, stop, poll = basics.init, basics.shutdown, library.horovod_torch_poll
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        # In an elastic job it waits for hosts, for which Horovod has a limit of its own.
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            start(*args, **kwargs)
+        else:
+            _noted(start, "Horovod to start on all ranks")(*args, **kwargs)
+        meet()
+
+    def shutdown() -> None:
+        _dog.peers, _dog.own = [], None
+        _dog.polls.clear()
+        _noted(stop, "Horovod to end")()
+
+    def look(handle: int) -> Any:
+        done = poll(handle)
+        if done:
+            _dog.polls.pop(handle, None)
+        elif (seen := _dog.polls.get(handle)) is not None:
+            seen.last = _dog.now()
+        else:
+            now = _dog.now()
+            _dog.polls[handle] = Poll(threading.get_ident(), now, now)
+        return done
+
+    basics.init, basics.shutdown, library.horovod_torch_poll = init, shutdown, look
+    library.horovod_torch_wait_and_clear = _noted(library.horovod_torch_wait_and_clear, forget=_dog.polls)
+    basics._add_process_set_impl = _noted(basics._add_process_set_impl, "a process set to be added")
+    basics._remove_process_set_impl = _noted(basics._remove_process_set_impl, "a process set to be removed")
+    _dog.installed = True
+
+
+def _noted(
+    function: Callable[..., Any], what: str = "", forget: dict[int, Poll] | None = None
+) -> Callable[..., Any]:
+    """The function, with a note in ``waits`` while it runs; ``forget``: where its first argument is struck out."""
+    waits, now, thread = _dog.waits, _dog.now, threading.get_ident
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if forget:
+            forget.pop(args[0], None)
+        waits[thread()] = Wait(now(), what)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            waits.pop(thread(), None)
+
+    return call
+
+
+def _waited_for(thread: int) -> str:
+    """The collective that a thread waits for, its tensor, and where the user's code called it: what its stack tells."""
+    operation = tensor = place = ""
+    for frame in _frames(sys._current_frames().get(thread)):
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES):
+            place = f" at {Path(path).name}:{frame.f_lineno}"
+            break
+        own_name = frame.f_code.co_name
+        if path.endswith(("horovod/torch/mpi_ops.py", "horovod/torch/functions.py")) and hasattr(
+            hvd, own_name
+        ):
+            operation = own_name if own_name not in ("synchronize", "poll") else operation
+        name = frame.f_locals.get("name")
+        if not tensor and isinstance(name, str) and name:
+            tensor = f" '{name}'"
+    return f"{operation or 'a collective'}{tensor}{place}"
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _launcher_chain() -> list[int]:
+    """Process ids from this process up to its launcher; empty if there is none above it."""
+    chain = [os.getpid()]
+    while (process := look_up(chain[-1])) is not None and process.parent > 1:
+        chain.append(process.parent)
+        if _is_launcher(_command(process.parent)):
+            above = look_up(process.parent)
+            if above is not None and _is_shell_of_mpirun(_command(above.parent)):
+                chain.append(above.parent)
+            return chain
+    return []
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _is_launcher(command: list[str]) -> bool:
+    """By the program's name, which for a Python script is the second word; ``sshd: root@notty`` is one word."""
+    return any(Path(word.partition(":")[0]).name in LAUNCHERS for word in command[:2])
+
+
+def _is_shell_of_mpirun(command: list[str]) -> bool:
+    """What ``horovodrun --mpi`` turns into."""
+    return (
+        command[1:2] == ["-c"] and command[2].startswith("mpirun ") and not command[2].rstrip().endswith("&")
+    )
+
+
+def _gone(chain: list[int]) -> bool:
+    """Whether one of the processes has lost its parent, the next in the list."""
+    for child, parent in itertools.pairwise(chain):
+        process = look_up(child)
+        if process is None or process.parent != parent:
+            return True
+    return False
