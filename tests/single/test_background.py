@@ -1,0 +1,382 @@
+"""Snapshots beside training hold the state of the moment they were begun at, and whatever goes wrong, training goes on.
+
+Where ranks matter, the writers of two ranks share this process; nothing but files is between them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.training import background, snapshot
+from hvd_ckpt.training.background import SnapshotWriter
+from hvd_ckpt.training.staging import Copying, Staging
+
+TOKEN = "0123abcd"
+
+
+class Job:
+    """The writers of two ranks, and what rank 0 was told."""
+
+    def __init__(self, folder: Path, ranks: int = 2, **options: Any) -> None:
+        self.folder, self.told = folder, list[str]()
+        self.writers = [
+            SnapshotWriter(folder, 2, TOKEN, rank, ranks, self.told.append, **options)
+            for rank in range(ranks)
+        ]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self.writers:
+            writer.close()
+
+    def begin(self, step: int, own: Any = None, **changes: Any) -> None:
+        arguments = {"weights": {"a": torch.full((4000,), step)}, "common": {"step": step}, **changes}
+        for rank, writer in enumerate(self.writers):
+            writer.begin(step, own=own if rank == len(self.writers) - 1 else None, **arguments)
+
+    def write(self, step: int, own: Any = None) -> Path | None:
+        self.begin(step, own)
+        path, *_ = [writer.wait() for writer in self.writers]
+        return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+class Gate:
+    """Holds up calls of a function until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, place: Any, name: str) -> None:
+        self._opened = threading.Event()
+        self.reached = threading.Event()
+        function: Callable[..., Any] = getattr(place, name)
+
+        def held(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self._opened.wait(60)
+            return function(*arguments)
+
+        patch.setattr(place, name, held)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(300, 40), nn.BatchNorm1d(3000), nn.Linear(40, 300, bias=False))
+    model.append(nn.Conv2d(8, 64, 3).to(memory_format=torch.channels_last))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_a_snapshot_is_of_the_moment_it_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Sequential
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    changing = dict(model.named_buffers())
+
+    def train() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    for blocking, ranks in ((False, 2), (True, 1)):
+        folder = tmp_path / str(ranks)
+        with Job(folder, ranks, blocking=blocking) as job:
+            for step in (1, 2, 3):  # the second and third into the memory of the first
+                train()
+                own = {"turned": torch.randn(30, 40).t(), "many": torch.randn(3000)}
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                state = torch.utils._pytree.tree_map(
+                    lambda value: value.clone() if isinstance(value, Tensor) else value,
+                    [optimizer.state_dict(), own],
+                )
+                with monkeypatch.context() as patch:
+                    copying, writing = (
+                        Gate(patch, *place) for place in ((Copying, "run"), (background, "write_content"))
+                    )
+                    if blocking:
+                        copying.open(), writing.open()
+                    job.begin(
+                        step,
+                        own,
+                        weights=model.state_dict(),
+                        common=optimizer.state_dict(),
+                        changing=changing,
+                    )
+                    with torch.no_grad():
+                        for value in (*changing.values(), *own.values(), optimizer.param_groups[0]["lr"]):
+                            value.zero_()
+                    threading.Timer(0.05, copying.open).start()
+                    for writer in job.writers:
+                        writer.before_update()
+                    train()
+                    writing.open()
+                    path, *_ = [writer.wait() for writer in job.writers]
+                assert path is not None and path == job.writers[0].written
+                assert path.name == f"step-0000000{step}" and snapshot.find(folder) == path
+                found = snapshot.read(path, rank=ranks - 1)
+                assert same([found.weights, [found.common, found.own]], [weights, state])
+                assert found.weights["2.weight"] is found.weights["0.weight"]
+            assert not job.told and job.writers[0].stalled > 0
+            assert names(folder) == ["step-00000002", "step-00000003"]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_copies_have_every_bit_and_use_the_same_memory_again() -> None:
+    bits = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    kinds = (
+        "bfloat16", "float8_e5m2", "float8_e4m3fn", "int16", "uint32", "float64", "complex64", "complex128", "complex32",
+    )  # fmt: skip
+    tensors = [bits.view(getattr(torch, kind)) for kind in kinds]
+    tensors += [bits > 100, torch.empty(0, 3), torch.tensor(3.0), torch.randn(2, 3, 4, 5).permute(0, 3, 1, 2)]
+    tensors += [torch.randn(6, 8)[:, ::2], torch.randn(3, 1).expand(3, 5)]
+    staging = Staging()
+    copies = staging.copies_of(tensors)
+    for _ in range(2):
+        Copying([], list(zip(tensors, copies))).run()
+        for tensor, copy in zip(tensors, copies):
+            ours, theirs = (one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, copy))
+            assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(ours, theirs)
+        assert copies[-3].stride() == tensors[-3].stride()
+        again = staging.copies_of(tensors)
+        assert [one.data_ptr() for one in again] == [one.data_ptr() for one in copies]
+        for copy in copies:
+            copy.zero_()
+
+
+def test_nothing_of_the_state_is_kept_once_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing = Gate(monkeypatch, background, "write_content")
+    numbers = np.ones(5000)
+    alive = weakref.ref(numbers)
+    with Job(tmp_path) as job:
+        job.begin(1, common=[torch.from_numpy(numbers)], weights={"a": torch.from_numpy(numbers)[1:]})
+        assert writing.reached.wait(60)
+        del numbers
+        assert alive() is None
+        writing.open()
+
+
+# -------------------------------------------------------------------------------------------- failures
+
+
+@contextmanager
+def full_disk(job: Job) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def file_in_its_place(job: Job) -> Iterator[None]:
+    job.folder.rename(job.folder.with_name("elsewhere"))
+    job.folder.touch()
+    yield
+    job.folder.unlink()
+    job.folder.with_name("elsewhere").rename(job.folder)
+
+
+@contextmanager
+def vanishing(job: Job) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        writing = Gate(patch, background, "write_content")
+        timer = threading.Timer(0.1, lambda: (shutil.rmtree(next(job.folder.glob(".step*"))), writing.open()))
+        timer.start()
+        yield
+        timer.join()
+
+
+@contextmanager
+def no_part(job: Job) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "PART_SECONDS", 0.1)
+        patch.setattr(job.writers[1], "_sent", lambda job, part: None)
+        yield
+
+
+@contextmanager
+def no_room_for_a_part(job: Job) -> Iterator[None]:
+    """Nor for a word about it."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_: Any, **__: Any) -> int:
+            raise OSError(28, os.strerror(28))
+
+        patch.setattr(Path, "write_text", full)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("trouble", "own", "says"),
+    [
+        (full_disk, None, r"rank 0: File too large.*: make room\. Training goes on, and older"),
+        (file_in_its_place, None, "rank 0: .*(File exists|Not a directory)"),
+        (vanishing, None, "No such file or directory"),
+        (no_part, None, "rank 1 has not written its part for 0.1 seconds: name a folder on a file system that all"),
+        (no_room_for_a_part, None, "rank 1: it could not say what it has written.*make room"),
+        (None, {"odd": object()}, r"rank 1: own\.odd is a builtins\.object"),
+    ],
+)  # fmt: skip
+def test_training_goes_on_with_one_warning(tmp_path: Path, trouble: Any, own: Any, says: str) -> None:
+    folder = tmp_path / "snapshots"
+    with Job(folder) as job:
+        before = job.write(1)
+        with trouble(job) if trouble else nullcontext():
+            assert job.write(2, own) is None
+        (told,) = job.told
+        assert told.startswith(f"The snapshot of step 2 was not written to '{folder}': ") and "\n" not in told
+        assert re.search(says, told)
+        assert job.writers[0].failed and job.writers[0].failed in told and job.writers[0].written == before
+        assert names(folder) == ["step-00000001"] and snapshot.find(folder) == before
+        assert job.write(2) == snapshot.find(folder) == folder / "step-00000002"
+        assert job.writers[0].failed is None and len(job.told) == 1
+
+
+def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PART_SECONDS", 0.1)
+    monkeypatch.setattr(background, "LATE_SECONDS", 0.1)
+    with Job(tmp_path) as job:
+        first, second = job.writers
+        first.begin(1, weights={}, common=None, own=None)
+        assert first.wait() is None
+        second.begin(1, weights={}, common=None, own=None)
+        assert second.wait() is None and "is not there on host" in str(second.failed)
+        assert names(tmp_path) == [] and len(job.told) == 1
+        assert job.write(2) is not None
+
+
+def test_a_bug_is_raised_where_training_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(tmp_path) as job:
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "write_content", lambda *_: 1 / 0)
+            job.begin(1)
+            for writer in job.writers:
+                with pytest.raises(ZeroDivisionError):
+                    writer.wait()
+                writer.check()
+        assert names(tmp_path) == [] and not job.told
+        assert job.write(2) is not None
+
+
+# -------------------------------------------------------------------------------------------- processes
+
+
+def write_for_ever(folder: Path) -> None:
+    with Job(folder) as job:
+        for step in range(1, 10**6):
+            job.write(step)
+
+
+def test_killed_at_any_moment_a_good_snapshot_is_there(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    with Job(tmp_path) as job:
+        newest = job.write(0)
+    left_over = False
+    for _ in range(20):
+        process = os.fork()
+        if process == 0:
+            try:
+                write_for_ever(tmp_path)
+            finally:
+                os._exit(1)
+        time.sleep(draw.uniform(0.01, 0.06))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        left_over |= any(path.name.startswith(".") for path in tmp_path.iterdir())
+        newest = snapshot.find(tmp_path)
+        assert newest is not None
+        assert int(snapshot.read(newest).weights["a"].float().mean()) == snapshot.read(newest).step
+    assert left_over
+    snapshot.prune(tmp_path, 1)
+    assert names(tmp_path) == [newest.name]
+
+
+def test_what_is_being_written_is_no_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing = Gate(monkeypatch, background, "write_content")
+    with Job(tmp_path) as job:
+        job.begin(1)
+        assert writing.reached.wait(60)
+        monkeypatch.chdir(tmp_path)
+        snapshot.prune(Path(), 1)
+        writing.open()
+        assert job.writers[0].wait() == tmp_path / "step-00000001"
+
+
+def test_a_writer_with_nothing_to_do_sleeps(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        job.write(1)
+        statuses = []
+        for _ in range(2):
+            time.sleep(0.05)
+            threads = [one for one in threading.enumerate() if one.name == "hvd_ckpt.snapshots"]
+            assert len(threads) == 2 and all(one.daemon for one in threads)
+            statuses.append(
+                [
+                    Path(f"/proc/self/task/{one.native_id}/status").read_text().split("\n")[-3:]
+                    for one in threads
+                ]
+            )
+        assert statuses[0] == statuses[1] and "voluntary_ctxt_switches" in str(statuses)
+    assert all(one.name != "hvd_ckpt.snapshots" for one in threading.enumerate())
+    with pytest.raises(RuntimeError, match="the writer is closed"):
+        job.begin(2)
+
+
+def test_a_process_that_does_not_close_its_writer_ends(tmp_path: Path) -> None:
+    script = f"""if True:
+        import sys, torch
+        from pathlib import Path
+        from hvd_ckpt.training import background
+        background.EXIT_SECONDS = 60 if sys.argv[2] == "1" else 0.5
+        writer = background.SnapshotWriter(Path(sys.argv[1]), 1, "{TOKEN}", 0, int(sys.argv[2]), print)
+        state = [torch.ones(1000, 1000) for _ in range(5)]
+        writer.begin(1, weights={{}}, common=state, own=None)
+    """
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, tmp_path / ranks, ranks], stderr=subprocess.PIPE)
+        for ranks in ("1", "2")  # the second is one of a pair, of which the other is not there
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0 and not errors
+    assert snapshot.find(tmp_path / "1") == tmp_path / "1" / "step-00000001"
+    assert snapshot.find(tmp_path / "2") is None
