@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import horovod.torch as hvd
 import torch
 from torch import nn
 
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import OBJECTIVES, Objective
 from hvd_ckpt.planning.measure import undisturbed
+from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 
-__all__ = ["Assembly", "assemble"]
+__all__ = ["Assembly", "assemble", "assemble_in_turn"]
 
 
 class Assembly(NamedTuple):
@@ -57,6 +59,19 @@ def assemble(config: Config) -> Assembly:
     if entry.kind in _SETTINGS_OF_DATA["pixels"]:
         _check_pixels(config, model, train)
     return Assembly(model, OBJECTIVES[entry.kind](), train, test)
+
+
+def assemble_in_turn(config: Config) -> Assembly:
+    """:func:`assemble` on all ranks: the first of each machine encodes the text, the others find its tokens. Collective.
+
+    Raises:
+        ConfigError: on every rank alike.
+    """
+    for turn in (True, False):
+        with errors_everywhere("hvd_ckpt.train.assembly"):
+            if turn == (hvd.local_rank() == 0):
+                assembly = assemble(config)
+    return assembly
 
 
 def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:

@@ -164,7 +164,7 @@ def _folder_of_run(resume: str) -> Path:
 
 
 def run(config: Config) -> None:
-    """Trains as configured, on all ranks.
+    """Trains as configured, on all ranks; ends the process with the status of a run that was stopped or failed.
 
     Raises:
         ConfigError: on every rank alike.
@@ -172,20 +172,28 @@ def run(config: Config) -> None:
     import horovod.torch as hvd
 
     from hvd_ckpt import runtime
-    from hvd_ckpt.training.agreement import errors_everywhere
-    from hvd_ckpt.training.assembly import assemble
+    from hvd_ckpt.reduction.construction import is_elastic
+    from hvd_ckpt.training import elastic
+    from hvd_ckpt.training.assembly import assemble_in_turn
+    from hvd_ckpt.training.ending import one_ending
+    from hvd_ckpt.training.stopping import status_of
     from hvd_ckpt.training.trainer import Trainer
 
-    runtime.init()
-    for turn in (True, False):  # the first rank of each machine encodes the text, the others find its tokens
-        with errors_everywhere("hvd_ckpt.train.assembly"):
-            if turn == (hvd.local_rank() == 0):
-                assembly = assemble(config)
-    trainer = Trainer(config, assembly.model, assembly.objective, assembly.train, assembly.test)
-    outcome = trainer.run()
+    folder = config.output or (config.resume and _folder_of_run(config.resume))
+    with one_ending(Path(folder) if folder else None):
+        if is_elastic():
+            outcome = elastic.train(config)
+        else:
+            try:
+                runtime.init(stall_timeout=config.stall_timeout)
+            except ValueError as error:  # of the environment, or Horovod's own
+                raise ConfigError(str(error)) from None
+            outcome = Trainer(config, *assemble_in_turn(config)).run()
     if hvd.rank() == 0:
-        end = "ended early" if outcome.ended_early else "done"
+        stopped = f"stopped ({outcome.stopped})" if outcome.stopped else None
+        end = stopped or ("ended early" if outcome.ended_early else "done")
         click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
+    click.get_current_context().exit(status_of(outcome.stopped))
 
 
 train = OneLineErrors(

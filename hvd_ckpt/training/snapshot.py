@@ -60,7 +60,7 @@ class Snapshot:
         weights: for ``model.load_state_dict``; tied ones are the same tensor.
         common: what is the same on every rank.
         own: what is this rank's own; None if fewer ranks wrote the snapshot.
-        manifest: its files, and when and by what they were written.
+        manifest: its files, and when and by what they were written; None if it never was on the disk.
     """
 
     step: int
@@ -68,7 +68,7 @@ class Snapshot:
     weights: dict[str, Tensor]
     common: Any
     own: Any
-    manifest: Manifest
+    manifest: Manifest | None
 
 
 def read(path: Path, rank: int | None = None) -> Snapshot:

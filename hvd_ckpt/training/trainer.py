@@ -6,15 +6,19 @@ snapshot does what the one that wrote it would have done.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import secrets
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 
 from hvd_ckpt.models.batch import Batch
@@ -27,18 +31,26 @@ from hvd_ckpt.reduction import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.drift import check_equal_weights
+from hvd_ckpt.training import guards, optimizers, snapshot
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
+from hvd_ckpt.training.background import SnapshotWriter
+from hvd_ckpt.training.commit import Origin
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
 from hvd_ckpt.training.data.loader import Loader
 from hvd_ckpt.training.data.stream import SampleStream
 from hvd_ckpt.training.evaluation import evaluate
+from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resuming import (
     Progress,
+    check_contents,
+    check_fits,
     check_resumed,
     later_snapshots,
     plan_text,
@@ -46,7 +58,8 @@ from hvd_ckpt.training.resuming import (
     with_options,
 )
 from hvd_ckpt.training.schedules import Schedule
-from hvd_ckpt.training.snapshot import Snapshot
+from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
+from hvd_ckpt.training.stopping import StopRequest
 
 __all__ = ["Outcome", "Trainer"]
 
@@ -62,12 +75,14 @@ class Outcome:
         evaluation: the last one, by names; empty if nothing is held out.
         ended_early: whether the evaluations stopped getting better.
         folder: where logs, plan, pictures and snapshots are.
+        stopped: the name of the signal that stopped it, ``"stop"`` for the file of that name in the folder, or None.
     """
 
     steps: int
     evaluation: dict[str, float]
     ended_early: bool
     folder: Path
+    stopped: str | None = None
 
 
 class Trainer:
@@ -78,6 +93,11 @@ class Trainer:
         model: in training mode, on the CPU; it is moved to the device.
         objective: its loss.
         train, test: samples to train on and to evaluate on.
+        origin: where the run starts, and its folder; by default as the configuration says.
+
+    Attributes:
+        rate_scale: what the configured learning rate is multiplied by: 1, but in an elastic job the number of ranks over that with
+            which the run began.
 
     Raises:
         ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
@@ -90,6 +110,7 @@ class Trainer:
         objective: Objective,
         train: Dataset,
         test: Dataset | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
         with errors_everywhere("hvd_ckpt.train.settings"):
@@ -102,16 +123,28 @@ class Trainer:
             optimizer = optimizers.build(
                 config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
             )
-        self.folder, start = run_folder(config)
-        resumed: Snapshot | None = None
+        self._stop = StopRequest(None)
+        self._stopped: str | None = None
+        self._writer: SnapshotWriter | None = None
+        origin = origin or Origin(*run_folder(config))
+        self.folder = origin.folder
         with errors_everywhere("hvd_ckpt.train.snapshot"):
-            if start is not None:
-                resumed = snapshot.read(start, hvd.rank())
+            resumed = origin.read()
+            if resumed is not None:
+                check_contents(resumed)
                 check_resumed(config, len(train), resumed)
+                check_fits(resumed, self.model, optimizer)
                 self._load_weights(resumed.weights)
             self.progress = Progress(**resumed.common["progress"]) if resumed is not None else Progress()
             self.steps = self._steps()
-            self.schedule = Schedule(config.schedule, config.lr, self.steps, config.warmup, config.final_lr)
+            self._first_ranks: int = (
+                hvd.size() if resumed is None else resumed.common.get("ranks", resumed.ranks)
+            )
+            self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
+            rate = config.lr * self.rate_scale
+            self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup, config.final_lr)
+            if hvd.rank() == 0:
+                config.write_yaml(self.folder / "config.yaml")
         self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if resumed else []
         broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.plan, self._plan_text = plan_of_run(
@@ -123,6 +156,8 @@ class Trainer:
             compression=getattr(Compression, config.compression),
             bucket_cap_mb=config.bucket_cap_mb,
         )
+        if is_elastic():  # where ranks have made different numbers of optimizers
+            self._optimizer.agree_on_naming()
         self.model, self._optimizer = self.precision.prepare(self.model, self._optimizer)
         broadcast_optimizer_state(self._optimizer, root_rank=0)
         torch.manual_seed(_seed_of_rank(config.seed, self.progress.step))
@@ -136,12 +171,26 @@ class Trainer:
         """The ``DistributedOptimizer``."""
         return self._optimizer
 
-    def run(self) -> Outcome:
-        """Trains to the end, evaluates, and writes a last snapshot."""
+    def run(self, after_step: Callable[[], None] | None = None) -> Outcome:
+        """Trains to the end, evaluates, and writes a last snapshot; or until it is asked to stop, and writes one there.
+
+        SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, unless the program handles them itself, and a file ``stop`` in the run's
+        folder stop all ranks after the same step.
+
+        Args:
+            after_step: is called after each step but the last, on every rank.
+
+        Raises:
+            CannotGoOn: a loss is not finite, or ranks' weights differ; on every rank.
+            SnapshotError: the last snapshot could not be written; on every rank. Earlier ones are a warning.
+        """
         config, progress = self.config, self.progress
-        outcome = Outcome(progress.step, {}, self._waited_enough(), self.folder)
-        with self._loader() as loader, self.report as report:
-            while progress.step < self.steps and not outcome.ended_early:
+        outcome = Outcome(progress.step, {}, False, self.folder)
+        with self._loader() as loader, self._tools() as report:
+            if progress.pending_evaluation:
+                outcome = dataclasses.replace(outcome, evaluation=self._report_evaluation(True))
+            outcome = dataclasses.replace(outcome, ended_early=self._waited_enough())
+            while progress.step < self.steps and not (outcome.ended_early or self._stops()):
                 batch, samples = next(loader)
                 accumulated = self.step(batch, samples)
                 progress.step += 1
@@ -150,15 +199,24 @@ class Trainer:
                 report.add(progress.step, accumulated, self.objective.units(batch) if samples else 0)
                 if progress.step % config.log_every == 0 or last:
                     report.log(progress.step, self.schedule.rate(progress.step - 1))
+                if _due(config.check_weights, progress.step):
+                    check_equal_weights(self.model)
                 due = _due(config.eval_every, progress.step)
                 if self.test is not None and (last or due):
-                    outcome = dataclasses.replace(outcome, evaluation=self._report_evaluation(due))
-                    outcome = dataclasses.replace(outcome, ended_early=self._waited_enough() and not last)
-                if last or outcome.ended_early or _due(config.snapshot_every, progress.step):
+                    if self._stops() and not last:  # whoever stops a run waits for its end
+                        progress.pending_evaluation = True
+                    else:
+                        outcome = dataclasses.replace(outcome, evaluation=self._report_evaluation(due))
+                        outcome = dataclasses.replace(outcome, ended_early=self._waited_enough() and not last)
+                ends = last or outcome.ended_early or self._stops()
+                if ends or _due(config.snapshot_every, progress.step):
                     with report.apart():
-                        self.snapshot()
+                        self._begin_snapshot()
+                if after_step is not None and not ends:
+                    after_step()
+            self._finish_snapshot()
         report.draw()
-        return dataclasses.replace(outcome, steps=progress.step)
+        return dataclasses.replace(outcome, steps=progress.step, stopped=self._stopped)
 
     def step(self, batch: Batch, samples: int) -> Accumulated:
         """One optimizer step on this rank's part of a batch.
@@ -167,11 +225,15 @@ class Trainer:
             samples: 0 if the batch is only there so that this rank takes part: it counts nothing.
 
         Returns:
-            this rank's loss and the number of its terms
+            this rank's loss and the number of its terms; no terms if the step was skipped, because a loss was not finite
+
+        Raises:
+            CannotGoOn: a rank's loss is not finite, and the configuration says to stop then; on every rank.
         """
         config = self.config
         self.schedule.apply(self._optimizer, self.progress.step)
         self._optimizer.zero_grad()
+        before = [buffer.clone() for buffer in self.model.buffers()] if config.on_nan == "skip" else []
         accumulated = accumulate(
             self._loss,
             batch.to(self.device),
@@ -181,12 +243,27 @@ class Trainer:
             across_ranks=True,
             backward=self._backward,
         )
+        finite = config.on_nan == "ignore" or not accumulated.weight or guards.is_finite(accumulated.loss)
+        if not finite or self._stop.reason is not None:
+            self._optimizer.notify()
+        self._optimizer.reduce_once()
+        skipped = False
+        if self._optimizer.notified:
+            skipped = self._heed(None if finite else float(accumulated.loss))
         if config.batch_norm.startswith("deferred"):
             across_ranks = config.batch_norm == "deferred-ranks"
-            commit_batch_norm(self.model, across_ranks=across_ranks, discard=not samples)
+            commit_batch_norm(self.model, across_ranks=across_ranks, discard=skipped or not samples)
+        if skipped:
+            with torch.no_grad():
+                for buffer, kept in zip(self.model.buffers(), before):
+                    buffer.copy_(kept)
+            return Accumulated(torch.zeros(()), 0.0)
         if config.clip is not None:
             self.precision.unscale(self._optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        if self._writer is not None:
+            self._writer.check()
+            self._writer.before_update()
         self.precision.step(self._optimizer)
         return accumulated
 
@@ -203,12 +280,13 @@ class Trainer:
             autocast=self.precision.autocast,
         )
 
-    def snapshot(self) -> Path:
-        """Writes everything that the run needs to go on; the newest ``keep_snapshots`` stay. Collective."""
+    def state(self) -> dict[str, Any]:
+        """Everything that the run needs to go on, as ``weights``, ``common`` and ``own`` of a snapshot; tensors are not copied."""
         scaler = self.precision.scaler
         common = {
             "config": self.config.as_dict(),
             "steps": self.steps,
+            "ranks": self._first_ranks,
             "progress": dataclasses.asdict(self.progress),
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -222,9 +300,16 @@ class Trainer:
             "buffers": dict(self.model.named_buffers()),
             "logged": self.report.open_entry(),
         }
+        return {"weights": self.model.state_dict(), "common": common, "own": own}
+
+    def snapshot(self) -> Path:
+        """Writes :meth:`state`, and is back when it is on the disk; the newest ``keep_snapshots`` stay. Collective.
+
+        Raises:
+            SnapshotError: it could not be written; on every rank.
+        """
         folder = self.folder / "snapshots"
-        weights = self.model.state_dict()
-        written = snapshot.write(folder, self.progress.step, weights=weights, common=common, own=own)
+        written = snapshot.write(folder, self.progress.step, **self.state())
         if hvd.rank() == 0:
             remove_abandoned(self._abandoned, written)
             snapshot.prune(folder, self.config.keep_snapshots)
@@ -232,9 +317,68 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- within a run
 
+    @contextlib.contextmanager
+    def _tools(self) -> Iterator[Report]:
+        """Logs, a writer of snapshots, and ears for requests to stop; open as long as the run is."""
+        token = broadcast_from(secrets.token_hex(4), 0, global_process_set, "hvd_ckpt.train.token")
+        self._stopped = None
+        with (
+            self.report,
+            StopRequest(self.folder if hvd.rank() == 0 else None) as self._stop,
+            SnapshotWriter(
+                self.folder / "snapshots",
+                self.config.keep_snapshots,
+                token,
+                hvd.rank(),
+                hvd.size(),
+                lambda text: self.report.say(f"Warning: {text}"),
+                blocking=self.config.blocking_snapshots,
+                written=lambda path: remove_abandoned(self._abandoned, path),
+            ) as self._writer,
+        ):
+            yield self.report
+            if self._stops():
+                self._stop.forget_file()
+        self._writer = None
+
+    def _stops(self) -> bool:
+        return self._stopped is not None
+
+    def _heed(self, loss: float | None) -> bool:
+        """What ranks have to say; whether this step is to be skipped. Collective."""
+        notices = guards.gather(Notice.of(self._stop.reason, loss, self.progress.step + 1))
+        self._stopped = guards.stop_reason(notices)
+        fault = guards.loss_fault(notices)
+        if fault is None:
+            return False
+        if self.config.on_nan == "stop":
+            raise guards.NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
+        self.report.say(f"Warning: {fault}: the step is skipped.")
+        return True
+
+    def _begin_snapshot(self) -> None:
+        assert self._writer is not None
+        changing = {name for name, _ in self.model.named_buffers()}
+        self._writer.begin(self.progress.step, **self.state(), changing=changing)
+
+    def _finish_snapshot(self) -> None:
+        """Waits for the last snapshot. Collective.
+
+        Raises:
+            SnapshotError: it was not written.
+        """
+        assert self._writer is not None
+        self._writer.wait()
+        fault = broadcast_from(self._writer.failed, 0, global_process_set, "hvd_ckpt.train.written")
+        if fault is not None:
+            raise SnapshotError(
+                f"The last snapshot, of step {self.progress.step}, could not be written: {fault}"
+            )
+
     def _report_evaluation(self, due: bool) -> dict[str, float]:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""
         progress = self.progress
+        progress.pending_evaluation = False
         with self.report.apart():
             start = time.perf_counter()
             means = self.evaluate()

@@ -1,0 +1,96 @@
+"""How a command on many ranks ends when something goes wrong: all ranks at once, and one of them says why.
+
+The rank where it happened shows its traceback. The others find that it has gone (Horovod's collectives fail), or are told by it what
+went wrong; each says so in one line. Nobody waits: a process that has failed leaves without Horovod's orderly shutdown, in which
+it would wait for ranks that compute, and the launcher ends whoever is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import horovod.torch as hvd
+
+from hvd_ckpt.reduction.agreement import FailedElsewhere
+
+from hvd_ckpt.reduction.drift import WeightsDiffer
+from hvd_ckpt.training.config import ConfigError
+from hvd_ckpt.training.guards import CannotGoOn
+from hvd_ckpt.training.snapshot import SnapshotError
+
+__all__ = ["one_ending"]
+
+SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"
+SAID_ONCE = (CannotGoOn, WeightsDiffer, SnapshotError)  # by all ranks alike
+
+
+@contextlib.contextmanager
+def one_ending(folder: Path | None = None) -> Iterator[None]:
+    """Ends the process, with status 1, when its body raises; 130 for Ctrl-C. For the outermost call of a command.
+
+    ``SystemExit`` and ``ConfigError``, which a command says in its own way, pass.
+
+    Args:
+        folder: of the run. Where a supervisor has started the ranks, an error that would come again is left there for it, as
+            ``failure.txt``.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except ConfigError as error:
+        _leave_word(folder, error)
+        raise
+    except KeyboardInterrupt:
+        _leave(130)
+    except SAID_ONCE as error:
+        if _rank() == 0:
+            _say(f"Error: {error}")
+        if not isinstance(error, SnapshotError):
+            _leave_word(folder, error)
+        _leave(1)
+    except FailedElsewhere as error:
+        _say(f"{_who()}: ended with the others: {error}")
+        _leave(1)
+    except hvd.HorovodInternalError:
+        _say(f"{_who()}: ended, because another rank has gone")
+        _leave(1)
+    except BaseException:
+        _say(f"{_who()}: ended by this error:\n{traceback.format_exc().rstrip()}")
+        _leave(1)
+
+
+def _leave_word(folder: Path | None, error: Exception) -> None:
+    if folder is not None and _rank() == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
+        with contextlib.suppress(OSError):
+            (folder / "failure.txt").write_text(f"{error}\n", "utf-8")
+
+
+def _rank() -> int:
+    return int(hvd.rank()) if hvd.is_initialized() else 0
+
+
+def _who() -> str:
+    if not hvd.is_initialized():
+        return f"process {os.getpid()} on host {platform.node()}"
+    return f"rank {hvd.rank()} on host {platform.node()}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends this process now."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(status)

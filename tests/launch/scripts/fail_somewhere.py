@@ -1,0 +1,60 @@
+"""``hvd-ckpt train`` in which rank 1 fails: in the place that the first argument names, in the third step. The others are the command's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from hvd_ckpt.cli import main
+from hvd_ckpt.models.objectives import NextOrHiddenToken
+from hvd_ckpt.training import background
+from hvd_ckpt.training.data.text import CausalText
+
+
+def fails_on_its_third_call(function: Any) -> Any:
+    calls = 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("planted on rank 1")
+        return function(*args, **kwargs)
+
+    return called
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose third backward pass fails."""
+
+    fail = staticmethod(fails_on_its_third_call(lambda: None))
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Fails.fail()
+        return gradient
+
+
+place = sys.argv[1]
+rank = next(int(os.environ[name]) for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+if rank == 1:
+    loss = NextOrHiddenToken.loss
+    if place == "forward":
+        NextOrHiddenToken.loss = fails_on_its_third_call(loss)
+    elif place == "backward":
+        NextOrHiddenToken.loss = lambda *args: Fails.apply(loss(*args))
+    elif place == "data":
+        CausalText.batch = fails_on_its_third_call(CausalText.batch)
+    elif place == "writer":
+        background.write_content = fails_on_its_third_call(background.write_content)
+    else:
+        raise ValueError(f"no place '{place}'")
+sys.argv[1:] = ["train", *sys.argv[2:]]
+main()
