@@ -38,13 +38,17 @@ class _Bench(click.Group):
     """The group, with the commands that have rooms of their own; each is imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "densenet", "recompute", "train"])
+        return sorted([*super().list_commands(ctx), "densenet", "faults", "recompute", "train"])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name == "densenet":
             from hvd_ckpt.benchmark.densenet.command import densenet
 
             return densenet
+        if name == "faults":
+            from hvd_ckpt.benchmark.faults.command import faults
+
+            return faults
         if name == "recompute":
             from hvd_ckpt.benchmark.recompute.command import recompute
 
