@@ -78,7 +78,8 @@ def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
     try:
         with torch.no_grad():
             data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        hashed = hashlib.sha256(memoryview(data.numpy())).digest()
+        values: Any = data.numpy()
+        hashed = hashlib.sha256(values).digest()
         return _Fingerprint(name, tuple(parameter.shape), dtype, hashed)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         return _Fingerprint(name, (), dtype, b"", str(error).partition("\n")[0])

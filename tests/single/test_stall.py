@@ -1,0 +1,98 @@
+"""What the watchdog and its search for silent hosts do in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from hvd_ckpt import peers, stall
+from hvd_ckpt.peers import Peer
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, "10", True, [1]])
+def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="stall_timeout must be a number of seconds above zero"):
+        stall.check_timeout(seconds)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    preamble = "import threading, time, hvd_ckpt as hc\nfrom hvd_ckpt import stall\n"
+    return subprocess.run(
+        [sys.executable, "-c", preamble + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_watchdog_is_a_thread_only_where_asked_for_and_outlives_a_new_start() -> None:
+    result = run("""
+        import torch
+        from horovod.torch import mpi_ops
+        hc.init()
+        assert threading.active_count() == 1
+        try:
+            hc.init(stall_timeout=0)
+        except ValueError as error:
+            assert "not 0" in str(error)
+        assert not stall.end_with_parent()  # no launcher
+        assert threading.active_count() == 1
+        hc.init(stall_timeout=60)
+        for _ in range(2):
+            hc.allreduce(torch.ones(2), name="x")
+            if not mpi_ops.mpi_enabled():
+                hc.shutdown()
+                hc.init()
+        handle = hc.allreduce_async(torch.ones(2), name="y")
+        while not hc.poll(handle):
+            time.sleep(0.001)
+        hc.synchronize(handle)
+        assert not stall._dog.waits and not stall._dog.polls
+        assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdog") == 1
+        hc.init(stall_timeout=1)
+        print("waits", flush=True)
+        mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
+        stall._noted(time.sleep, "a test to end")(60)
+    """)
+    assert result.stdout == "waits\n", result.stderr
+    assert result.returncode == 1
+    assert "waited 2 s for a test to end; not all ranks have come" in result.stderr.replace("1 s", "2 s")
+
+
+def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dataclasses.replace(Peer.here(0), addresses=("10.0.0.1", "172.17.0.1"))
+    b = [Peer(rank, "b", ("10.0.0.2", "172.17.0.1"), 1, 1, "b") for rank in (1, 2)]
+    c = [Peer(3, "c", ("10.0.0.3",), 1, 1, "c")]
+    everyone = [own, *b, *c]
+    asked: list[set[str]] = []
+
+    def answering(addresses: Any) -> set[str]:
+        asked.append(set(addresses))
+        return up
+
+    monkeypatch.setattr(peers, "answering_addresses", answering)
+    up = {"10.0.0.3", "172.17.0.1"}
+    assert peers.diagnose(everyone, own).startswith(
+        "host b (10.0.0.2, 172.17.0.1; ranks 1-2) does not answer: it is down or cut off; see to it, then start again"
+    )
+    assert asked == [{"10.0.0.2", "10.0.0.3"}]  # not the address that this host has, too
+    up = set()
+    assert "do not answer: no other host does, so this one may be cut off" in peers.diagnose(everyone, own)
+    up = {"10.0.0.2", "10.0.0.3"}
+    assert peers.diagnose(everyone, own).startswith("all hosts answer, so a rank is stuck")
+    gone = dataclasses.replace(own, rank=4, started=own.started - 1)
+    assert peers.diagnose([*everyone, gone], own).startswith(
+        f"rank 4 (process {own.pid} on host {own.host}) has ended"
+    )
+    assert peers.ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
+
+
+def test_a_machine_that_refuses_answers_and_one_that_is_not_there_does_not() -> None:
+    assert peers.answering_addresses(["127.0.0.1", "255.255.255.255"]) == {"127.0.0.1"}
