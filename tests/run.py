@@ -64,7 +64,7 @@ class Run:
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # small tensors gain nothing from more, and the other cores have work
 LANES = (  # beside each other
-    (Run("tests/launch"),),
+    (Run("tests/launch", timeout=1500.0),),
     (
         Run("tests/single", environment=ONE_THREAD),
         Run("tests/fuzz", environment=ONE_THREAD),
