@@ -171,7 +171,7 @@ def run(config: Config) -> None:
     """
     import horovod.torch as hvd
 
-    from hvd_ckpt import runtime
+    from hvd_ckpt import runtime, stall
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
     from hvd_ckpt.training.assembly import assemble_in_turn
@@ -181,6 +181,7 @@ def run(config: Config) -> None:
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with one_ending(Path(folder) if folder else None):
+        stall.end_with_parent()
         if is_elastic():
             outcome = elastic.train(config)
         else:
