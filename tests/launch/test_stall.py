@@ -88,7 +88,7 @@ def test_ranks_end_with_the_launcher_that_they_were_started_by(tmp_path: Path) -
             os.killpg(launcher.pid, signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 100.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
