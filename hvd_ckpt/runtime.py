@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
+from hvd_ckpt import stall
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -52,7 +54,7 @@ class _State:
 _state = _State()
 
 
-def init(*args: Any, **kwargs: Any) -> None:
+def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
     Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
@@ -70,14 +72,32 @@ def init(*args: Any, **kwargs: Any) -> None:
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
-    Calling it again while Horovod runs changes nothing. After ``shutdown()`` it starts Horovod anew over Gloo;
-    MPI starts once in a process.
+    Calling it again while Horovod runs changes nothing but ``stall_timeout``, where that is given. After ``shutdown()`` it
+    starts Horovod anew over Gloo; MPI starts once in a process.
+
+    Args:
+        stall_timeout: seconds that a wait for other ranks may last: Horovod's start and end, a collective, ``barrier``, ``join``,
+            a loop that polls. A process that waits for longer ends with status 1, within about three seconds more, and a line on
+            stderr that names the hosts that do not answer, or ranks on its own host that have ended or are stopped. None: no
+            limit but Horovod's own. ``math.inf`` takes a limit back. Give it on every rank (it is then collective), and longer
+            than ranks are ever apart: when they start, or while one validates and the others wait. It holds for a Horovod
+            that is shut down and started again; in an elastic job a start is left to Horovod's ``--elastic-timeout``.
+
+    Horovod 0.28.1 has limits of its own (measured). Over Gloo a peer that is stopped or cut off raises ``HorovodInternalError``
+    after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30), from which an elastic job recovers: choose a longer ``stall_timeout`` there. A rank
+    that is alive but never comes to a collective raises nothing. Over MPI neither has a limit. Horovod's stall check names the
+    ranks that have not come to a collective after ``HOROVOD_STALL_CHECK_TIME_SECONDS`` (60), and raises ``HorovodInternalError``
+    after ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` (0: never), but over MPI only, and only while all ranks still answer each other.
 
     Raises:
-        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message).
+        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is no number
+            above zero.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``.
     """
+    if stall_timeout is not None:
+        stall.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
+        _watch(stall_timeout)
         return
     if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
         raise RuntimeError(
@@ -87,6 +107,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     _set_fusion_default()
     _set_crowded_defaults()
     _set_mpi_prefix()
+    _watch(stall_timeout)
     hvd.init(*args, **kwargs)
     _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
     comm = args[0] if args else kwargs.get("comm")
@@ -101,6 +122,14 @@ def init(*args: Any, **kwargs: Any) -> None:
             f"(unset it, or set {FUSION_VARIABLE}=0, for repeatable runs).",
             stacklevel=2,
         )
+
+
+def _watch(stall_timeout: float | None) -> None:
+    if stall_timeout is None:
+        return
+    stall.watch(stall_timeout)
+    if not stall.have_met():
+        stall.meet()
 
 
 def repeatable() -> bool:
