@@ -339,24 +339,29 @@ class SnapshotWriter:
         job.done.set()
 
     def _part(self, job: _Job) -> Part:
-        """Copies and writes this rank's files."""
+        """Copies and writes this rank's files. A fault, too, is told in the folder, so it has to be there first."""
+        self._copy(job)
         try:
-            try:
-                if job.copying is not None:
-                    job.copying.run()
-            finally:
-                job.copying = None
-                job.copied.set()
-            if job.fault:
-                raise Wrong(job.fault)
             if self._rank != 0:
                 self._await_folder(job)
+            if job.fault:
+                raise Wrong(job.fault)
             assert job.content is not None
             return write_content(job.temporary, job.content)
         except Exception as error:
             if not isinstance(error, _TROUBLE):
                 job.bug = error
             return Part(platform.node(), fault=reason_of(error))
+
+    def _copy(self, job: _Job) -> None:
+        try:
+            if job.copying is not None:
+                job.copying.run()
+        except Exception as error:  # for the caller to raise
+            job.bug, job.fault = error, reason_of(error)
+        finally:
+            job.copying = None
+            job.copied.set()
 
     def _await_folder(self, job: _Job) -> None:
         """Waits for the folder that rank 0 makes; not for long if its caller waits, since rank 0 has then had its time."""

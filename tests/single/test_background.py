@@ -284,6 +284,15 @@ def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
         assert job.write(2) is not None
 
 
+def test_a_rank_that_comes_early_waits_to_tell_its_fault(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        first, second = job.writers
+        second.begin(1, weights={}, common=None, own=object())
+        time.sleep(0.05)
+        first.begin(1, weights={}, common=None, own=None)
+        assert first.wait() is None and "rank 1: own is a builtins.object" in job.told[0]
+
+
 def test_a_bug_is_raised_where_training_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(tmp_path) as job:
         with monkeypatch.context() as patch:
