@@ -5,7 +5,6 @@ A bad argument ends a command with one line and exit status 2; status 1 is for a
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hvd_ckpt.environment import whole_in
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.names import one_line
 
@@ -52,8 +52,8 @@ class BadArgument(click.ClickException):
 
 def _launched_rank() -> int:
     """The rank that the launcher gave this process; 0 if no known launcher started it."""
-    texts = (os.environ.get(variable, "") for variable in RANK_VARIABLES)
-    return next((int(text) for text in texts if text.isdecimal()), 0)
+    found = map(whole_in, RANK_VARIABLES)
+    return next((number for number in found if number is not None), 0)
 
 
 class OneLineErrors(click.Command):

@@ -26,6 +26,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt import stall
+from hvd_ckpt.environment import check_environment, whole_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,7 +92,7 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
 
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is no number
-            above zero.
+            above zero, or an environment variable that holds a number holds none.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``.
     """
     if stall_timeout is not None:
@@ -104,6 +105,7 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
             "init(): shutdown() has ended MPI, which starts only once in a process; "
             "call shutdown() at the very end, or run over Gloo (`horovodrun --gloo`)."
         )
+    check_environment()
     _set_fusion_default()
     _set_crowded_defaults()
     _set_mpi_prefix()
@@ -154,8 +156,8 @@ def _set_crowded_defaults() -> None:
 
 def _launched_local_size() -> int:
     """How many ranks the launcher has started on this machine; 1 if no known launcher has."""
-    texts = (os.environ.get(variable, "") for variable in LOCAL_SIZE_VARIABLES)
-    return next((int(text) for text in texts if text.isdecimal()), 1)
+    found = map(whole_in, LOCAL_SIZE_VARIABLES)
+    return next((number for number in found if number is not None), 1)
 
 
 def _set_mpi_prefix() -> None:
@@ -190,7 +192,7 @@ def _is_on(variable: str) -> bool:
     text = os.environ.get(variable, "").strip()
     digits = text.lstrip("+-")
     number = digits[: len(digits) - len(digits.lstrip("0123456789"))]
-    return bool(number) and int(number) > 0 and not text.startswith("-")
+    return bool(number.strip("0")) and not text.startswith("-")
 
 
 def allowed_cpus() -> int:

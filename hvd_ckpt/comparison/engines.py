@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from hvd_ckpt.environment import whole_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -338,8 +339,9 @@ def launched_rank_and_size() -> tuple[int, int]:
         RuntimeError: no launcher that sets them started this process.
     """
     for rank, size in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
+        found = whole_in(rank), whole_in(size)
+        if found[0] is not None and found[1] is not None:
+            return found[0], found[1]
     raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")
 
 
