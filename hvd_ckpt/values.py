@@ -7,7 +7,30 @@ from typing import Any
 
 import yaml
 
-__all__ = ["converted", "named", "parsed"]
+__all__ = ["BROKEN", "PlainLoader", "converted", "named", "parsed"]
+
+# What PyYAML raises for a text that is no YAML, or whose tags say what its values are not.
+BROKEN = (
+    yaml.YAMLError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Without aliases: a few lines of them unfold to more than a machine can hold, or to a list that is within itself."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not taken, write it out", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
 
 def parsed(text: str) -> Any:
@@ -17,9 +40,11 @@ def parsed(text: str) -> Any:
         ValueError: it is none of them.
     """
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ValueError(f"'{text}' is no value: give a number, true, false, [a, list] or a text") from None
+        value = yaml.load(text, Loader=PlainLoader)
+    except BROKEN:
+        raise ValueError(
+            f"'{text[:100]}' is no value: give a number, true, false, [a, list] or a text"
+        ) from None
     return converted(value)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.precision import PRECISIONS
 from hvd_ckpt.training.microbatch import CHECKPOINTS
 from hvd_ckpt.training.schedules import SCHEDULES
-from hvd_ckpt.values import converted
+from hvd_ckpt.values import BROKEN, PlainLoader, converted
 
 __all__ = ["BATCH_NORMS", "ON_NAN", "Config", "ConfigError", "read_yaml"]
 
@@ -30,6 +31,8 @@ BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
 ON_NAN = ("stop", "skip", "ignore")
 COMPRESSIONS = ("none", "fp16")
 MAX_BYTES = 1 << 20  # of a configuration file
+MOST = 1 << 24  # of what a step holds all at once
+NESTED = 20
 
 Parser = Callable[[Any], Any]
 
@@ -42,19 +45,21 @@ class ConfigError(ValueError):
 
 
 def _text(value: Any) -> str:
+    if "\0" in str(value):
+        raise ValueError("give a text without NUL characters")
     if isinstance(value, (str, int, float)) and not isinstance(value, bool) and str(value).strip():
         return str(value)
     raise ValueError("give a text")
 
 
-def _whole(least: int) -> Parser:
+def _whole(least: int, most: int = 2**63 - 1) -> Parser:
     def parse(value: Any) -> int:
         try:
             number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value))
         except ValueError:
             raise ValueError(f"give a whole number from {least}") from None
-        if number < least:
-            raise ValueError(f"give a whole number from {least}")
+        if not least <= number <= most:
+            raise ValueError(f"give a whole number from {least}" + (f" to {most}" if number > most else ""))
         return number
 
     return parse
@@ -67,7 +72,7 @@ def _number(least: float, most: float = math.inf, *, above: bool = False) -> Par
         )
         try:
             number = float("" if isinstance(value, bool) else value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(wanted) from None
         if not math.isfinite(number) or number < least or number > most or (above and number == least):
             raise ValueError(wanted)
@@ -101,7 +106,24 @@ def _budget(value: Any) -> str | int:
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ValueError("give names with their values")
+    if not _is_plain(value):
+        raise ValueError("give numbers, texts, true, false or lists as values")
     return dict(value)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether any file can hold it."""
+    if isinstance(value, (list, tuple)):
+        return depth < NESTED and all(_is_plain(one, depth + 1) for one in value)
+    if isinstance(value, Mapping):
+        return depth < NESTED and all(
+            isinstance(name, str) and _is_plain(one, depth + 1) for name, one in value.items()
+        )
+    return (
+        value is None
+        or isinstance(value, (bool, float, str))
+        or (isinstance(value, int) and abs(value) < 2**63)
+    )
 
 
 def _setting(default: Any, parse: Parser, help: str) -> Any:
@@ -127,11 +149,13 @@ class Config:
         None, _text, "Text file or folder to train on.  [default: the standard library's source]"
     )
     tokenizer: str | None = _setting(None, _text, "JSON file of a tokenizer.  [default: bytes]")
-    length: int | None = _setting(None, _whole(8), "Tokens of a sequence.  [default: by model]")
+    length: int | None = _setting(None, _whole(8, MOST), "Tokens of a sequence.  [default: by model]")
     images: str | None = _setting(
         None, _text, "Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
     )
-    pixels: int | None = _setting(None, _whole(4), "Of an image's or volume's side.  [default: by model]")
+    pixels: int | None = _setting(
+        None, _whole(4, MOST), "Of an image's or volume's side.  [default: by model]"
+    )
     augment: bool = _setting(False, _flag, "Flip and shift training images at random.")
     volumes: str | None = _setting(
         None, _text, ".npz file of volumes and labels.  [default: synthetic ellipsoids]"
@@ -140,7 +164,7 @@ class Config:
 
     steps: int | None = _setting(None, _whole(1), "Optimizer steps to take.  [default: 100]")
     epochs: int | None = _setting(None, _whole(1), "Times to go through the samples, instead of steps.")
-    batch: int = _setting(8, _whole(1), "Samples of a step on each rank.")
+    batch: int = _setting(8, _whole(1, MOST), "Samples of a step on each rank.")
     accumulate: int = _setting(1, _whole(1), "Micro-batches that a batch is split into.")
     seed: int = _setting(0, _whole(0), "Of weights, order of samples, masks and dropout.")
     optimizer: str = _setting("adamw", _text, "Of torch.optim, in lower case.")
@@ -296,11 +320,13 @@ def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "(a very large number)"
     text = value if isinstance(value, str) else repr(value)
     return repr(text if len(text) <= 60 else text[:57] + "...") if isinstance(value, str) else text[:60]
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(PlainLoader):
     """YAML forgets the first of two equal keys; a configuration had better not."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -321,10 +347,16 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: it cannot be read, is no YAML, or holds no settings.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ConfigError(f"the configuration '{path}' is a folder or a device: name a file")
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration '{path}': {error.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # no path
+        raise ConfigError(f"cannot read the configuration '{path}': {error}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(
             f"the configuration '{path}' is larger than {MAX_BYTES >> 20} MiB: give another file"
@@ -335,7 +367,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"the configuration '{path}' is no text: byte {error.start} is no UTF-8") from None
     except ConfigError as error:
         raise ConfigError(f"the configuration '{path}', {error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except BROKEN as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it is nested too deeply or has a value that is none"
