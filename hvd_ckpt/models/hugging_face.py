@@ -6,12 +6,14 @@ and weights safetensors, code and pickles are left alone, and nothing is downloa
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hvd_ckpt.json_file import Wrong, read_json, shown
+from hvd_ckpt.names import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,6 +47,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "xlnet": ModelType("XLNetLMHeadModel", "XLNetConfig", "xlnet", "XLNetChain", "permutation"),
     "gpt2": ModelType("GPT2LMHeadModel", "GPT2Config", "gpt2", "GPT2Chain", "causal"),
 }
+
+MOST = 1 << 24
+MOST_LAYERS = 4096
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -85,13 +90,14 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
     """
     folder = Path(folder)
     options = _options(folder)
+    _check_sizes(options, folder / CONFIG)
     model_type = _supported(options.pop("model_type", None), f"{folder / CONFIG}")
     random_start = not _has_weights(folder)
     transformers = import_module("transformers")
     kind = getattr(transformers, model_type.model)
     try:
         config = getattr(transformers, model_type.config).from_dict(
-            {name: value for name, value in options.items() if name not in CODE}
+            {name: value for name, value in options.items() if name not in CODE and not name.startswith("_")}
         )
         model = kind(config) if random_start else None
     except Exception as error:  # whatever transformers makes of values that no configuration can have
@@ -111,10 +117,24 @@ def kind_of_folder(folder: str | os.PathLike[str]) -> str:
     return _supported(_options(folder).get("model_type"), f"{folder / CONFIG}").kind
 
 
+def _check_sizes(options: dict[str, Any], path: Path) -> None:
+    """A few digits in a file may ask for more than a machine can hold, or for layers without an end."""
+    for name, value in options.items():
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _most(name):
+            raise ValueError(
+                f"{path} is damaged: {name} is {shown(value)}, and may be {_most(name)} at most."
+            )
+
+
+def _most(name: str) -> int:
+    """Of a number in a configuration; what counts layers is one of a few."""
+    return MOST_LAYERS if "layer" in name and "dim" not in name else MOST
+
+
 def _supported(model_type: Any, where: str) -> ModelType:
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
-            f"{where} is for a model of type {model_type!r}: supported are {', '.join(MODEL_TYPES)}."
+            f"{where} is for a model of type {shown(model_type)}: supported are {', '.join(MODEL_TYPES)}."
         )
     return MODEL_TYPES[model_type]
 
@@ -136,8 +156,8 @@ def _options(folder: Path) -> dict[str, Any]:
             f"{folder} has no {CONFIG}: name a folder that transformers' save_pretrained wrote."
         )
     try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        options = read_json(path, "name a folder that save_pretrained wrote", "restore it from a copy")
+    except Wrong as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     if not isinstance(options, dict):
         raise ValueError(f"{path} is damaged: it holds a {type(options).__name__} instead of an object.")
@@ -152,11 +172,15 @@ def _has_weights(folder: Path) -> bool:
         )
     if PARTS in others:
         try:
-            parts = set(json.loads((folder / PARTS).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            parts = set(
+                read_json(folder / PARTS, "save the model again", "save the model again")[
+                    "weight_map"
+                ].values()
+            )
+        except (Wrong, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder / PARTS} is damaged: {_one_line(error)}.") from error
         for part in parts:
-            if part not in others or not part.endswith(".safetensors"):
+            if not isinstance(part, str) or part not in others or not part.endswith(".safetensors"):
                 raise ValueError(
                     f"{folder / PARTS} names {part!r}, which is no safetensors file of the folder."
                 )
@@ -201,4 +225,4 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return one_line(" ".join(str(error).split()))

@@ -189,10 +189,11 @@ def test_a_cache_is_found_again_until_something_changes(
         lambda content: content[:20],
         lambda content: b"",
         lambda content: content + b"x",
+        lambda content: content[:5000] + bytes([content[5000] ^ 4]) + content[5001:],
     ):
         file.write_bytes(damage(file.read_bytes()))
         assert numpy.array_equal(Tokens(text, tokenizer).array, first)
-        assert file.stat().st_size == 128 + 2 * len(first)
+        assert file.stat().st_size == 128 + 2 * len(first) + 4  # a header, and a checksum
     text.write_text("the cat\n" * 30_000)
     assert len(Tokens(text, tokenizer)) == 60_000
     assert len(list(cache.iterdir())) == 2

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import lzma
 import os
+import stat
+import struct
+import tokenize
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 from numpy.typing import NDArray
+
+from hvd_ckpt.names import one_line
 
 __all__ = ["Source", "channel_statistics", "load"]
 
 Source = str | os.PathLike[str] | tuple[NDArray[Any], NDArray[Any]]
+
+# What zipfile, zlib and NumPy raise for what is none of their files.
+BROKEN = (
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    EOFError,
+    SyntaxError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
+MOST_CLASSES = 1 << 20
+LARGEST = 1e30  # beyond it sums of squares are no numbers in float32
 
 STRETCH = 1024  # samples looked at together, so that statistics take little memory
 
@@ -42,12 +70,18 @@ def load(source: Source, samples: str) -> tuple[NDArray[Any], NDArray[Any], str]
         raise ValueError(f"{name}: there are no {samples}, their shape is {values.shape}")
     if labels.dtype.kind not in "bui" or not labels.size or labels.min() < 0:
         raise ValueError(f"{name}: labels must be whole numbers from 0")
-    if not labels.ndim or len(labels) != len(values):
-        raise ValueError(f"{name}: there are {len(values)} {samples}, but labels are of shape {labels.shape}")
+    if labels.max() >= MOST_CLASSES:
+        raise ValueError(
+            f"{name}: a label is {labels.max()}, number the classes from 0, below {MOST_CLASSES}"
+        )
+    if not values.ndim or not labels.ndim or len(labels) != len(values):
+        count = len(values) if values.ndim else "no"
+        raise ValueError(f"{name}: there are {count} {samples}, but labels are of shape {labels.shape}")
     if values.dtype.kind == "f" and not all(
-        numpy.isfinite(values[first : first + STRETCH]).all() for first in range(0, len(values), STRETCH)
+        (numpy.abs(values[first : first + STRETCH]) <= LARGEST).all()
+        for first in range(0, len(values), STRETCH)
     ):
-        raise ValueError(f"{name}: {samples} hold numbers that are not finite")
+        raise ValueError(f"{name}: {samples} hold numbers that are not finite, or above {LARGEST:g}")
     return values, labels, name
 
 
@@ -73,18 +107,34 @@ def channel_statistics(
 
 def _read(path: Path, name: str, wanted: tuple[str, ...]) -> list[NDArray[Any]]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("it is a folder or a device")
+        _check_sizes(path, wanted)
         with numpy.load(path, allow_pickle=False) as file:
-            if not isinstance(file, numpy.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array")
-            missing = [key for key in wanted if key not in file]
-            if missing:
-                raise ValueError(f"it has no array '{missing[0]}', only {', '.join(file) or 'none'}")
-            return [file[key] for key in wanted]
+            found = [file[key] for key in wanted]
+        for key, array in zip(wanted, found):
+            if not isinstance(array, numpy.ndarray):
+                raise ValueError(f"'{key}' is no array")
+        return found
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror or error}") from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except BROKEN as error:
+        reason = one_line(str(error)) or type(error).__name__
         # NumPy takes what is none of its files for a pickle.
-        reason = "it is no .npz file" if "pickle" in str(error).lower() else str(error)
+        if "pickle" in reason.lower():
+            reason = "it holds Python objects, which are not loaded, or is no .npz file"
         raise ValueError(
             f"cannot use {name}: {reason}: give an .npz file with {' and '.join(wanted)}"
         ) from None
+
+
+def _check_sizes(path: Path, wanted: tuple[str, ...]) -> None:
+    """A file of a few bytes may unfold to more than a machine can hold."""
+    with zipfile.ZipFile(path) as archive:
+        sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in archive.infolist()}
+    missing = [key for key in wanted if key not in sizes]
+    if missing:
+        raise ValueError(f"it has no array '{missing[0]}', only {', '.join(sizes)[:200] or 'none'}")
+    size, memory = sum(sizes[key] for key in wanted), psutil.virtual_memory().available
+    if size > memory:
+        raise ValueError(f"its arrays take {size >> 20} MiB, and {memory >> 20} MiB of memory are available")

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.names import one_line
 from hvd_ckpt.training.data.array_files import Source, channel_statistics, load
 from hvd_ckpt.training.data.dataset import Purpose, StandardisedSamples, check_seed, generators, numbers
 
@@ -30,6 +31,9 @@ __all__ = ["Digits", "ImageArrays", "ImageFolder", "Images", "open_images"]
 Integers = NDArray[numpy.int64]
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # others call programs, or are hardly tested
+MOST_PIXELS = 1 << 26  # of an image; a small file may say that it has more than a machine can hold
 
 # Mean and deviation of the photographs of ImageNet, red, green and blue from 0 to 1, as torchvision's models have them.
 PHOTOGRAPHS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -246,8 +250,11 @@ class ImageFolder(Images):
         if channels not in (1, 3):
             raise ValueError(f"{channels} channels: images of a folder have 3, or 1 in grey")
         try:
+            inside = Path(folder).resolve()
             found = {
-                path.name: _image_files(path) for path in sorted(Path(folder).iterdir()) if _is_class(path)
+                path.name: _image_files(path, inside)
+                for path in sorted(Path(folder).iterdir())
+                if _is_class(path)
             }
         except OSError as error:
             raise ValueError(f"cannot read the image folder '{folder}': {error.strerror}") from None
@@ -276,25 +283,51 @@ class ImageFolder(Images):
         from PIL import Image, ImageOps
 
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise ValueError(
+                        f"it has {image.width} x {image.height} pixels, and may have {MOST_PIXELS}"
+                    )
                 upright = ImageOps.exif_transpose(image).convert("RGB" if self.channels == 3 else "L")
                 return numpy.asarray(
                     ImageOps.fit(upright, (self.pixels, self.pixels), Image.Resampling.BILINEAR)
                 )
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"cannot decode the image '{file}': {error}") from None
+        except Exception as error:  # decoders raise nearly anything for what is damaged
+            reason = one_line(str(error)) or type(error).__name__
+            raise ValueError(f"cannot decode the image '{file}': {reason}") from None
 
 
 def _is_class(path: Path) -> bool:
     return path.is_dir() and not path.name.startswith(".")
 
 
-def _image_files(folder: Path) -> list[Path]:
-    found = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if name.lower().endswith(SUFFIXES) and name[0] != "."]
+def _image_files(folder: Path, inside: Path) -> list[Path]:
+    """The images below a folder. A link may lead to another place of the data set, and not out of it."""
+    if folder.is_symlink():
+        _check_link(folder, inside)
+    found, folders = [], [str(folder)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.name.lower().endswith(SUFFIXES):
+                    if entry.is_symlink():
+                        _check_link(Path(entry.path), inside)
+                    if not entry.is_file():
+                        raise ValueError(f"'{entry.path}' is no file: a folder of images holds images")
+                    found.append(Path(entry.path))
     return sorted(found)
+
+
+def _check_link(path: Path, inside: Path) -> None:
+    target = Path(os.path.realpath(path))
+    if not target.is_relative_to(inside):
+        raise ValueError(
+            f"'{path}' is a link out of the image folder, to '{target}': copy what it leads to, or leave it out"
+        )
 
 
 def _channels_first(images: NDArray[Any], name: str) -> NDArray[Any]:

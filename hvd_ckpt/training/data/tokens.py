@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from numpy.typing import NDArray
 
+from hvd_ckpt.names import one_line
 from hvd_ckpt.training.data.text_files import find_text_files, library_files
 from hvd_ckpt.training.data.token_cache import cache_folder, cache_key, obtain
 
@@ -28,6 +30,9 @@ NAMES = {
     "start": ("[CLS]", "<cls>", "<s>", "<|startoftext|>", "[BOS]", "<bos>"),
     "separator": ("[SEP]", "<sep>", "</s>", "<|endoftext|>", "[EOS]", "<eos>"),
 }
+
+MAX_BYTES = 256 << 20  # of a tokenizer
+MOST_TOKENS = 1 << 24  # of a vocabulary
 
 PIECE = 1 << 16  # characters (or more, up to the end of a line) that are tokenized as one
 PIECES = 16  # tokenized at a time, in parallel
@@ -71,6 +76,10 @@ class Tokens:
         if tokenizer is not None:
             known, encoder = _read_tokenizer(Path(tokenizer))
             self.ordinary = max(known.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            if self.ordinary > MOST_TOKENS:
+                raise ValueError(
+                    f"the tokenizer '{tokenizer}' numbers tokens up to {self.ordinary - 1}: no model has more than {MOST_TOKENS}"
+                )
         self.vocabulary = self.ordinary
         self.mask, self.padding, self.start, self.separator = (
             self._find_special(known, names) for names in NAMES.values()
@@ -83,10 +92,14 @@ class Tokens:
                 return
             folder = cache_folder() if cache is None else Path(cache)
             path = folder / f"{cache_key(files, encoder)}.npy"
+            least = sum(file.stat().st_size for file in files) * 2
         except OSError as error:
-            raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
+            raise ValueError(
+                f"cannot read the text '{error.filename or files[0]}': {error.strerror}"
+            ) from None
         dtype = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
-        self.array = obtain(path, dtype, self._encode(files, known))
+        least = least if known is None else least // 8  # a token stands for some bytes
+        self.array = obtain(path, dtype, self._encode(files, known), least)
         if not len(self.array):
             raise ValueError(
                 f"the text '{files[0]}' gives no tokens: it holds nothing that '{tokenizer}' knows"
@@ -119,6 +132,11 @@ def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
     from tokenizers import Tokenizer
 
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
+            raise ValueError(
+                f"the tokenizer '{path}' is no file, or larger than {MAX_BYTES >> 20} MiB: name another"
+            )
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the tokenizer '{path}': {error.strerror}") from None
@@ -166,5 +184,8 @@ def _pieces(file: Path) -> Iterator[str]:
 
 
 def _ids(tokenizer: Tokenizer, pieces: list[str]) -> NDArray[Any]:
-    encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    try:
+        encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
     return numpy.concatenate([numpy.array(one.ids, dtype=numpy.uint32) for one in encoded])
