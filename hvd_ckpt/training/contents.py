@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.manifest import MAX_RANKS
 
 __all__ = ["check_buffers", "check_common", "check_optimizer", "check_own", "check_weights"]
 
@@ -45,6 +46,8 @@ def check_common(common: Any, settings: tuple[str, ...], progress: type) -> None
         "threads": _whole(1),
     }
     _each(common, "common", checks)
+    if "ranks" in common:  # with which the run began; earlier versions did not say
+        _whole(1, MAX_RANKS)(common["ranks"], "common.ranks")
 
 
 def check_own(own: Any) -> None:
@@ -265,6 +268,9 @@ def _reduction(value: Any, place: str) -> None:
             "counts": lambda counts, here: None if counts is None else _counts(counts, here),
         }
         _each(value, place, checks)
+        twice = set(value["order"]) & set(value["sparse"])
+        if twice:
+            raise Wrong(f"{place} has {shown(min(twice))} both in a bucket and in none")
 
 
 def _names(value: Any, place: str) -> None:

@@ -19,11 +19,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 __all__ = ["JsonLines", "Logs", "TensorBoard", "read"]
+
+MAX_BYTES = 1 << 30
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -35,6 +38,11 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ValueError: the file cannot be read, or a line is no record; the message names file and line.
     """
     try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
+            raise ValueError(
+                f"the log '{path}' is no file, or larger than {MAX_BYTES >> 30} GiB: name another"
+            )
         content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the log '{path}': {error.strerror}") from None
@@ -196,7 +204,7 @@ def _records(path: str | os.PathLike[str], content: bytes) -> list[tuple[int, di
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
             raise ValueError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 try:
@@ -13,6 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(f"pictures need matplotlib ({error}): pip install hvd_ckpt[comparison]") from error
 
+from hvd_ckpt.names import one_line
 from hvd_ckpt.training import logs
 
 __all__ = ["loss_plot"]
@@ -21,6 +25,9 @@ __all__ = ["loss_plot"]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
 MARKERS = "osD^v"
+LONGEST = 100  # characters of a title or name
+MOST = 2**53  # steps
+LARGEST = 1e30  # loss that is drawn; a larger one is as good as infinite
 
 
 def loss_plot(
@@ -47,13 +54,24 @@ def loss_plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (name, log) in enumerate(runs.items()):
-        _draw_run(axes, number, name, log, alone=len(runs) == 1)
-    axes.set_title(title)
+        _draw_run(axes, number, _verbatim(name), log, alone=len(runs) == 1)
+    axes.set_title(_verbatim(title))
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(os.fspath(path), dpi=120)
+    _save(figure, Path(path))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """The file is there whole or not at all, and a link of its name leads nowhere else."""
+    whole = path.with_name(f".{secrets.token_hex(8)}.png")
+    try:
+        figure.savefig(whole, dpi=120)
+        os.replace(whole, path)
+    except BaseException:
+        whole.unlink(missing_ok=True)
+        raise
 
 
 def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], alone: bool) -> None:
@@ -83,15 +101,26 @@ def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], a
         )
 
 
+def _verbatim(text: str) -> str:
+    """A text that is drawn as it is: no formula, no entry that a legend leaves out, one line of a length that fits."""
+    text = one_line(text)[:LONGEST].replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def _points(log: str | os.PathLike[str], kind: str) -> list[tuple[int, float]]:
     """(step, loss) of the records of one kind."""
     points = []
     for number, record in enumerate(logs.read(log), start=1):
         if record.get("kind") == kind:
-            loss = record.get("loss")
-            if "step" not in record or isinstance(loss, bool) or not isinstance(loss, (int, float)):
+            loss: Any = record.get("loss")
+            step: Any = record.get("step")
+            if not _is_number(step) or not 0 <= step <= MOST or not _is_number(loss):
                 raise ValueError(
                     f"log '{log}', line {number}: a record of kind {kind} needs a step and a loss"
                 )
-            points.append((record["step"], float(loss)))
+            points.append((step, loss if abs(loss) < LARGEST else math.nan))
     return points
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

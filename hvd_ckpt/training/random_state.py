@@ -37,7 +37,7 @@ def set_random_state(state: Any) -> None:
     before = random_state()
     try:
         _set(state)
-    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         _set(before)
         reason = " ".join(str(error).split())[:200]
         raise SnapshotError(
