@@ -1,0 +1,341 @@
+"""Snapshots that are damaged, and snapshots that somebody has made who knows the format."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from fuzzing import Finding, Kind
+from mutations import changed, odd_value, replace, spoil
+from torch import Tensor, nn
+
+from hvd_ckpt.reduction.placement import Placement
+from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.resuming import (
+    Progress,
+    check_contents,
+    check_fits,
+    check_resumed,
+    plan_text,
+    with_options,
+)
+from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
+
+RANKS = 2
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type and content."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def sign(path: Path, **changes: Any) -> None:
+    """Makes the manifest fit the files, as somebody who means harm would."""
+    document = json.loads((path / "manifest.json").read_bytes()) | changes
+    document.pop("sha256", None)
+    for name, facts in document["files"].items() if isinstance(document.get("files"), dict) else ():
+        file = path / name
+        if not isinstance(facts, dict) or file.is_symlink() or not file.is_file():
+            continue
+        facts.update(bytes=file.stat().st_size)
+        if file.stat().st_size < 1 << 21:
+            content = file.read_bytes()
+            facts.update(sha256=hashlib.sha256(content).hexdigest())
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return model, optimizers.build("adamw", model, 1e-3, 0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+SAMPLES = 40
+
+
+def state_of_run() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Weights, common and own, as a run has them."""
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    common = {
+        "config": Config("gpt-tiny", {"layers": 1}, steps=4, precision="fp16", budget="0.5x").as_dict(),
+        "steps": 4,
+        "ranks": 1,
+        "progress": dataclasses.asdict(Progress(2, 8, 1.5, 0)),
+        "optimizer": optimizer.state_dict(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "plan": '{"format": "hvd_ckpt plan"}\n',
+        "samples": SAMPLES,
+        "threads": 2,
+    }
+    names = [name for name, _ in model.named_parameters()]
+    own = {
+        "random": snapshot.random_state(),
+        "reduction": {
+            "version": 1,
+            "order": names[::-1],
+            "sparse": {},
+            "densified": [],
+            "bucket_cap_bytes": float(25 << 20),
+            "counts": dict.fromkeys(names, 1),
+        },
+        "buffers": dict(model.named_buffers()),
+        "logged": (3.5, 2.0),
+    }
+    return model.state_dict(), common, own
+
+
+class _Snapshots(Kind):
+    """Has two good snapshots of two ranks, of which the newer is fed to."""
+
+    errors = (SnapshotError,)
+
+    def prepare(self, folder: Path) -> None:
+        self.good = folder / "good"
+        weights, common, own = state_of_run()
+        weights["tied"] = weights["0.weight"]
+        for step in (1, 2):
+            path = snapshot.write(self.good, step, weights=weights, common=common, own=own)
+            for ending in ("json", "safetensors"):
+                shutil.copy(path / f"rank-00000.{ending}", path / f"rank-00001.{ending}")
+            files = json.loads((path / "manifest.json").read_bytes())["files"]
+            files |= {name.replace("rank-00000", "rank-00001"): dict(facts) for name, facts in files.items()}
+            sign(path, ranks=RANKS, files=files)
+        self.expected = snapshot.read(self.good / "step-00000001", 0)
+        self.newer = self.good / "step-00000002"
+        self.files = {path.name: path.read_bytes() for path in sorted(self.newer.iterdir())}
+
+    def copied(self, folder: Path) -> Path:
+        shutil.copytree(self.good, folder / "snapshots")
+        return folder / "snapshots" / self.newer.name
+
+
+class Damaged(_Snapshots):
+    """Whatever happens to a snapshot's files, what is read is what was written; else the one before is found."""
+
+    name = "snapshot-damaged"
+    share = 14.0
+
+    def feed(self, draw: Random, folder: Path) -> str:
+        path = self.copied(folder)
+        for _ in range(draw.choice((1, 1, 2))):
+            self._spoil(draw, path)
+        return self._read(path)
+
+    def _spoil(self, draw: Random, path: Path) -> None:
+        if path.is_symlink() or not path.is_dir():
+            return
+        present = sorted(file for file in path.iterdir() if file.is_file() and not file.is_symlink())
+        way = draw.randrange(12)
+        if not present or way == 0:
+            moved = path.rename(path.with_name("moved"))
+            path.symlink_to(draw.choice((moved, moved.parent / "step-00000001", "/", "nowhere")))
+        elif way == 1:
+            draw.choice(present).unlink()
+        elif way == 2:
+            (path / draw.choice(("more", "rank-00002.json", "a\nb", ".hidden"))).write_bytes(b"x")
+        elif way == 3:
+            path.rename(path.with_name("step-00000005"))
+        elif way == 4:
+            one, other = draw.choice(present), draw.choice(present)
+            one.write_bytes(other.read_bytes())
+        elif way == 5:
+            shutil.rmtree(path)
+            replace(draw, path, b"no folder")
+        else:
+            file = draw.choice(present)
+            spoil(draw, file, self.files[draw.choice(sorted(self.files))])
+
+    def _read(self, path: Path) -> str:
+        found = snapshot.find(path.parent)
+        assert found is not None
+        got = snapshot.read(found, 0)
+        if not all(
+            same(getattr(got, part), getattr(self.expected, part)) for part in ("weights", "common", "own")
+        ):
+            raise Finding(f"{found.name} was read and is not what was written")
+        if found.name != "step-00000001":
+            return "the newer one"
+        if not path.exists():
+            return "the one before"
+        try:  # what is read of a rank need not be what is damaged
+            got = snapshot.read(path, draw_rank(path))
+        except SnapshotError:
+            return "the one before"
+        if not same(got.common, self.expected.common):
+            raise Finding("what was read is not what was written")
+        return "the one before (this rank's part is whole)"
+
+
+def draw_rank(path: Path) -> int:
+    return len(path.name) % RANKS
+
+
+class Forged(_Snapshots):
+    """Right checksums over wrong content: a SnapshotError, or a tree."""
+
+    name = "snapshot-forged"
+    share = 14.0
+
+    def feed(self, draw: Random, folder: Path) -> str:
+        path = self.copied(folder)
+        names = [name for name in self.files if name != "manifest.json"]
+        for _ in range(draw.choice((1, 1, 2))):
+            way = draw.randrange(6)
+            file = path / draw.choice(names)
+            if way < 2:
+                spoil(draw, file, self.files[draw.choice(names)])
+            elif way < 4 and file.is_file() and not file.is_symlink():
+                self._edit(draw, file)
+        if draw.random() < 0.3:
+            manifest = changed(draw, json.loads(self.files["manifest.json"]), _json)
+            (path / "manifest.json").write_text(json.dumps(manifest))
+        with contextlib.suppress(
+            OSError, AttributeError, TypeError, KeyError, ValueError
+        ):  # what cannot be signed stays as it is
+            sign(path)
+        snapshot.read(path, draw.randrange(3))
+        return "accepted"
+
+    def _edit(self, draw: Random, file: Path) -> None:
+        content = self.files[file.name]
+        if file.suffix == ".json":
+            file.write_text(json.dumps(changed(draw, json.loads(content), _json)))
+            return
+        length = int.from_bytes(content[:8], "little")
+        header = json.dumps(changed(draw, json.loads(content[8 : 8 + length]), _json)).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+def _json(draw: Random) -> Any:
+    way = draw.randrange(4)
+    if way == 0:
+        return {
+            draw.choice(
+                ("$tuple", "$dict", "$int", "$float", "$bytes", "$text", "$tensor", "$order")
+            ): odd_value(draw)
+        }
+    if way == 1:
+        return {
+            "$tensor": draw.choice(("common.optimizer", "own.random.torch", 1, None)),
+            "$order": odd_value(draw),
+        }
+    return odd_value(draw)
+
+
+class Resumed(Kind):
+    """A tree that is none of a run, or of another: an error before anything is used, or a run that goes on."""
+
+    name = "resume"
+    share = 18.0
+    errors = (ConfigError, SnapshotError)
+
+    def prepare(self, folder: Path) -> None:
+        weights, common, own = state_of_run()
+        path = snapshot.write(folder, 2, weights=weights, common=common, own=own)
+        self.good = snapshot.read(path, 0)
+        self._go_on(self.good)
+
+    def feed(self, draw: Random, folder: Path) -> str:
+        good = self.good
+        parts = {"common": good.common, "own": good.own, "weights": good.weights}
+        part = draw.choice(("common", "common", "common", "own", "own", "weights"))
+        parts[part] = changed(draw, parts[part], _leaf)
+        ranks = draw.choice((1, 1, 2, 4))
+        if part == "weights" and not (
+            isinstance(parts["weights"], dict)
+            and all(
+                isinstance(name, str) and isinstance(one, Tensor) for name, one in parts["weights"].items()
+            )
+        ):
+            return "no snapshot"  # reading never gives such weights
+        resumed = Snapshot(good.step, ranks, parts["weights"], parts["common"], parts["own"], good.manifest)
+        return self._go_on(resumed)
+
+    def _go_on(self, resumed: Snapshot) -> str:
+        """What a trainer does with it."""
+        config = Config("gpt-tiny", {"layers": 1}, steps=4, precision="fp16", budget="0.5x")
+        check_contents(resumed)
+        check_resumed(config, SAMPLES, resumed)
+        model, optimizer = model_and_optimizer()
+        check_fits(resumed, model, optimizer)
+        model.load_state_dict(resumed.weights)
+        progress = Progress(**resumed.common["progress"])
+        assert 4 / resumed.common.get("ranks", resumed.ranks) > 0
+        text = plan_text(config, resumed)
+        assert text is None or text.encode("utf-8")
+        assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
+        options = [dict(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(copy.deepcopy(resumed.common["optimizer"]))
+        with_options(optimizer, options)
+        if resumed.common["scaler"] is not None:
+            torch.amp.GradScaler("cpu").load_state_dict(resumed.common["scaler"])
+        if resumed.own is not None:
+            buffers = dict(model.named_buffers())
+            with torch.no_grad():
+                for name, value in resumed.own["buffers"].items():
+                    buffers[name].copy_(value)
+            if resumed.own["reduction"]:
+                placement = Placement(list(model.named_parameters()), 25 << 20, None)
+                try:
+                    placement.load_state_dict(resumed.own["reduction"])
+                except ValueError as error:  # as the trainer
+                    raise ConfigError(str(error)) from None
+                assert sum(len(bucket.slots) for bucket in placement.buckets) == len(placement.order)
+            loss, weight = resumed.own["logged"]
+            assert loss / weight if weight else True
+            snapshot.set_random_state(resumed.own["random"])
+        step(model, optimizer)
+        step(model, optimizer)
+        return "accepted"
+
+
+def _leaf(draw: Random) -> Any:
+    """What a snapshot's tree may hold."""
+    way = draw.randrange(4)
+    if way == 0:
+        shape = [draw.randrange(5) for _ in range(draw.randrange(3))]
+        dtype = draw.choice(
+            (
+                torch.float32,
+                torch.float64,
+                torch.int64,
+                torch.uint8,
+                torch.bool,
+                torch.complex64,
+                torch.bfloat16,
+            )
+        )
+        return torch.zeros(shape, dtype=dtype)
+    if way == 1:
+        return draw.choice(((), (1, 2), b"bytes", (None,), {1: 2}, {(): 0}))
+    return odd_value(draw)
+
+
+KINDS: tuple[type[Kind], ...] = (Damaged, Forged, Resumed)
