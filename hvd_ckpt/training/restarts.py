@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import math
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -32,11 +31,11 @@ import psutil
 
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.training import snapshot
+from hvd_ckpt.training.signals import Signals
 from hvd_ckpt.training.stopping import STOP_FILE
 
 __all__ = ["Commands", "supervise"]
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 NOT_AGAIN = (2, 126, 127)  # a setting or a command that cannot be
 LONGEST_PAUSE = 30.0  # seconds
 LEFT_OVER_SECONDS = 10.0  # that ranks may take to end after their launcher: horovodrun gives them 5
@@ -87,7 +86,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     before = _snapshots(commands.run)
     restarts = 0
     settings = commands.first
-    with _Signals() as signals, _subreaper():
+    with Signals() as signals, _subreaper():
         while True:
             job = _Job(commands, settings)
             status = job.follow(signals, grace)
@@ -96,6 +95,8 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             failure = _failure(commands.run)
             if failure is not None:
                 _say(f"not launched again: {failure}")
+                if not (commands.run / "config.yaml").exists():
+                    _remove(commands.run / "failure.txt")  # the folder can be used again
                 return 1
             if status == 0 or status in NOT_AGAIN or (commands.run / STOP_FILE).exists():
                 return status
@@ -107,8 +108,9 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             _say(
                 f"the job ended ({_shown(status)}); restart {restarts} of {max_restarts} {_start(commands.run)}"
             )
-            if signals.wait(_pause(restarts)) is not None:
-                return 128 + (signals.first or 0)
+            told = signals.pause(_pause(restarts))
+            if told is not None:
+                return 128 + told
 
 
 class _Job:
@@ -128,7 +130,7 @@ class _Job:
         )
         self._others.add(self._guard.pid)
 
-    def follow(self, signals: _Signals, grace: float) -> int:
+    def follow(self, signals: Signals, grace: float) -> int:
         """Waits for the end, and brings it about when signals ask for it; nothing of the job is left then.
 
         Returns:
@@ -220,53 +222,6 @@ class _Stop:
         """To the group: horovodrun --mpi is a shell that would die and leave mpirun behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, number)
-
-
-class _Signals:
-    """Signals that ask for a stop, as something to wait for; one that is ignored already, as under nohup, stays so.
-
-    Attributes:
-        first: the first that has come.
-    """
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self._come: list[int] = []
-
-    def __enter__(self) -> _Signals:
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        os.set_blocking(self._writing, False)
-        self._waker = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._handlers = {
-            number: signal.signal(number, self._note)
-            for number in (*STOPPING, signal.SIGCHLD)
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._waker)
-        os.close(self._reading)
-        os.close(self._writing)
-
-    def _note(self, number: int, frame: object) -> None:
-        if number != signal.SIGCHLD:
-            self._come.append(number)
-
-    def wait(self, seconds: float | None) -> int | None:
-        """Waits for a signal, for a child to end (returns None), or for the time to pass (returns None)."""
-        if not self._come:
-            select.select([self._reading], [], [], seconds)
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._reading, 4096)
-        if not self._come:
-            return None
-        number = self._come.pop(0)
-        self.first = self.first or number
-        return number
 
 
 @contextmanager

@@ -47,7 +47,9 @@ def test_a_job_that_dies_goes_on_until_it_is_done(tmp_path: Path, capfd: pytest.
 
 def test_it_is_launched_again_as_often_as_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, "touch $RUN/config.yaml; exit 7")
+    begun = time.monotonic()
     assert job.supervise(max_restarts=2) == 7
+    assert time.monotonic() - begun >= 1  # the pause before the second restart
     assert job.launches() == ["--first", "--again", "--again"]
     last = capfd.readouterr().err.splitlines()[-1]
     assert f"launched again 2 times; `hvd-ckpt train --resume {job.run}` goes on" in last
@@ -85,6 +87,12 @@ def test_what_would_end_the_same_way_is_not_launched_again(
     assert job.supervise(max_restarts=5) == status
     assert job.launches() == ["--first"]
     assert ("not launched again: step 7: the loss is nan" in capfd.readouterr().err) == (status == 1)
+
+
+def test_a_folder_in_which_nothing_began_can_be_used_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, "echo 'there is no such model' >$RUN/failure.txt; exit 1")
+    assert job.supervise(max_restarts=5) == 1
+    assert job.launches() == ["--first"] and not list(job.run.iterdir())
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
