@@ -182,13 +182,13 @@ def run(config: Config) -> None:
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with one_ending(Path(folder) if folder else None):
         stall.end_with_parent()
+        try:
+            runtime.init(stall_timeout=config.stall_timeout)
+        except ValueError as error:  # of the environment, or Horovod's own
+            raise ConfigError(str(error)) from None
         if is_elastic():
             outcome = elastic.train(config)
         else:
-            try:
-                runtime.init(stall_timeout=config.stall_timeout)
-            except ValueError as error:  # of the environment, or Horovod's own
-                raise ConfigError(str(error)) from None
             outcome = Trainer(config, *assemble_in_turn(config)).run()
     if hvd.rank() == 0:
         stopped = f"stopped ({outcome.stopped})" if outcome.stopped else None

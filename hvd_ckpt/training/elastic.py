@@ -33,6 +33,7 @@ class RunState(State):  # type: ignore[misc]
 
     Attributes:
         origin: the last commit, in the run's folder; None until the folder is decided.
+        stop: a request to stop that this rank had heard when ranks changed.
     """
 
     def __init__(self) -> None:
@@ -40,12 +41,14 @@ class RunState(State):  # type: ignore[misc]
             lambda value: broadcast_from(value, 0, global_process_set, "hvd_ckpt.elastic.hosts"), hvd.rank
         )
         self.origin: Origin | None = None
+        self.stop: str | None = None
         self._trainer: Trainer | None = None
         self._memory = CommitMemory()
 
     def follow(self, trainer: Trainer) -> None:
         """Takes its commits from this trainer from now on, the first one at once if there is none yet."""
         self._trainer = trainer
+        trainer.asked_to_stop = self.stop
         if self.origin is None or self.origin.commit is None:
             self.save()
 
@@ -65,17 +68,18 @@ class RunState(State):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Lets go of the trainer."""
+        if self._trainer is not None:
+            self.stop = self._trainer.asked_to_stop
         self._trainer = None
 
 
 def train(config: Config) -> Outcome:
-    """Trains as configured on ranks that come and go. To be called on every rank of an elastic job, new ones included.
+    """Trains as configured on ranks that come and go. To be called on every rank of an elastic job, new ones included, after ``init()``.
 
     Raises:
         ConfigError: on every rank alike.
         RuntimeError: Horovod could not start again.
     """
-    runtime.init(stall_timeout=config.stall_timeout)
     outcome: Outcome = run_fn(_train, lambda: _restart(config))(RunState(), config)
     return outcome
 

@@ -30,12 +30,13 @@ class StopRequest:
 
     Args:
         folder: of the run, on the rank that looks for ``stop`` in it; None on the others.
+        reason: a request that was made before, and not met.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, reason: str | None = None) -> None:
         self._file = None if folder is None else folder / STOP_FILE
         self._looked = 0.0
-        self._reason: str | None = None
+        self._reason = reason
         self._replaced: dict[signal.Signals, Any] = {}
 
     @property

@@ -125,6 +125,7 @@ class Trainer:
             )
         self._stop = StopRequest(None)
         self._stopped: str | None = None
+        self._asked: str | None = None
         self._writer: SnapshotWriter | None = None
         origin = origin or Origin(*run_folder(config))
         self.folder = origin.folder
@@ -170,6 +171,15 @@ class Trainer:
     def optimizer(self) -> Any:
         """The ``DistributedOptimizer``."""
         return self._optimizer
+
+    @property
+    def asked_to_stop(self) -> str | None:
+        """Who has asked this rank to stop, as in ``Outcome.stopped``; where it is set, :meth:`run` begins with that request."""
+        return self._stop.reason
+
+    @asked_to_stop.setter
+    def asked_to_stop(self, reason: str | None) -> None:
+        self._asked = reason
 
     def run(self, after_step: Callable[[], None] | None = None) -> Outcome:
         """Trains to the end, evaluates, and writes a last snapshot; or until it is asked to stop, and writes one there.
@@ -324,7 +334,7 @@ class Trainer:
         self._stopped = None
         with (
             self.report,
-            StopRequest(self.folder if hvd.rank() == 0 else None) as self._stop,
+            StopRequest(self.folder if hvd.rank() == 0 else None, self._asked) as self._stop,
             SnapshotWriter(
                 self.folder / "snapshots",
                 self.config.keep_snapshots,
