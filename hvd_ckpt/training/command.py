@@ -186,10 +186,7 @@ def run(config: Config) -> None:
             runtime.init(stall_timeout=config.stall_timeout)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
-        if is_elastic():
-            outcome = elastic.train(config)
-        else:
-            outcome = Trainer(config, *assemble_in_turn(config)).run()
+        outcome = elastic.train(config) if is_elastic() else Trainer(config, *assemble_in_turn(config)).run()
     if hvd.rank() == 0:
         stopped = f"stopped ({outcome.stopped})" if outcome.stopped else None
         end = stopped or ("ended early" if outcome.ended_early else "done")

@@ -74,7 +74,9 @@ class RunState(State):  # type: ignore[misc]
 
 
 def train(config: Config) -> Outcome:
-    """Trains as configured on ranks that come and go. To be called on every rank of an elastic job, new ones included, after ``init()``.
+    """Trains as configured on ranks that come and go.
+
+    To be called after ``init()`` on every rank of an elastic job, new ones included.
 
     Raises:
         ConfigError: on every rank alike.
