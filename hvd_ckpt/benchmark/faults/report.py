@@ -45,7 +45,7 @@ KILL_NOTES = (
 SAVE_COLUMNS = ("the kill came", *WRITERS, "newest good snapshot right")
 SAVE_NOTES = (
     "blocking: snapshot.write and snapshot.prune; background: SnapshotWriter. The moment is uniform within a save; one in four is "
-    "aimed at the end of one, from its manifest on.",
+    "aimed at the end of one that replaces a snapshot, from its manifest on.",
     "right: the newest snapshot that loads is whole, has the content of the write it is of, is of no earlier write than the last "
     "that had returned, and nothing in place is damaged.",
 )

@@ -51,8 +51,8 @@ SIZES = (
     1,
 )  # elements of the weights; the optimizer's state has as many as the first two
 MEASURED = 7  # saves, to know how long one takes
-AIMED = 4  # every so many kills one comes when the manifest is there, at random within
-LAST_MOMENT = 0.004  # seconds
+AIMED = 4  # one of so many kills comes when the manifest of a save that replaces one is there
+LAST_PART = 0.2  # of the time of a save
 LAST_SAVE = 3  # a kill falls within one of so many saves of a process
 HANG = 60.0  # seconds
 BEGUN, RETURNED, PRUNED = "begun", "returned", "pruned"
@@ -213,10 +213,15 @@ class _Killer:
     def kill(self, writer: str) -> dict[str, Any]:
         before = set(names_in(self.folder))
         which = self.number + self.random.randrange(LAST_SAVE)
-        aimed = self.random.randrange(AIMED) == 0
-        longest = LAST_MOMENT if aimed else statistics.median(self.durations[writer])
-        delay = self.random.uniform(0, longest)
-        told = self._run(writer, lambda told: which in told.begun, delay, step_of(which) if aimed else None)
+        longest = statistics.median(self.durations[writer])
+        if self.random.randrange(AIMED) == 0:
+            while step_of(which) != step_of(which - 1):
+                which += 1
+            delay = self.random.uniform(0, LAST_PART * longest)
+            told = self._run(writer, lambda told: which in told.begun, delay, before, step_of(which))
+        else:
+            delay = self.random.uniform(0, longest)
+            told = self._run(writer, lambda told: which in told.begun, delay)
         under_way = max(told.begun, default=self.number)
         self.durations[writer] += _durations(told)
         self.returned = max([self.returned, *told.returned])
@@ -246,14 +251,22 @@ class _Killer:
         return _durations(told)[1:]
 
     def _run(
-        self, writer: str, reached: Callable[[_Told], bool], delay: float, aim: int | None = None
+        self,
+        writer: str,
+        reached: Callable[[_Told], bool],
+        delay: float,
+        before: set[str] | None = None,
+        step: int = 0,
     ) -> _Told:
+        """Kills a process ``delay`` seconds after it has told what is wanted or, with ``before``, when then the manifest of ``step`` is
+        there.
+        """
         with _saving(self.folder, writer, self.number) as (pid, pipe):
             told = _Told()
             while told.open and not reached(told):
                 told.read(pipe)
-            if aim is not None:
-                self._await_manifest(aim)
+            if before is not None:
+                self._await_manifest(step, before, 10 * statistics.median(self.durations[writer]))
             time.sleep(delay)
             os.kill(pid, signal.SIGKILL)
             while told.open:
@@ -262,12 +275,12 @@ class _Killer:
             raise RuntimeError("the process that saves has ended by itself")
         return told
 
-    def _await_manifest(self, step: int) -> None:
-        start = f".{name_of(step)}.tmp-"
-        deadline = time.monotonic() + max(map(statistics.median, self.durations.values()))
+    def _await_manifest(self, step: int, before: set[str], limit: float) -> None:
+        """Names that were there ``before`` are of an earlier process."""
+        deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            for name in names_in(self.folder):
-                if name.startswith(start) and (self.folder / name / MANIFEST).exists():
+            for name in set(names_in(self.folder)) - before:
+                if name.startswith(f".{name_of(step)}.tmp-") and (self.folder / name / MANIFEST).exists():
                     return
 
     def _left(self, under_way: int) -> tuple[str | None, int]:
