@@ -66,7 +66,8 @@ class _Run:
         start, stalled = time.perf_counter(), self.writer.stalled
         self.optimizer.zero_grad()
         logits = self.model(self.tokens)
-        nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten()).backward()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
+        torch.autograd.backward(loss)
         self.writer.before_update()
         self.optimizer.step()
         waited = self.writer.stalled - stalled
@@ -155,7 +156,8 @@ def _row(way: str, found: list[dict[str, tuple[float, float]]], size: float) -> 
 
 
 def _distributed(state: dict[str, Any], place: Path) -> Callable[[], bool]:
-    from torch.distributed.checkpoint import FileSystemWriter, async_save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of there being one process
