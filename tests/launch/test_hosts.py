@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,6 +143,38 @@ def test_a_slow_link_changes_nothing_but_the_time(hosts, text, weights_of_one_ho
     hosts.slow("b", milliseconds=1)
     end(hosts, command("gloo", "a:1,b:1", text, tmp_path / "run"))
     assert final_weights(tmp_path / "run") == weights_of_one_host("gloo")
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_hosts_whose_owner_is_killed(end: signal.Signals) -> None:
+    script = "import hosts, json, signal\n"
+    script += "with hosts.Hosts(2) as two:\n"
+    script += "    two.start('a', ['ssh', 'b', 'sleep 600'])\n"
+    script += "    while len(two.processes('b')) < 2: pass\n"
+    script += (
+        "    print(json.dumps([str(two.key), [*two.processes('a'), *two.processes('b')]]), flush=True)\n"
+    )
+    script += "    signal.pause()\n"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(namespaces.__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    key, processes = json.loads(owner.stdout.readline())
+    assert Path(key).exists() and processes
+    owner.send_signal(end)
+    owner.communicate()
+    wait_for(lambda: not any(alive(process) for process in processes), "the end of what ran on the hosts", 30)
+    wait_for(lambda: not Path(key).parent.parent.exists(), "the end of the folder of keys", 30)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
 
 
 def ranks(hosts: Hosts) -> list[str]:
