@@ -33,6 +33,9 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)  # a date is a text
+
+
 def parsed(text: str) -> Any:
     """A value as it is written after ``NAME=``: a number, true, false, a list in brackets, or text.
 

@@ -52,8 +52,9 @@ def assemble(config: Config) -> Assembly:
     torch.manual_seed(config.seed)
     try:
         model = entry.build(facts, config.model_options)
-    except ValueError as error:
-        raise ConfigError(f"model {config.model}: {error}") from None
+    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes that no machine has among them
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model {config.model}: {reason}") from None
     if entry.folder is not None:
         _check_limits(config, catalog.limits(model), facts)
     if entry.kind in _SETTINGS_OF_DATA["pixels"]:

@@ -56,11 +56,16 @@ class JsonLines:
 
     Args:
         path: of the file; folders are made, an unfinished last line is cut off, and whole lines stay.
+
+    Raises:
+        ValueError: there is something of that name which is no file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise ValueError(f"the log '{self.path}' is a link or a device: remove it")
         self._file = self.path.open("ab", buffering=0)
         self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
 

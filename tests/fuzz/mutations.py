@@ -120,6 +120,8 @@ def _replaced(draw: Random, value: Any, odd: Any) -> Any:
 
 def spoil(draw: Random, file: Path, other: bytes = b"") -> None:
     """Damages a file, or puts something else in its place."""
+    if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 21:
+        return  # it is spoilt already
     content = file.read_bytes()
     if draw.random() < 0.6:
         file.write_bytes(damaged(draw, content, other))

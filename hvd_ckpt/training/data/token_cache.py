@@ -1,7 +1,7 @@
 """Encoded text as a file that is memory-mapped, written once and found again.
 
 It is a NumPy array file (.npy) with a checksum of four bytes after the tokens, named after what it was made from. It is written
-under a temporary name and renamed, so that several processes may make it at once, and one that was cut short or damaged is made anew.
+under a temporary name and renamed, so that several processes may make it at once. One that was cut short or damaged is made anew.
 """
 
 from __future__ import annotations

@@ -1,0 +1,204 @@
+"""What somebody made who means harm, or who took the wrong file: one line that names it, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from torch import nn
+
+from hvd_ckpt.cli import main
+from hvd_ckpt.environment import check_environment
+from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.data.images import open_images
+from hvd_ckpt.training.data.volumes import open_volumes
+from hvd_ckpt.training.resuming import check_contents, check_fits
+from hvd_ckpt.training.snapshot import Snapshot
+
+
+def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    return model, optimizers.build("adamw", model, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    model, optimizer = make()
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    common = {
+        "config": Config("gpt-tiny", steps=4).as_dict(),
+        "steps": 4,
+        "progress": {"step": 2, "position": 8, "best": None, "waited": 0},
+        "optimizer": optimizer.state_dict(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "plan": None,
+        "samples": 40,
+        "threads": 2,
+    }
+    reduction = {
+        "version": 1,
+        "order": names,
+        "sparse": {},
+        "densified": [],
+        "bucket_cap_bytes": 1e6,
+        "counts": None,
+    }
+    own = {
+        "random": snapshot.random_state(),
+        "reduction": reduction,
+        "buffers": dict(model.named_buffers()),
+        "logged": (0.5, 3.0),
+    }
+    folder = tmp_path_factory.mktemp("snapshots")
+    return snapshot.read(snapshot.write(folder, 2, weights=model.state_dict(), common=common, own=own), 0)
+
+
+def test_what_a_run_wrote_is_taken(resumed: Snapshot) -> None:
+    check_contents(resumed)
+    check_fits(resumed, *make())
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("common", "progress", "step"), -1, "common.progress.step is -1, and must be a whole number from 0"),
+        (("common", "progress", "best"), "1", 'common.progress.best is "1", and must be a finite number'),
+        (("common", "progress", "more"), 1, 'common.progress has "more"'),
+        (("common", "config", "batch"), 0, "common.config: batch 0: give a whole number from 1"),
+        (("common", "optimizer", "state", 9), {}, r"common.optimizer.state\[9\] is of no parameter"),
+        (("common", "optimizer", "param_groups", 0, "params"), "x", r"param_groups\[0\].params is \"x\""),
+        (
+            ("common", "scaler", "scale"),
+            -1.0,
+            "common.scaler.scale is -1.0, and must be a finite number above 0",
+        ),
+        (("common", "plan"), "\ud800", "common.plan has characters that no text has"),
+        (("common", "samples"), torch.ones(2), r"common.samples is a tensor of float32 \[2\]"),
+        (("own", "reduction", "order"), ["a", "a"], "own.reduction.order has a name twice"),
+        (
+            ("own", "buffers", "1.running_mean"),
+            3,
+            r"own.buffers\[\"1.running_mean\"\] is 3, and must be a tensor",
+        ),
+        (("own", "logged"), (1.0, float("inf")), r"own.logged\[1\] is inf"),
+    ],
+)
+def test_a_snapshot_that_no_run_wrote_is_refused_with_its_key(
+    resumed: Snapshot, place: tuple[Any, ...], value: object, says: str
+) -> None:
+    parts = {"common": copy.deepcopy(resumed.common), "own": copy.deepcopy(resumed.own)}
+    inner: Any = parts
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    forged = Snapshot(resumed.step, 1, resumed.weights, parts["common"], parts["own"], resumed.manifest)
+    with pytest.raises(ConfigError, match=f"the snapshot of step 2 cannot be used: .*{says}"):
+        check_contents(forged)
+
+
+def test_a_missing_key_is_named(resumed: Snapshot) -> None:
+    for part in ("common", "own"):
+        for key in getattr(resumed, part):
+            parts = {"common": resumed.common, "own": resumed.own}
+            parts[part] = {name: value for name, value in parts[part].items() if name != key}
+            forged = Snapshot(
+                resumed.step, 1, resumed.weights, parts["common"], parts["own"], resumed.manifest
+            )
+            with pytest.raises(ConfigError, match=f"{part} has no {key}"):
+                check_contents(forged)
+
+
+def test_a_state_of_another_model_or_of_other_options_is_refused(resumed: Snapshot) -> None:
+    with pytest.raises(ConfigError, match=r"weights\[.*must be a tensor of float32 .*of another model"):
+        check_fits(resumed, *make(5))
+    model, _ = make()
+    with pytest.raises(
+        ConfigError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
+    ):
+        check_fits(resumed, model, optimizers.build("adamw", model, 1e-3, 0.0, {"amsgrad": True}))
+    forged = copy.deepcopy(resumed)
+    forged.common["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"state\[0\].exp_avg is a tensor of float32 \[3\], and must be"):
+        check_fits(forged, *make())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OMP_NUM_THREADS", "rubbish"),
+        ("HOROVOD_CYCLE_TIME", "nan"),
+        ("HOROVOD_RANK", "x"),
+        ("HOROVOD_SIZE", "9" * 5000),
+    ],
+)
+def test_a_variable_that_holds_no_number_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} is '{value[:5]}"):
+        check_environment()
+
+
+def test_images_outside_the_folder_and_of_any_size_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    (folder / "cat").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(folder / "cat" / "a.png")
+    shutil.copytree(folder / "cat", tmp_path / "dog")
+    (folder / "dog").symlink_to("cat")
+    assert len(open_images(folder, 4)) == 2
+    for link, target in (
+        (folder / "bird", tmp_path / "dog"),
+        (folder / "cat" / "b.png", tmp_path / "dog" / "a.png"),
+    ):
+        link.symlink_to(target)
+        with pytest.raises(ValueError, match=f"'{link}' is a link out of the image folder"):
+            open_images(folder, 4)
+        link.unlink()
+    os.mkfifo(folder / "cat" / "c.png")
+    with pytest.raises(ValueError, match=r"c.png' is no file"):
+        open_images(folder, 4)
+
+
+def test_arrays_that_unfold_or_hold_objects_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "data.npz"
+    for arrays, says in (
+        ({"volumes": numpy.array([print], object), "labels": numpy.zeros(1, int)}, "it holds Python objects"),
+        (
+            {"volumes": numpy.zeros((2, 3, 3, 3)), "labels": numpy.full((2, 3, 3, 3), 2**40)},
+            "a label is 1099511627776",
+        ),
+        ({"volumes": numpy.array(3), "labels": numpy.zeros(1, int)}, "there are no volumes, but labels"),
+    ):
+        numpy.savez(file, **arrays, allow_pickle=True)
+        with pytest.raises(ValueError, match=says):
+            open_volumes(file, 4)
+
+
+def test_a_picture_replaces_nothing_but_a_picture(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
+    kept, picture = tmp_path / "kept.png", tmp_path / "loss.png"
+    kept.write_text("kept")
+    for _ in range(2):
+        assert (
+            CliRunner()
+            .invoke(main, ["plot", str(log), "--output", str(picture), "--title", "$\\frac{"])
+            .exit_code
+            == 0
+        )
+    (tmp_path / "link.png").symlink_to(kept)
+    for name in ("kept.png", "link.png"):
+        result = CliRunner().invoke(main, ["plot", str(log), "--output", str(tmp_path / name)])
+        assert result.exit_code == 2 and "is there and is no PNG" in result.output
+    assert kept.read_text() == "kept"
