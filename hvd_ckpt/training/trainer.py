@@ -225,7 +225,8 @@ class Trainer:
                 if after_step is not None and not ends:
                     after_step()
             self._finish_snapshot()
-        report.draw()
+        if not self._stops():  # the launcher may give little time, and who goes on draws at the end
+            report.draw()
         return dataclasses.replace(outcome, steps=progress.step, stopped=self._stopped)
 
     def step(self, batch: Batch, samples: int) -> Accumulated:
