@@ -20,9 +20,10 @@ from hvd_ckpt.benchmark.faults.judging import differences, newest_good, unreadab
 from hvd_ckpt.benchmark.faults.kill import Killed
 from hvd_ckpt.benchmark.faults.processes import MARK, end, marked
 from hvd_ckpt.benchmark.faults.records import Records
-from hvd_ckpt.benchmark.faults.report import Report, kill_section, save_section, soak_section
+from hvd_ckpt.benchmark.faults.report import Report, kill_section, save_section, soak_section, stall_section
 from hvd_ckpt.benchmark.faults.save import SaveKill
 from hvd_ckpt.benchmark.faults.soak import Soaked, Track
+from hvd_ckpt.benchmark.faults.stall import StallRow
 from hvd_ckpt.training import snapshot
 
 KILL = {"who": "rank 1", "signal": "SIGKILL", "when": "step", "step": 7, "snapshot": 6, "writing": True}
@@ -135,6 +136,18 @@ def test_every_fault_is_in_the_report_and_makes_it_unsound(tmp_path: Path) -> No
     assert not report.sound and "kill 4 of seed 3, files being written: it is gone" in report.markdown()
     report.save(tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["sound"] is False
+
+
+def test_a_stall_that_is_longer_than_wanted_is_said_and_is_no_fault() -> None:
+    rows = [
+        StallRow("snapshot.write", 0.5, 1.0, 0.0, 150.0),
+        StallRow("SnapshotWriter", 0.01, 0.02, 0.4, 150.0),
+    ]
+    met = stall_section(rows)
+    assert met.rows[1] == ("SnapshotWriter", "150", "10.0", "0.020", "400")
+    assert met.remarks == ["SnapshotWriter: 0.020 of a blocking save, wanted at most 0.05: met"]
+    missed = stall_section([rows[0], StallRow("SnapshotWriter", 0.03, 0.06, 0.4, 150.0)])
+    assert missed.remarks[0].endswith(": not met") and missed.sound
 
 
 def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:

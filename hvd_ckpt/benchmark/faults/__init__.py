@@ -9,6 +9,7 @@ saver      the process that saves in a loop and is killed; and what it has left
 save       the save test
 fit        a line through samples that lie on plateaus
 soak       memory, descriptors and threads of a long run
+stall      how long training stands still for a snapshot
 records    results of several calls, added up
 report     the tables, report.json and report.md
 command    ``hvd-ckpt bench faults``

@@ -22,6 +22,7 @@ from hvd_ckpt.benchmark.faults.records import Records
 from hvd_ckpt.benchmark.faults.report import Report, kill_section, save_section, soak_section, stall_section
 from hvd_ckpt.benchmark.faults.save import SaveError, SaveKill, save_kills
 from hvd_ckpt.benchmark.faults.soak import soak
+from hvd_ckpt.benchmark.faults.stall import measure_stall
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -38,7 +39,7 @@ __all__ = ["faults"]
 
 WIDTH = 130  # of the tables where the output is not a terminal
 SOAK_RANKS = 2
-STALL_MEGABYTES = 64
+STALL_MEGABYTES = 150
 
 
 @click.command("faults", cls=OneLineErrors)
@@ -193,8 +194,6 @@ class _Call:
         self._saved()
 
     def stall(self, rounds: int) -> None:
-        from hvd_ckpt.benchmark.faults.stall import measure_stall
-
         folder = self.folder / "stall"
         folder.mkdir()
         self.progress.add_task("stall", total=rounds)

@@ -18,6 +18,7 @@ from hvd_ckpt.benchmark.faults.kill import Killed
 from hvd_ckpt.benchmark.faults.save import SaveKill
 from hvd_ckpt.benchmark.faults.saver import PHASES, WRITERS
 from hvd_ckpt.benchmark.faults.soak import EVERY, Count, Soaked, Track
+from hvd_ckpt.benchmark.faults.stall import StallRow
 from hvd_ckpt.json_file import write_json
 
 __all__ = ["Report", "Section", "kill_section", "save_section", "soak_section", "stall_section"]
@@ -58,6 +59,12 @@ SOAK_NOTES = (
     "flat: the slope is at most 3 standard errors above zero or the growth below 1 % of the mean, and descriptors and threads are "
     "no more in the last quarter than in the first (medians: first, last; most).",
 )
+STALL_COLUMNS = ("written by", "MB", "stall ms", "of snapshot.write", "added ms")
+STALL_NOTES = (
+    "stall: median time that training stood still for one snapshot; of snapshot.write: median of the ratios within a round; added: "
+    "median time by which the steps until the snapshot was on the disk were longer than others, all together.",
+)
+WANTED_STALL = 0.05  # of the time of a blocking save
 
 
 @dataclass
@@ -287,17 +294,22 @@ def _soak_row(track: Track, kind: str, line: Line, counts: Sequence[Count]) -> t
 # ------------------------------------------------------------------------------------ stall
 
 
-def stall_section(rows: Sequence[Any]) -> Section:
-    """What ``measure_stall`` returned: dataclasses, whose fields are the columns."""
-    records = [dataclasses.asdict(row) for row in rows]
-    columns = list(records[0]) if records else []
-    shown = [[_shown(value) for value in record.values()] for record in records]
-    remarks = [str(row.remark()) for row in rows if hasattr(row, "remark")]
-    texts = [name for name in columns if isinstance(records[0][name], str)]
-    sound = all(getattr(row, "sound", True) for row in rows)
-    names = [name.replace("_", " ") for name in columns]
-    return Section("Snapshot stall", names, shown, remarks, {"rows": records}, sound, (), texts)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+def stall_section(rows: Sequence[StallRow]) -> Section:
+    """The ways to write; a figure wanted that is not met is no fault."""
+    shown = [
+        (
+            row.way,
+            f"{row.megabytes:.0f}",
+            f"{row.seconds * 1000:.1f}",
+            f"{row.ratio:.3f}",
+            f"{row.added * 1000:.0f}",
+        )
+        for row in rows
+    ]
+    ours = next(row for row in rows if row.way == "SnapshotWriter")
+    met = "met" if ours.ratio <= WANTED_STALL else "not met"
+    remark = f"SnapshotWriter: {ours.ratio:.3f} of a blocking save, wanted at most {WANTED_STALL}: {met}"
+    result = {"rows": [dataclasses.asdict(row) for row in rows], "wanted": WANTED_STALL}
+    return Section(
+        "Snapshot stall", STALL_COLUMNS, shown, [remark], result, True, STALL_NOTES, ("written by",)
+    )

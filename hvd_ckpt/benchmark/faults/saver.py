@@ -258,8 +258,8 @@ class _Killer:
         before: set[str] | None = None,
         step: int = 0,
     ) -> _Told:
-        """Kills a process ``delay`` seconds after it has told what is wanted or, with ``before``, when then the manifest of ``step`` is
-        there.
+        """Kills a process ``delay`` seconds after it has told what is wanted or, with ``before``, when the manifest of ``step`` is
+        there then.
         """
         with _saving(self.folder, writer, self.number) as (pid, pipe):
             told = _Told()
