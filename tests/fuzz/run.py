@@ -60,7 +60,8 @@ def fuzz(kinds, seeds, inputs: int = 0, first: int = 1, aloud: bool = False, out
             try:
                 outcome = sandbox.run(kind, seed)
             except KeyboardInterrupt:
-                raise
+                out(f"interrupted in {kind.name}:{seed}")
+                break
             except BaseException as error:
                 what = str(error) if isinstance(error, Finding) else f"{type(error).__name__}: {error}"
                 outcome = "FINDING"
