@@ -110,7 +110,7 @@ def diagnose(peers: Sequence[Peer], own: Peer) -> str:
         return f"{'; '.join(troubles)}: look at its output, then start again from the newest snapshot"
     silent = silent_hosts(others, own)
     if silent:
-        return _describe_silent(silent, others)
+        return describe_silent(silent, others)
     answer = "all ranks are on this host" if len(near) == len(others) else "all hosts answer"
     return (
         f"{answer}, so a rank is stuck in other work or has gone: look at the other ranks' output, "
@@ -135,7 +135,8 @@ def silent_hosts(others: Iterable[Peer], own: Peer) -> list[list[Peer]]:
     return [hosts[key] for key, addresses in to_probe.items() if not answering & set(addresses)]
 
 
-def _describe_silent(silent: Sequence[Sequence[Peer]], others: Sequence[Peer]) -> str:
+def describe_silent(silent: Sequence[Sequence[Peer]], others: Sequence[Peer]) -> str:
+    """Says which hosts do not answer, and what to do, as the end of a sentence."""
     names = [
         f"host {peers[0].host} ({', '.join(peers[0].addresses)}; {ranks_text(peer.rank for peer in peers)})"
         for peers in silent

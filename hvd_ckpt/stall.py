@@ -31,7 +31,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from .peers import Peer, diagnose, host_name, launched_rank, look_up
+from .peers import Peer, describe_silent, diagnose, host_name, launched_rank, look_up, silent_hosts
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
@@ -162,6 +162,16 @@ def meet() -> None:
 def have_met() -> bool:
     """Whether :func:`meet` has been called since Horovod started."""
     return bool(_dog.peers)
+
+
+def lost_hosts() -> str:
+    """Which hosts do not answer (any more), as the end of a sentence; empty if all do, or if ranks have not met. Takes 1.5 s at most."""
+    own = _dog.own
+    if own is None:
+        return ""
+    others = [peer for peer in _dog.peers if peer.rank != own.rank]
+    silent = silent_hosts(others, own)
+    return describe_silent(silent, others) if silent else ""
 
 
 def end_with_parent() -> bool:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import horovod.torch as hvd
 
+from hvd_ckpt import stall
 from hvd_ckpt.reduction.agreement import FailedElsewhere
 
 from hvd_ckpt.reduction.drift import WeightsDiffer
@@ -60,7 +61,8 @@ def one_ending(folder: Path | None = None) -> Iterator[None]:
         _say(f"{_who()}: ended with the others: {error}")
         _leave(1)
     except hvd.HorovodInternalError:
-        _say(f"{_who()}: ended, because another rank has gone")
+        lost = stall.lost_hosts()
+        _say(f"{_who()}: ended, because another rank has gone{': ' if lost else ''}{lost}")
         _leave(1)
     except BaseException:
         _say(f"{_who()}: ended by this error:\n{traceback.format_exc().rstrip()}")
