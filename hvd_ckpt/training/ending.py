@@ -1,7 +1,7 @@
 """How a command on many ranks ends when something goes wrong: all ranks at once, and one of them says why.
 
-The rank where it happened shows its traceback. The others find that it has gone (Horovod's collectives fail), or are told by it what
-went wrong; each says so in one line. Nobody waits: a process that has failed leaves without Horovod's orderly shutdown, in which
+The rank where it happened shows its traceback. The others find that it has gone (Horovod's collectives fail), or are told by it
+what went wrong; each says so in one line. Nobody waits: a process that has failed leaves without Horovod's orderly shutdown, in which
 it would wait for ranks that compute, and the launcher ends whoever is left.
 """
 
@@ -20,7 +20,6 @@ import horovod.torch as hvd
 
 from hvd_ckpt import stall
 from hvd_ckpt.reduction.agreement import FailedElsewhere
-
 from hvd_ckpt.reduction.drift import WeightsDiffer
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.guards import CannotGoOn
