@@ -1,8 +1,8 @@
 """How a command on many ranks ends when something goes wrong: all ranks at once, and one of them says why.
 
 The rank where it happened shows its traceback. The others find that it has gone (Horovod's collectives fail), or are told by it
-what went wrong; each says so in one line. Nobody waits: a process that has failed leaves without Horovod's orderly shutdown, in which
-it would wait for ranks that compute, and the launcher ends whoever is left.
+what went wrong; each says so in one line. Nobody waits: a process that has failed leaves without Horovod's orderly shutdown,
+in which it would wait for ranks that compute, and the launcher ends whoever is left.
 """
 
 from __future__ import annotations
