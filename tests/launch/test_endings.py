@@ -29,8 +29,18 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     scratch.mkdir()
     settings = f"--model gpt-tiny --model-option layers=1 --text {text} --length 16 --steps 999999 --batch 2 --snapshot-every 2"
     result = subprocess.run(
-        [*launcher, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), place]
-        + [*settings.split(), "--output", str(tmp_path / "run")],
+        [
+            *launcher,
+            "-np",
+            "2",
+            f"--{controller}",
+            sys.executable,
+            str(SCRIPT),
+            place,
+            *settings.split(),
+            "--output",
+            str(tmp_path / "run"),
+        ],
         env={
             **os.environ,
             MARK: str(tmp_path),

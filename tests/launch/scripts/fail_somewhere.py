@@ -1,4 +1,4 @@
-"""``hvd-ckpt train`` in which rank 1 fails: in the place that the first argument names, in the third step. The others are the command's."""
+"""``hvd-ckpt train`` in which rank 1 fails in its third step, in the place that the first argument names; the others are flags."""
 
 from __future__ import annotations
 
