@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvd_ckpt.reduction.agreement import allgather_objects
 
-__all__ = ["CannotGoOn", "Notice", "NonFiniteLoss", "gather", "is_finite", "loss_fault", "stop_reason"]
+__all__ = ["CannotGoOn", "NonFiniteLoss", "Notice", "gather", "is_finite", "loss_fault", "stop_reason"]
 
 
 class CannotGoOn(RuntimeError):
