@@ -101,8 +101,8 @@ def whole_number(option: str, text: str, what: str) -> int:
     Raises:
         BadArgument: it is none; the message calls it a number of ``what``.
     """
-    if not text.isdecimal() or int(text) < 1:
-        raise BadArgument(f"{option}: '{text}' is not a number of {what}: give whole numbers from 1")
+    if not text.isdecimal() or len(text) > 18 or int(text) < 1:
+        raise BadArgument(f"{option}: '{text[:40]}' is not a number of {what}: give whole numbers from 1")
     return int(text)
 
 

@@ -9,6 +9,7 @@ too. A model's module is imported when its builder is asked for, and not before:
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -124,7 +125,7 @@ def find(name: str) -> Entry:
     entry = _entries().get(name)
     if entry is not None:
         return entry
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # which, unlike Path's, knows that a name may be too long
         return _of_folder(name)
     if guess := nearest(name, names()):
         raise ValueError(f"no model '{name}': did you mean '{guess}'? Known: {overview()}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ def build(
     """
     options = options or {}
     torch.manual_seed(SEED)
-    if ":" in name and not Path(name).is_dir():
+    if ":" in name and not os.path.isdir(name):
         return _returned(name, sizes, options, device)
     return _of_catalogue(name, sizes, options, device)
 

@@ -229,7 +229,7 @@ class ImageFolders(_Data):
 
     def _spoil(self, draw: Random, source: Path, file: Path) -> None:
         way = draw.randrange(6)
-        if way == 0 and file.is_file():
+        if way == 0 and file.is_file() and not file.is_symlink():
             file.write_bytes(huge_png(draw))
         elif way == 1 and file.parent.is_dir() and not file.parent.is_symlink():
             shutil.rmtree(file.parent)

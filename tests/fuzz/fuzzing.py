@@ -125,7 +125,7 @@ class Sandbox:
 
     def _check_outside(self) -> None:
         names = os.listdir(self.outside)
-        if names != [PRECIOUS] or (self.outside / PRECIOUS).read_text() != PRECIOUS_TEXT:
+        if names != [PRECIOUS] or (self.outside / PRECIOUS).read_bytes() != PRECIOUS_TEXT.encode():
             self._restore()
             raise Finding(f"what lies outside was changed: {names}")
 

@@ -359,6 +359,7 @@ class CommandLines(Kind):
     """Any flags with any values: the work begins, help is shown, or one line says why not, with exit status 2."""
 
     name = "command line"
+    errors = ()
     share = 8.0
 
     def prepare(self, folder: Path) -> None:
@@ -423,6 +424,7 @@ class Logs(Kind):
     """Pictures of logs that are none; what is in the way of a picture stays, unless it is one."""
 
     name = "plot"
+    errors = ()
     share = 2.0
 
     def prepare(self, folder: Path) -> None:

@@ -289,7 +289,7 @@ class Resumed(Kind):
         progress = Progress(**resumed.common["progress"])
         assert 4 / resumed.common.get("ranks", resumed.ranks) > 0
         text = plan_text(config, resumed)
-        assert text is None or text.encode("utf-8")
+        assert text is None or isinstance(text.encode("utf-8"), bytes)
         assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
         options = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(copy.deepcopy(resumed.common["optimizer"]))
