@@ -33,7 +33,9 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)  # a date is a text
+PlainLoader.add_constructor(  # a date is a text
+    "tag:yaml.org,2002:timestamp", PlainLoader.construct_yaml_str
+)
 
 
 def parsed(text: str) -> Any:

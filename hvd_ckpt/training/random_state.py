@@ -11,9 +11,16 @@ from torch import Tensor
 
 from hvd_ckpt.training.hashed_file import SnapshotError
 
-__all__ = ["random_state", "set_random_state"]
+__all__ = ["random_state", "seed_all", "set_random_state"]
 
 _WAY_OUT = "leave it and seed anew, or use another snapshot"
+
+
+def seed_all(seed: int) -> None:
+    """Seeds PyTorch on all devices, NumPy's global generator, and Python's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def random_state() -> dict[str, Any]:

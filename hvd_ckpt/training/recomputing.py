@@ -10,6 +10,7 @@ from horovod.torch.mpi_ops import global_process_set
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvd_ckpt.json_file import write_text
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.planning import BudgetError, Plan, PlanError, plan
@@ -79,7 +80,7 @@ def plan_of_run(
         return None, None
     file = folder / "plan.json"
     if text is not None and hvd.rank() == 0:
-        file.write_text(text, "utf-8")
+        write_text(text, file)
     if text is not None or config.plan is not None:
         hvd.barrier()
         with errors_everywhere("hvd_ckpt.train.plan"):

@@ -45,6 +45,7 @@ from hvd_ckpt.training.data.stream import SampleStream
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
+from hvd_ckpt.training.random_state import seed_all
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resuming import (
@@ -161,7 +162,7 @@ class Trainer:
             self._optimizer.agree_on_naming()
         self.model, self._optimizer = self.precision.prepare(self.model, self._optimizer)
         broadcast_optimizer_state(self._optimizer, root_rank=0)
-        torch.manual_seed(_seed_of_rank(config.seed, self.progress.step))
+        seed_all(_seed_of_rank(config.seed, self.progress.step))
         self.report = Report(self.folder, config, self.steps, objective.unit, self.progress.step, self.device)
         if resumed is not None:
             with errors_everywhere("hvd_ckpt.train.resume"):
