@@ -34,7 +34,8 @@ class PlainLoader(yaml.SafeLoader):
 
 
 PlainLoader.add_constructor(  # a date is a text
-    "tag:yaml.org,2002:timestamp", PlainLoader.construct_yaml_str
+    "tag:yaml.org,2002:timestamp",
+    PlainLoader.construct_yaml_str,  # type: ignore[type-var]
 )
 
 
