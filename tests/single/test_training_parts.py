@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import resource
 import sys
 
 import psutil
@@ -240,6 +241,21 @@ def test_bad_log_names_file_and_line(tmp_path, line):
             use(path)
     with pytest.raises(ValueError, match="cannot read the log .*absent"):
         logs.read(tmp_path / "absent")
+
+
+def test_a_log_on_a_full_disk_holds_whole_records_only(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = logs.JsonLines(path)
+    log.write({"step": 1, "loss": 0.5})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.write({"step": 2, "loss": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write({"step": 3, "loss": 0.125})
+    assert [record["step"] for record in logs.read(path)] == [1, 3]
 
 
 def test_tensorboard_hides_what_a_resume_writes_anew(tmp_path):
