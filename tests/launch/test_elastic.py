@@ -66,7 +66,9 @@ class Job:
 
     @property
     def output(self) -> str:
-        return self._output.read_text() if self._output.exists() else ""
+        """Without the lines of single steps."""
+        lines = self._output.read_text().splitlines() if self._output.exists() else []
+        return "\n".join(line for line in lines if "  loss " not in line)
 
     def discover(self, *found: str) -> None:
         """What the discovery script says from now on."""
