@@ -11,9 +11,11 @@ import horovod.torch as hvd
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.folders import new_folder
-from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
+from hvd_ckpt.reduction.agreement import FailedElsewhere, broadcast_from, raise_together
 from hvd_ckpt.training import snapshot
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.snapshot import SnapshotError
+from hvd_ckpt.training.stopping import forget_file
 
 __all__ = ["errors_everywhere", "run_folder"]
 
@@ -33,7 +35,8 @@ def errors_everywhere(name: str) -> Iterator[None]:
     try:
         raise_together(error, global_process_set, name)
     except ValueError as found:
-        raise ConfigError(str(found)) from None
+        passing = isinstance(found, (FailedElsewhere, SnapshotError)) or getattr(found, "passing", False)
+        raise ConfigError(str(found), passing) from None
 
 
 def run_folder(config: Config) -> tuple[Path, Path | None]:
@@ -48,6 +51,7 @@ def run_folder(config: Config) -> tuple[Path, Path | None]:
             answer = (
                 _resumed(Path(config.resume)) if config.resume else (new_folder(config.output, "train"), None)
             )
+            forget_file(answer[0])
         except ValueError as error:
             answer = f"resume: {error}" if config.resume else f"output: {error}"
     answer = broadcast_from(answer, 0, global_process_set, "hvd_ckpt.train.folder")
@@ -58,7 +62,12 @@ def run_folder(config: Config) -> tuple[Path, Path | None]:
 
 def _resumed(path: Path) -> tuple[Path, Path | None]:
     if (path / "manifest.json").is_file():
-        return path.resolve().parent.parent, path.resolve()
+        path = path.resolve()
+        if path.parent.name != "snapshots":
+            raise ValueError(
+                f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
+            )
+        return path.parent.parent, path
     found = snapshot.find(path / "snapshots")
     if found is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")

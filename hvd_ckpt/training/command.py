@@ -1,6 +1,7 @@
 """``hvd-ckpt train``: flags and files to a configuration, one line for what cannot be, a run.
 
-Exit status 0 after a run, 2 for a setting that cannot be; anything that goes wrong in training itself is a traceback.
+Exit status 0 after a run, or when the file ``stop`` in its folder has stopped it; 128 + signal when a signal has; 2 for a setting
+that cannot be; 1 for anything else: in one line, or with the traceback of the rank where it happened.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def run(config: Config) -> None:
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
     from hvd_ckpt.training.assembly import assemble_in_turn
-    from hvd_ckpt.training.ending import one_ending
+    from hvd_ckpt.training.ending import leave, one_ending
     from hvd_ckpt.training.stopping import status_of
     from hvd_ckpt.training.trainer import Trainer
 
@@ -191,7 +192,11 @@ def run(config: Config) -> None:
         stopped = f"stopped ({outcome.stopped})" if outcome.stopped else None
         end = stopped or ("ended early" if outcome.ended_early else "done")
         click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
-    click.get_current_context().exit(status_of(outcome.stopped))
+    if (
+        outcome.stopped
+    ):  # everything is written, and a launcher may give no time for the interpreter's own end
+        hvd.shutdown()
+        leave(status_of(outcome.stopped))
 
 
 train = OneLineErrors(

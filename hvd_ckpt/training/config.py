@@ -38,10 +38,15 @@ Parser = Callable[[Any], Any]
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or cannot have this value; one line."""
+    """A setting is unknown or cannot have this value; one line.
 
-    def __init__(self, message: str) -> None:
+    Attributes:
+        passing: what is wrong may not be the next time: a file cannot be read or written at the moment.
+    """
+
+    def __init__(self, message: str, passing: bool = False) -> None:
         super().__init__(one_line(message))
+        self.passing = passing
 
 
 def _text(value: Any) -> str:
@@ -296,7 +301,7 @@ class Config:
     def write_yaml(self, path: Path) -> None:
         """Writes the settings that differ from the defaults, with the model, as a file that :func:`read_yaml` takes.
 
-        The file is there whole or not at all.
+        The file is there whole or not at all; one that says the same already is left as it is.
 
         Raises:
             ConfigError: it cannot be written.
@@ -306,10 +311,12 @@ class Config:
             for setting in dataclasses.fields(self)
             if setting.name == "model" or getattr(self, setting.name) not in (setting.default, {})
         }
+        text = yaml.safe_dump(values, sort_keys=False)
         try:
-            write_text(yaml.safe_dump(values, sort_keys=False), path)
+            if not path.is_file() or path.read_bytes() != text.encode():
+                write_text(text, path)
         except OSError as error:
-            raise ConfigError(f"cannot write '{path}': {error.strerror}") from None
+            raise ConfigError(f"cannot write '{path}': {error.strerror}", passing=True) from None
 
 
 def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:

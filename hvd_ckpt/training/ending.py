@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +19,17 @@ from typing import NoReturn
 import horovod.torch as hvd
 
 from hvd_ckpt import stall
+from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere
 from hvd_ckpt.reduction.drift import WeightsDiffer
+from hvd_ckpt.training.background import EXIT_SECONDS
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.guards import CannotGoOn
 from hvd_ckpt.training.snapshot import SnapshotError
 
-__all__ = ["one_ending"]
+__all__ = ["leave", "one_ending"]
 
+MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
 SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"
 SAID_ONCE = (CannotGoOn, WeightsDiffer, SnapshotError)  # by all ranks alike
 
@@ -46,26 +49,29 @@ def one_ending(folder: Path | None = None) -> Iterator[None]:
     except SystemExit:
         raise
     except ConfigError as error:
-        _leave_word(folder, error)
+        if not error.passing:
+            _leave_word(folder, error)
         raise
     except KeyboardInterrupt:
-        _leave(130)
+        leave(130)
     except SAID_ONCE as error:
+        if _rank() != 0:  # once a rank has left, the launcher lets the others no time
+            time.sleep(MOMENT)
+        elif not isinstance(error, SnapshotError):
+            _leave_word(folder, error)
         if _rank() == 0:
             _say(f"Error: {error}")
-        if not isinstance(error, SnapshotError):
-            _leave_word(folder, error)
-        _leave(1)
+        leave(1)
     except FailedElsewhere as error:
         _say(f"{_who()}: ended with the others: {error}")
-        _leave(1)
+        leave(1)
     except hvd.HorovodInternalError:
         lost = stall.lost_hosts()
         _say(f"{_who()}: ended, because another rank has gone{': ' if lost else ''}{lost}")
-        _leave(1)
+        leave(1)
     except BaseException:
         _say(f"{_who()}: ended by this error:\n{traceback.format_exc().rstrip()}")
-        _leave(1)
+        leave(1)
 
 
 def _leave_word(folder: Path | None, error: Exception) -> None:
@@ -80,8 +86,8 @@ def _rank() -> int:
 
 def _who() -> str:
     if not hvd.is_initialized():
-        return f"process {os.getpid()} on host {platform.node()}"
-    return f"rank {hvd.rank()} on host {platform.node()}"
+        return f"process {os.getpid()} on host {host_name()}"
+    return f"rank {hvd.rank()} on host {host_name()}"
 
 
 def _say(text: str) -> None:
@@ -90,8 +96,9 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-def _leave(status: int) -> NoReturn:
-    """Ends this process now."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
+def leave(status: int) -> NoReturn:
+    """Ends this process now, without what the interpreter does at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(status)

@@ -7,12 +7,12 @@ A notice costs nothing until there is one: that there is one travels with the gr
 from __future__ import annotations
 
 import math
-import platform
 from dataclasses import dataclass
 
 from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor
 
+from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import allgather_objects
 
 __all__ = ["CannotGoOn", "NonFiniteLoss", "Notice", "gather", "is_finite", "loss_fault", "stop_reason"]
@@ -44,7 +44,7 @@ class Notice:
 
     @classmethod
     def of(cls, stop: str | None, loss: float | None, step: int) -> Notice:
-        return cls(stop, loss, step, platform.node())
+        return cls(stop, loss, step, host_name())
 
 
 def gather(own: Notice) -> list[Notice]:

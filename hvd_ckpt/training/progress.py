@@ -134,6 +134,10 @@ class Meter:
         """The sum of the loss over all terms since the last reading, and the number of terms; of this rank."""
         return float(self._loss), float(self._weight)
 
+    def take_up(self, loss: float, weight: float) -> None:
+        """Goes on from what :meth:`loss_so_far` gave, bit for bit."""
+        self._loss, self._weight = self._loss + loss, self._weight + weight
+
     def pause(self) -> None:
         """Stops the clock: what follows, such as an evaluation, is no training."""
         if self._since is not None:

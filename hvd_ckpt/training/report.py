@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,16 +50,38 @@ class Report:
 
     def __enter__(self) -> Self:
         if hvd.rank() == 0:
-            self._logs = self._open.enter_context(Logs(self._folder, self._config.tensorboard))
-            self._logs.rewind(self._start)
             self._line = self._open.enter_context(ProgressLine(self._steps, self._start))
-            if self._logs.unavailable is not None:
-                self._line.say(self._logs.unavailable)
+            self._logs = self._open_logs(self._line)
         self._meter = Meter(self._device)
-        loss, weight = self._before
-        if weight:
-            self._meter.add(loss / weight, weight, 0)
+        self._meter.take_up(*self._before)
         return self
+
+    def _open_logs(self, line: ProgressLine) -> Logs | None:
+        """The logs, without what they hold of later steps. One that is damaged is put aside; the training is worth more."""
+        path = self._folder / "log.jsonl"
+        try:
+            try:
+                logs = self._rewound_logs()
+            except ValueError as error:
+                aside = path.with_name(f"log-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+                path.rename(aside)
+                line.say(f"Warning: {error}: it is '{aside.name}' now, and a new log begins.")
+                logs = self._rewound_logs()
+        except (OSError, ValueError) as error:
+            line.say(f"Warning: there will be no log: {error}")
+            return None
+        if logs.unavailable is not None:
+            line.say(logs.unavailable)
+        return logs
+
+    def _rewound_logs(self) -> Logs:
+        logs = Logs(self._folder, self._config.tensorboard)
+        try:
+            logs.rewind(self._start)
+        except BaseException:
+            logs.close()
+            raise
+        return self._open.enter_context(logs)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,10 +139,11 @@ class Report:
 
     def _tell(self, record: dict[str, Any]) -> None:
         """Writes and shows a record. A log that cannot be written is a warning: the training is worth more."""
-        if self._logs is None or self._line is None:
+        if self._line is None:
             return
         try:
-            self._logs.write(record)
+            if self._logs is not None:
+                self._logs.write(record)
         except OSError as error:
             if not self._log_failed:
                 self._line.say(f"Warning: the log of step {record['step']} is not written: {error.strerror}")

@@ -6,6 +6,8 @@ same step, with a snapshot.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -15,7 +17,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = ["STOP_FILE", "StopRequest", "status_of"]
+__all__ = ["SIGNALS", "STOP_FILE", "StopRequest", "forget_file", "status_of"]
 
 STOP_FILE = "stop"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -46,12 +48,11 @@ class StopRequest:
             now = time.monotonic()
             if now - self._looked >= LOOK_SECONDS:
                 self._looked = now
-                if self._file.exists():
+                if os.path.exists(self._file):  # false as well where the file system has trouble
                     self._reason = STOP_FILE
         return self._reason
 
     def __enter__(self) -> Self:
-        self.forget_file()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) in DEFAULTS:
@@ -65,18 +66,21 @@ class StopRequest:
             signal.signal(number, handler)
         self._replaced.clear()
 
-    def forget_file(self) -> None:
-        """Removes the file: a request has been met, or was for a run that has ended otherwise."""
+    def met(self) -> None:
+        """Removes the file: the request has been met."""
         if self._file is not None:
-            try:
-                self._file.unlink(missing_ok=True)
-            except OSError:
-                self._file = None  # it cannot be removed, and would stop every run that goes on
+            forget_file(self._file.parent)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._reason is not None:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
+
+
+def forget_file(folder: Path) -> None:
+    """Removes the file from a run's folder, if it is there: it was for a run that has ended."""
+    with contextlib.suppress(OSError):
+        (folder / STOP_FILE).unlink()
 
 
 def status_of(reason: str | None) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +177,7 @@ class Trainer:
     @property
     def asked_to_stop(self) -> str | None:
         """Who has asked this rank to stop, as in ``Outcome.stopped``; where it is set, :meth:`run` begins with that request."""
-        return self._stop.reason
+        return self._stop.reason or self._asked
 
     @asked_to_stop.setter
     def asked_to_stop(self, reason: str | None) -> None:
@@ -198,7 +199,7 @@ class Trainer:
         config, progress = self.config, self.progress
         outcome = Outcome(progress.step, {}, False, self.folder)
         with self._loader() as loader, self._tools() as report:
-            if progress.pending_evaluation:
+            if progress.pending_evaluation and self.test is not None:
                 outcome = dataclasses.replace(outcome, evaluation=self._report_evaluation(True))
             outcome = dataclasses.replace(outcome, ended_early=self._waited_enough())
             while progress.step < self.steps and not (outcome.ended_early or self._stops()):
@@ -350,7 +351,7 @@ class Trainer:
         ):
             yield self.report
             if self._stops():
-                self._stop.forget_file()
+                self._stop.met()
         self._writer = None
 
     def _stops(self) -> bool:
@@ -459,6 +460,12 @@ class Trainer:
             self.precision.scaler.load_state_dict(common["scaler"])
         if resumed.ranks != hvd.size() or own is None:
             return  # each rank draws anew, and learns anew when gradients are final
+        if hvd.rank() == 0 and common["threads"] != torch.get_num_threads():
+            warnings.warn(
+                f"The run had {common['threads']} CPU threads a rank, and has {torch.get_num_threads()} now: the bits of its "
+                f"results may change; give OMP_NUM_THREADS={common['threads']} for the same.",
+                stacklevel=2,
+            )
         buffers = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in own["buffers"].items():

@@ -14,8 +14,9 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.training import snapshot
 from hvd_ckpt.training.assembly import assemble
-from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.guards import NonFiniteLoss
+from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
 AT = 3  # the step that is disturbed
@@ -94,12 +95,25 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
 
 
 @pytest.mark.skipif(hc.size() > 1, reason="rank 0 looks for it, and one rank is enough")
-def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("hvd_ckpt.training.stopping.LOOK_SECONDS", 0.0)
     stop = folder / "run" / "stop"
     outcome = train(folder / "run", stop.touch)
     assert (outcome.stopped, outcome.steps) == ("stop", AT)
     assert not stop.exists()
+
+    stop.touch()  # too late: it was for a run that has ended
+    with open(folder / "run" / "log.jsonl", "ab") as log:
+        log.write(b"\0\0\0\n")  # as a machine that loses power may leave it
+    outcome = train(folder / "run", resume=str(folder / "run"))
+    assert (outcome.stopped, outcome.steps) == (None, 6)
+    said = capsys.readouterr().err
+    assert said.count("Warning: ") == 1 and "line 4: not a record" in said.replace("\n", " ")
+    assert [record["step"] for record in read(folder / "run" / "log.jsonl")] == [3, 4, 5, 6, 6]
+    assert len(list((folder / "run").glob("log-*.jsonl"))) == 1
+    (folder / "run" / "snapshots" / "step-00000006").rename(folder / "step-00000006")
+    with pytest.raises(ConfigError, match="is not in the folder 'snapshots' of a run"):
+        train(folder / "run", resume=str(folder / "step-00000006"))
 
 
 @twice

@@ -160,7 +160,7 @@ def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:
         "plan": None,
         "samples": 9,
     }
-    own = {"random": snapshot.random_state(), "buffers": {"mean": torch.tensor(-0.0)}}
+    own = {"random": snapshot.random_state(), "buffers": {"mean": torch.tensor(-0.0)}, "logged": (0.0, 0.0)}
     (run / "log.jsonl").parent.mkdir(exist_ok=True)
     (run / "log.jsonl").write_text(json.dumps({"step": step, "kind": "train", "loss": loss}) + "\n")
     weights = {"a": torch.tensor([1.0, weight])}

@@ -45,8 +45,8 @@ def newest_good(run: Path) -> int:
 def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
     """What differs in the snapshots of a step of two runs, and in the losses of their logs; nothing if they are the same.
 
-    Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, PyTorch's random
-    state and the buffers of each rank, and the logged losses, of each step once and in order.
+    Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, the random states and
+    the buffers of each rank, and the logged losses, of each step once and in order.
     """
     folders = [folder / "snapshots" / f"step-{step:08d}" for folder in (run, reference)]
     found: list[str] = []
@@ -60,9 +60,8 @@ def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
             if ours.own is None or theirs.own is None:
                 found.append(f"rank {rank} has no part in the snapshot")
                 continue
-            random, theirs_random = (one.own["random"]["torch"] for one in (ours, theirs))
-            found += _some(_differing(f"rank {rank}'s random state", random, theirs_random))
-            found += _some(_differing(f"rank {rank}'s buffers", ours.own["buffers"], theirs.own["buffers"]))
+            for name in ("random", "buffers", "logged"):
+                found += _some(_differing(f"rank {rank}'s {name}", ours.own[name], theirs.own[name]))
     except snapshot.SnapshotError as error:
         return [*found, str(error)]
     return [*found, *_logged(run, reference)]

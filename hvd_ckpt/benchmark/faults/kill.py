@@ -29,7 +29,7 @@ SETTINGS = {
     "optimizer": "adamw",
     "lr": 3e-3,
     "held-out": 0,
-    "log-every": 1,
+    "log-every": 2,
     "snapshot-every": 3,
     "keep-snapshots": 3,
     "steps": STEPS,

@@ -148,7 +148,9 @@ def soak(
         if status != 0:
             how = f"not within {STOP_LIMIT:.0f} s" if status is None else f"with status {status}"
             soaked.failure = f"it was asked to stop and did so {how} (log: {job.log_file})"
-    soaked.snapshots = soaked.steps // EVERY
+        elif "Warning: The snapshot" in job.log_file.read_text(encoding="utf-8", errors="replace"):
+            soaked.failure = f"a snapshot was not written (log: {job.log_file})"
+    soaked.snapshots = newest_step(run) // EVERY
     return soaked
 
 
