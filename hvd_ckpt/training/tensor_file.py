@@ -108,7 +108,9 @@ def read_tensors(file: HashedReader) -> dict[str, Tensor]:
         OSError: it cannot be read.
     """
     if file.left > (memory := psutil.virtual_memory().total):
-        raise Wrong(f"its {file.left >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}")
+        raise Wrong(
+            f"its {file.left >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
+        )
     length = int.from_bytes(file.read(8), "little")
     if length > min(MAX_HEADER, file.left):
         raise _wrong("its header is longer than it may be")
