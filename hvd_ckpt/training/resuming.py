@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ __all__ = [
     "later_snapshots",
     "plan_text",
     "remove_abandoned",
-    "with_options",
 ]
 
 FIXED = ("seed", "optimizer", "batch_norm")  # a state under another of these would be no state
@@ -111,12 +109,6 @@ def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
     then, text = resumed.common["config"], resumed.common["plan"]
     same = all(then[name] == getattr(config, name) for name in PLANNED)
     return text if same else None
-
-
-def with_options(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Gives the parameter groups of an optimizer the options of these; a state that is loaded brings its own."""
-    for group, options in zip(optimizer.param_groups, groups):
-        group.update({name: value for name, value in options.items() if name != "params"})
 
 
 def later_snapshots(folder: Path, step: int) -> list[Path]:

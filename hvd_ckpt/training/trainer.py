@@ -11,7 +11,6 @@ import dataclasses
 import math
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.precision import Precision
 from hvd_ckpt.recompute import commit_batch_norm
 from hvd_ckpt.reduction import (
     Compression,
@@ -39,16 +37,18 @@ from hvd_ckpt.training import guards, optimizers, snapshot
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.background import SnapshotWriter
 from hvd_ckpt.training.commit import Origin
-from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.data.dataset import Dataset
 from hvd_ckpt.training.data.loader import Loader
 from hvd_ckpt.training.data.stream import SampleStream
+from hvd_ckpt.training.device import device_of, precision_of
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.random_state import seed_all
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
+from hvd_ckpt.training.restoring import load_weights, restore
 from hvd_ckpt.training.resuming import (
     Progress,
     check_contents,
@@ -57,10 +57,9 @@ from hvd_ckpt.training.resuming import (
     later_snapshots,
     plan_text,
     remove_abandoned,
-    with_options,
 )
 from hvd_ckpt.training.schedules import Schedule
-from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
+from hvd_ckpt.training.snapshot import SnapshotError
 from hvd_ckpt.training.stopping import StopRequest
 
 __all__ = ["Outcome", "Trainer"]
@@ -116,9 +115,9 @@ class Trainer:
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
         with errors_everywhere("hvd_ckpt.train.settings"):
-            self.device = _device(config.device)
+            self.device = device_of(config)
             self.stream = SampleStream(len(train), config.seed, config.epochs)
-            self.precision = _precision(config, self.device)
+            self.precision = precision_of(config, self.device)
             self.model = with_batch_norm(model.to(self.device), config.batch_norm)
             if config.segments is not None:
                 self.model = in_segments(self.model, config.segments, config.reentrant)
@@ -137,7 +136,7 @@ class Trainer:
                 check_contents(resumed)
                 check_resumed(config, len(train), resumed)
                 check_fits(resumed, self.model, optimizer)
-                self._load_weights(resumed.weights)
+                load_weights(self.model, resumed.weights, config.resume)
             self.progress = Progress(**resumed.common["progress"]) if resumed is not None else Progress()
             self.steps = self._steps()
             self._first_ranks: int = (
@@ -167,7 +166,7 @@ class Trainer:
         self.report = Report(self.folder, config, self.steps, objective.unit, self.progress.step, self.device)
         if resumed is not None:
             with errors_everywhere("hvd_ckpt.train.resume"):
-                self._restore(resumed)
+                restore(resumed, self.model, self._optimizer, self.precision.scaler, self.report)
 
     @property
     def optimizer(self) -> Any:
@@ -440,40 +439,6 @@ class Trainer:
         global_batch: int = self.config.batch * hvd.size()
         return self.progress.step + -(-left // global_batch)
 
-    # -------------------------------------------------------------------------------- going on
-
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"resume {self.config.resume}: the snapshot is of another model: {reason}"
-            ) from None
-
-    def _restore(self, resumed: Snapshot) -> None:
-        common, own = resumed.common, resumed.own
-        options = [dict(group) for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(common["optimizer"])
-        with_options(self._optimizer, options)
-        if self.precision.scaler is not None and common["scaler"] is not None:
-            self.precision.scaler.load_state_dict(common["scaler"])
-        if resumed.ranks != hvd.size() or own is None:
-            return  # each rank draws anew, and learns anew when gradients are final
-        if hvd.rank() == 0 and common["threads"] != torch.get_num_threads():
-            warnings.warn(
-                f"The run had {common['threads']} CPU threads a rank, and has {torch.get_num_threads()} now: the bits of its "
-                f"results may change; give OMP_NUM_THREADS={common['threads']} for the same.",
-                stacklevel=2,
-            )
-        buffers = dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name, value in own["buffers"].items():
-                buffers[name].copy_(value)
-        self._optimizer.load_reduction_state_dict(own["reduction"])
-        self.report.go_on(own["logged"])
-        snapshot.set_random_state(own["random"])
-
 
 def _due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
@@ -487,28 +452,3 @@ def _seed_of_rank(seed: int, step: int) -> int:
     """Ranks drop out different units; a run that goes on without its random state draws new ones."""
     rank: int = hvd.rank()
     return ((seed * 1_000_003 + step) * 100_003 + rank + 1) % 2**63
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        name = f"cuda:{hvd.local_rank()}" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N") from None
-    if device.type == "cuda":
-        number = hvd.local_rank() if device.index is None else device.index
-        if number >= torch.cuda.device_count():
-            raise ConfigError(f"device '{name}': there is no such device here, see `hvd-ckpt doctor`")
-        device = torch.device("cuda", number)
-        torch.cuda.set_device(device)
-    elif device.type != "cpu":
-        raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N")
-    return device
-
-
-def _precision(config: Config, device: torch.device) -> Precision:
-    try:
-        return Precision(config.precision, device.type)
-    except RuntimeError as error:
-        raise ConfigError(str(error)) from None

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from hvd_ckpt.reduction.placement import Placement
 from hvd_ckpt.training import optimizers, snapshot
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.restoring import with_options
 from hvd_ckpt.training.resuming import (
     Progress,
     check_contents,
     check_fits,
     check_resumed,
     plan_text,
-    with_options,
 )
 from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
 
