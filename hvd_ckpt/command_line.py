@@ -14,20 +14,19 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hvd_ckpt.environment import whole_in
 from hvd_ckpt.folders import new_folder
+from hvd_ckpt.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.names import one_line
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "BadArgument", "OneLineErrors", "check_controller", "check_device", "console_for_tables", "job_options", "output_folder",
-    "progress_bar", "split_names", "whole_number",
+    "RANK_VARIABLES", "BadArgument", "OneLineErrors", "check_controller", "check_device", "console_for_tables", "job_options",
+    "output_folder", "progress_bar", "split_names", "whole_number",
 ]  # fmt: skip
 
 
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 MOMENT = 3.0  # seconds
 
 
@@ -52,8 +51,7 @@ class BadArgument(click.ClickException):
 
 def _launched_rank() -> int:
     """The rank that the launcher gave this process; 0 if no known launcher started it."""
-    found = map(whole_in, RANK_VARIABLES)
-    return next((number for number in found if number is not None), 0)
+    return launched_rank() or 0
 
 
 class OneLineErrors(click.Command):

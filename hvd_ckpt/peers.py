@@ -16,45 +16,21 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import psutil
+
+from .launchers import look_up
 
 PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after one second
 SSH_PORT = 22
 ADDRESSES_PER_HOST = 4
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
-
-
-class Process(NamedTuple):
-    """A line of the process table: state (``R``, ``S``, ``T`` for stopped, ``Z``, ...), parent, and start in clock ticks."""
-
-    state: str
-    parent: int
-    started: int
-
-
-def look_up(pid: int) -> Process | None:
-    """The process with this id, or None if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return Process(fields[0], int(fields[1]), int(fields[19]))
 
 
 def host_name() -> str:
     """This machine's name: as the launcher was given it, where that says which machine it is."""
     launched = os.environ.get("HOROVOD_HOSTNAME", "")
     return launched if launched not in ("", "localhost", "127.0.0.1") else socket.gethostname()
-
-
-def launched_rank() -> int | None:
-    """The rank that a launcher gave this process; None if no known launcher started it."""
-    texts = (os.environ.get(variable, "") for variable in RANK_VARIABLES)
-    return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 @dataclass(frozen=True)

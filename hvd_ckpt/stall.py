@@ -13,7 +13,6 @@ that is suspended as a whole, and resumed, goes on.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -31,12 +30,12 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from .peers import Peer, describe_silent, diagnose, host_name, launched_rank, look_up, silent_hosts
+from .launchers import has_broken, launched_rank, launcher_chain
+from .peers import Peer, describe_silent, diagnose, host_name, silent_hosts
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
 SAYING_SECONDS = 1.0  # how long a full pipe may keep the last line
-LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "sshd", "slurmstepd")
 _LIBRARIES = tuple(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, __file__))
 
 
@@ -66,6 +65,7 @@ class Watchdog:
         polls: by Horovod's handle.
         peers: all ranks, once they have met.
         own: this rank, likewise.
+        unlimited: threads whose waits may last.
         ancestors: process ids from this process up to its launcher, if the process is to end with it.
         stopped: seconds this process has been stopped for; the clock leaves them out.
     """
@@ -75,6 +75,7 @@ class Watchdog:
     polls: dict[int, Poll] = field(default_factory=dict)
     peers: list[Peer] = field(default_factory=list)
     own: Peer | None = None
+    unlimited: set[int] = field(default_factory=set)
     ancestors: list[int] = field(default_factory=list)
     stopped: float = 0.0
     thread: threading.Thread | None = None
@@ -96,7 +97,7 @@ class Watchdog:
             if now - before > 2 * TICK_SECONDS:
                 self.stopped += now - before - TICK_SECONDS
             before = now
-            if _gone(self.ancestors):
+            if has_broken(self.ancestors):
                 end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
             late = self._late()
             if late is not None:
@@ -110,10 +111,11 @@ class Watchdog:
             return None
         now = self.now()
         for thread, wait in list(self.waits.items()):
-            if now - wait.since > self.timeout:
+            if now - wait.since > self.timeout and thread not in self.unlimited:
                 return thread, wait
         for poll in list(self.polls.values()):
-            if now - poll.first > self.timeout and now - poll.last < POLL_LOOP_SECONDS:
+            lasting = now - poll.first > self.timeout and now - poll.last < POLL_LOOP_SECONDS
+            if lasting and poll.thread not in self.unlimited:
                 return poll.thread, Wait(poll.first)
         return None
 
@@ -146,6 +148,19 @@ def watch(seconds: float) -> None:
     if not _dog.installed:
         _install()
     _dog.start()
+
+
+@contextlib.contextmanager
+def unlimited() -> Iterator[None]:
+    """Inside, this thread's waits have no limit: one rank has work to do that takes its time, and the others wait for it."""
+    thread = threading.get_ident()
+    first = thread not in _dog.unlimited
+    _dog.unlimited.add(thread)
+    try:
+        yield
+    finally:
+        if first:
+            _dog.unlimited.discard(thread)
 
 
 def meet() -> None:
@@ -185,7 +200,7 @@ def end_with_parent() -> bool:
     Returns:
         True if there is a launcher above this process; False if it was started some other way, and nothing is done.
     """
-    _dog.ancestors = _launcher_chain() if launched_rank() is not None else []
+    _dog.ancestors = launcher_chain(os.getpid()) if launched_rank() is not None else []
     if _dog.ancestors:
         _dog.start()
     return bool(_dog.ancestors)
@@ -289,44 +304,3 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _launcher_chain() -> list[int]:
-    """Process ids from this process up to its launcher; empty if there is none above it."""
-    chain = [os.getpid()]
-    while (process := look_up(chain[-1])) is not None and process.parent > 1:
-        chain.append(process.parent)
-        if _is_launcher(_command(process.parent)):
-            above = look_up(process.parent)
-            if above is not None and _is_shell_of_mpirun(_command(above.parent)):
-                chain.append(above.parent)
-            return chain
-    return []
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _is_launcher(command: list[str]) -> bool:
-    """By the program's name, which for a Python script is the second word; ``sshd: root@notty`` is one word."""
-    return any(Path(word.partition(":")[0]).name in LAUNCHERS for word in command[:2])
-
-
-def _is_shell_of_mpirun(command: list[str]) -> bool:
-    """What ``horovodrun --mpi`` turns into."""
-    return (
-        command[1:2] == ["-c"] and command[2].startswith("mpirun ") and not command[2].rstrip().endswith("&")
-    )
-
-
-def _gone(chain: list[int]) -> bool:
-    """Whether one of the processes has lost its parent, the next in the list."""
-    for child, parent in itertools.pairwise(chain):
-        process = look_up(child)
-        if process is None or process.parent != parent:
-            return True
-    return False

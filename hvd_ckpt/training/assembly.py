@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from hvd_ckpt import stall
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import OBJECTIVES, Objective
 from hvd_ckpt.planning.measure import undisturbed
@@ -52,7 +53,7 @@ def assemble(config: Config) -> Assembly:
     torch.manual_seed(config.seed)
     try:
         model = entry.build(facts, config.model_options)
-    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes that no machine has among them
+    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes no machine has
         reason = " ".join(str(error).split())
         raise ConfigError(f"model {config.model}: {reason}") from None
     if entry.folder is not None:
@@ -62,6 +63,7 @@ def assemble(config: Config) -> Assembly:
     return Assembly(model, OBJECTIVES[entry.kind](), train, test)
 
 
+@stall.unlimited()
 def assemble_in_turn(config: Config) -> Assembly:
     """:func:`assemble` on all ranks: the first of each machine encodes the text, the others find its tokens. Collective.
 

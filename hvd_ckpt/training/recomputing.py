@@ -10,6 +10,7 @@ from horovod.torch.mpi_ops import global_process_set
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvd_ckpt import stall
 from hvd_ckpt.json_file import write_text
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
@@ -94,6 +95,7 @@ def plan_of_run(
     return made, broadcast_from(text, 0, global_process_set, "hvd_ckpt.train.plan_text")
 
 
+@stall.unlimited()
 def _make(
     model: nn.Module, config: Config, train: Dataset, objective: Objective, device: torch.device
 ) -> Plan:

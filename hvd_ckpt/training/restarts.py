@@ -32,6 +32,7 @@ import psutil
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.training import snapshot
 from hvd_ckpt.training.signals import Signals
+from hvd_ckpt.training.snapshot_folder import SNAPSHOT
 from hvd_ckpt.training.stopping import STOP_FILE
 
 __all__ = ["Commands", "supervise"]
@@ -59,7 +60,8 @@ class Commands:
     Attributes:
         launcher: that starts the ranks, with its arguments; empty for one process.
         first: the settings of ``hvd-ckpt train`` to begin with.
-        again: the settings to go on with, once ``run`` holds something to go on from.
+        again: the settings to go on with, once ``run`` holds something to go on from; they have ``--resume=`` and ``run``, in whose
+            place that of a snapshot may be put.
         run: folder of the run.
         resumed: whether the run was there before; else its folder is new and empty.
     """
@@ -82,7 +84,8 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     Returns:
         the exit status: the job's; 128 + signal if it was stopped by one; 1 if the job says that a restart would end the same way
     """
-    _remove(commands.run / "failure.txt")
+    for left in ("failure.txt", STOP_FILE):  # of a job before
+        _remove(commands.run / left)
     before = _snapshots(commands.run)
     restarts = 0
     settings = commands.first
@@ -91,26 +94,31 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             job = _Job(commands, settings)
             status = job.follow(signals, grace)
             if signals.first is not None:
-                return 128 + signals.first
+                return _stopped(signals.first)
             failure = _failure(commands.run)
             if failure is not None:
                 _say(f"not launched again: {failure}")
                 if not (commands.run / "config.yaml").exists():
                     _remove(commands.run / "failure.txt")  # the folder can be used again
                 return 1
-            if status == 0 or status in NOT_AGAIN or (commands.run / STOP_FILE).exists():
+            if status == 0:
                 return status
+            ended = f"the job ended ({_shown(status)})"
+            reason = _reason(commands.run, status)
+            if reason is not None:
+                _say(f"{ended}; not launched again: {reason}")
+                return status
+            new = _newest_but(commands.run, before)
             if restarts == max_restarts:
-                _say(_no_more(commands.run, status, max_restarts))
+                times = f" and was launched again {max_restarts} times" if max_restarts else ""
+                _say(f"{ended}{times}{_how_to_go_on(_origin(commands, new), commands.run)}")
                 return status
-            settings = _next(commands, before)
+            settings = _next(commands, new)
             restarts += 1
-            _say(
-                f"the job ended ({_shown(status)}); restart {restarts} of {max_restarts} {_start(commands.run)}"
-            )
+            _say(f"{ended}; restart {restarts} of {max_restarts} {_start(_origin(commands, new))}")
             told = signals.pause(_pause(restarts))
             if told is not None:
-                return 128 + told
+                return _stopped(told)
 
 
 class _Job:
@@ -240,10 +248,15 @@ def _program() -> list[str]:
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli"]
 
 
-def _next(commands: Commands, before: set[tuple[str, int]]) -> Sequence[str]:
+def _next(commands: Commands, new: Path | None) -> Sequence[str]:
     """The settings of the next launch. What a run left that died before it was under way is removed from its new folder."""
     if commands.resumed:
-        return commands.again if _snapshots(commands.run) - before else commands.first
+        if new is None:
+            return commands.first
+        origin = _origin(commands, new)
+        return [
+            f"--resume={origin}" if word == f"--resume={commands.run}" else word for word in commands.again
+        ]
     if (commands.run / "config.yaml").exists():
         return commands.again
     for path in commands.run.iterdir():
@@ -254,30 +267,70 @@ def _next(commands: Commands, before: set[tuple[str, int]]) -> Sequence[str]:
     return commands.first
 
 
-def _snapshots(run: Path) -> set[tuple[str, int]]:
-    """The snapshots of a run, with the times at which they were written."""
+def _origin(commands: Commands, new: Path | None) -> Path:
+    """The run or snapshot to go on from: the run, unless that has later snapshots, not of this job, that were to be removed.
+
+    Args:
+        new: the newest snapshot that this job has written.
+    """
+    if not commands.resumed:
+        return commands.run
+    if new is None:
+        given = [word.removeprefix("--resume=") for word in commands.first if word.startswith("--resume=")]
+        return Path(given[-1]).resolve() if given else commands.run
+    return commands.run if _newest(commands.run) == new else new
+
+
+def _start(origin: Path) -> str:
+    found = origin if (origin / "manifest.json").is_file() else _newest(origin)
+    return "from the beginning" if found is None else f"from step {step_of(found)}"
+
+
+def _newest(run: Path) -> Path | None:
+    with contextlib.suppress(snapshot.SnapshotError):
+        return snapshot.newest(run / "snapshots")
+    return None
+
+
+def _snapshots(run: Path) -> set[tuple[Path, int]]:
+    """The snapshots that a run has in place, with the times at which they were written."""
     found = set()
     for path in (run / "snapshots").glob("step-*"):
         with contextlib.suppress(OSError):
-            found.add((path.name, path.stat().st_mtime_ns))
+            if SNAPSHOT.fullmatch(path.name):
+                found.add((path, path.stat().st_mtime_ns))
     return found
 
 
-def _start(run: Path) -> str:
-    with contextlib.suppress(snapshot.SnapshotError):
-        newest = snapshot.newest(run / "snapshots")
-        if newest is not None:
-            return f"from step {int(newest.name.rpartition('step-')[2].partition('.')[0])}"
-    return "from the beginning"
+def _newest_but(run: Path, before: set[tuple[Path, int]]) -> Path | None:
+    """The newest snapshot that was not there before; None if there is none."""
+    return max((path for path, _ in _snapshots(run) - before), key=step_of, default=None)
 
 
-def _no_more(run: Path, status: int, max_restarts: int) -> str:
-    ended = f"the job ended ({_shown(status)})"
-    if max_restarts:
-        ended += f" and was launched again {max_restarts} times"
-    if (run / "config.yaml").exists():
-        return f"{ended}; `hvd-ckpt train --resume {run}` goes on {_start(run)}"
-    return ended
+def step_of(path: Path) -> int:
+    return int(path.name.rpartition("step-")[2].partition(".")[0])
+
+
+def _how_to_go_on(origin: Path, run: Path) -> str:
+    if not (run / "config.yaml").exists():
+        return ""
+    return f"; `hvd-ckpt train --resume {origin}` goes on {_start(origin)}"
+
+
+def _reason(run: Path, status: int) -> str | None:
+    """Why a job that has failed is not to be launched again, though there are restarts left; None if it is."""
+    if status in NOT_AGAIN:
+        return "that is the status of a setting or a command that cannot be"
+    if (run / STOP_FILE).exists():
+        _remove(run / STOP_FILE)
+        return f"'{run / STOP_FILE}' asked for a stop"
+    return None
+
+
+def _stopped(number: int) -> int:
+    """Says that a signal has ended it; returns the exit status."""
+    _say(f"stopped by {signal.Signals(number).name}: not launched again")
+    return 128 + number
 
 
 def _shown(status: int) -> str:

@@ -10,9 +10,9 @@ import time
 
 from typing_extensions import Self
 
-__all__ = ["Signals"]
+from hvd_ckpt.training.stopping import SIGNALS
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+__all__ = ["Signals"]
 
 
 class Signals:
@@ -33,7 +33,7 @@ class Signals:
         self._waker = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._handlers = {
             number: signal.signal(number, self._note)
-            for number in (*STOPPING, signal.SIGCHLD)
+            for number in (*SIGNALS, signal.SIGCHLD)
             if signal.getsignal(number) != signal.SIG_IGN
         }
         return self

@@ -29,7 +29,8 @@ class Job:
         self.launcher = ["sh", str(self._script)]
 
     def supervise(self, max_restarts: int, grace: float = 20.0, resumed: bool = False) -> int:
-        commands = Commands(self.launcher, ["--first"], ["--again"], self.run, resumed)
+        again = f"--resume={self.run}" if resumed else "--again"
+        commands = Commands(self.launcher, ["--first"], [again], self.run, resumed)
         return supervise(commands, max_restarts, grace)
 
     def launches(self) -> list[str]:
@@ -64,29 +65,35 @@ def test_what_died_before_it_was_under_way_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_run_gone_on_from_an_older_snapshot_does_so_until_it_has_its_own(tmp_path: Path) -> None:
+    """The later snapshots of the run are removed one by one when it has: it may be killed meanwhile."""
     job = Job(tmp_path, "test $(wc -l <$RUN/../notes) -lt 2 || mkdir -p $RUN/snapshots/step-00000003; exit 1")
     (job.run / "snapshots" / "step-00000004").mkdir(parents=True)
     (job.run / "config.yaml").touch()
     assert job.supervise(max_restarts=2, resumed=True) == 1
-    assert job.launches() == ["--first", "--first", "--again"]
+    assert job.launches() == ["--first", "--first", f"--resume={job.run}/snapshots/step-00000003"]
 
 
 @pytest.mark.parametrize(
-    "script, status",
+    "script, status, reason",
     [
-        ("echo 'step 7: the loss is nan' >$RUN/failure.txt; exit 3", 1),
-        ("exit 2", 2),  # a setting that cannot be
-        ("touch $RUN/stop; exit 3", 3),
+        ("echo 'step 7: the loss is nan' >$RUN/failure.txt; exit 3", 1, "step 7: the loss is nan"),
+        ("exit 2", 2, "that is the status of a setting or a command that cannot be"),
+        ("touch $RUN/stop; exit 3", 3, "stop' asked for a stop"),
     ],
 )
 def test_what_would_end_the_same_way_is_not_launched_again(
-    script: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    script: str, status: int, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = Job(tmp_path, f"touch $RUN/config.yaml; test ! -e $RUN/failure.txt || exit 9; {script}")
+    job = Job(
+        tmp_path, f"touch $RUN/config.yaml; test ! -e $RUN/failure.txt -a ! -e $RUN/stop || exit 9; {script}"
+    )
     (job.run / "failure.txt").write_text("of another day\n")
+    (job.run / "stop").touch()
     assert job.supervise(max_restarts=5) == status
     assert job.launches() == ["--first"]
-    assert ("not launched again: step 7: the loss is nan" in capfd.readouterr().err) == (status == 1)
+    said = capfd.readouterr().err
+    assert "not launched again: " in said and said.endswith(f"{reason}\n")
+    assert not (job.run / "stop").exists()
 
 
 def test_a_folder_in_which_nothing_began_can_be_used_again(tmp_path: Path) -> None:

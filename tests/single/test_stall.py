@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hvd_ckpt import peers, stall
+from hvd_ckpt.launchers import RANK_VARIABLES, has_broken, launcher_chain
 from hvd_ckpt.peers import Peer
 
 
@@ -64,6 +70,62 @@ def test_the_watchdog_is_a_thread_only_where_asked_for_and_outlives_a_new_start(
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
     assert "waited 2 s for a test to end; not all ranks have come" in result.stderr.replace("1 s", "2 s")
+
+
+def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall._dog, "timeout", 0.001)
+
+    def late() -> bool:
+        time.sleep(0.01)
+        return stall._dog._late() is not None
+
+    waits = stall._noted(late, "a test to end")
+    with stall.unlimited():
+        with stall.unlimited():
+            assert not waits()
+        assert not waits()
+    assert waits()
+
+
+@contextlib.contextmanager
+def started(command: list[str], typed: str = "", **environment: str) -> Iterator[tuple[int, int]]:
+    """The process that was started, and one below it that says its id. Neither has a rank but for what is given."""
+    clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**clean, **environment},
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        print(typed, file=process.stdin, flush=True)
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+RANK = "sh -c 'echo $$; exec sleep 100'"
+
+
+@pytest.mark.parametrize("name", RANK_VARIABLES)
+def test_the_launcher_is_what_has_no_rank(name: str) -> None:
+    with started(["sh", "-c", f"{RANK} & wait"], **{name: "0"}) as (wrapper, rank):
+        assert launcher_chain(rank) == [rank, wrapper, os.getpid()]
+    with started(["sh", "-c", f"env {name}=0 {RANK} & wait"]) as (horovods_shell, rank):
+        chain = launcher_chain(rank)
+        assert chain == [rank, horovods_shell, os.getpid()] and not has_broken(chain)
+        os.kill(horovods_shell, signal.SIGKILL)
+        os.waitid(os.P_PID, horovods_shell, os.WEXITED | os.WNOWAIT)
+        assert has_broken(chain)
+
+
+def test_a_shell_in_which_a_rank_was_given_by_hand_may_go() -> None:
+    with started(["sh"], typed=f"HOROVOD_RANK=0 {RANK} &") as (_, rank):
+        assert launcher_chain(rank) == []
 
 
 def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:

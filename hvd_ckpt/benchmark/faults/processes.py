@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_ckpt.launchers import RANK_VARIABLES
+
 __all__ = ["MARK", "Process", "end", "marked", "wait_until_gone"]
 
 MARK = "HVD_CKPT_FAULTS"  # environment variable
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 PROC = Path("/proc")
 INTERVAL = 0.05  # seconds
 
@@ -84,7 +85,7 @@ def _status(pid: int) -> tuple[str, int]:
 
 
 def _rank(variables: list[bytes]) -> int | None:
-    for variable in RANKS:
+    for variable in RANK_VARIABLES:
         start = f"{variable}=".encode()
         for text in variables:
             if text.startswith(start) and text[len(start) :].isdigit():

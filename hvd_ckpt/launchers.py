@@ -1,0 +1,102 @@
+"""What a launcher tells a process that it starts, and the processes that stand between the two."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+from hvd_ckpt.environment import whole_in
+
+__all__ = ["RANK_VARIABLES", "Process", "has_broken", "launched_rank", "launcher_chain", "look_up"]
+
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
+PROC = Path("/proc")
+
+
+class Process(NamedTuple):
+    """A line of the process table: state (``R``, ``S``, ``T`` for stopped, ``Z``, ...), parent, and start in clock ticks."""
+
+    state: str
+    parent: int
+    started: int
+
+
+def look_up(pid: int) -> Process | None:
+    """The process with this id, or None if there is none."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Process(fields[0], int(fields[1]), int(fields[19]))
+
+
+def launched_rank() -> int | None:
+    """The rank that a launcher gave this process; None if no known launcher started it."""
+    found = map(whole_in, RANK_VARIABLES)
+    return next((number for number in found if number is not None), None)
+
+
+def launcher_chain(rank: int) -> list[int]:
+    """Process ids from a rank's up to its launcher's; empty if there is no launcher above it.
+
+    The launcher is the first ancestor that is no part of the rank, whatever its name: ``mpirun``, ``orted``, ``slurmstepd``,
+    ``horovodrun`` or a program that calls Horovod's. Over ssh, where the launcher is elsewhere, it is ssh's daemon. A shell that is
+    no part of the rank is none: somebody may have given the rank by hand, and leave the shell while it trains.
+    """
+    chain = [rank]
+    while (process := look_up(chain[-1])) is not None and process.parent > 1:
+        parent = process.parent
+        chain.append(parent)
+        if _is_part_of_rank(parent):
+            continue
+        if _is_shell(_command(parent)):
+            break
+        above = look_up(parent)
+        if above is not None and _is_shell_of_mpirun(_command(above.parent)):
+            chain.append(above.parent)
+        return chain
+    return []
+
+
+def has_broken(chain: list[int]) -> bool:
+    """Whether one of the processes has lost its parent, the next in the list."""
+    for child, parent in itertools.pairwise(chain):
+        process = look_up(child)
+        if process is None or process.parent != parent:
+            return True
+    return False
+
+
+def _is_part_of_rank(pid: int) -> bool:
+    """Whether a process was given the rank, gives it, as Horovod's shells do, or is Horovod's helper that starts such a shell."""
+    try:  # of another user's, as ssh's daemon may be, nothing can be read
+        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        variables = []
+    if any(variable.startswith(f"{name}=".encode()) for variable in variables for name in RANK_VARIABLES):
+        return True
+    command = _command(pid)
+    if _is_shell(command):
+        return any(f"{name}=" in word for word in command for name in RANK_VARIABLES)
+    return "--multiprocessing-fork" in command
+
+
+def _is_shell(command: list[str]) -> bool:
+    return Path(command[0]).name.removeprefix("-") in SHELLS
+
+
+def _is_shell_of_mpirun(command: list[str]) -> bool:
+    """What ``horovodrun --mpi`` turns into."""
+    return (
+        command[1:2] == ["-c"] and command[2].startswith("mpirun ") and not command[2].rstrip().endswith("&")
+    )
+
+
+def _command(pid: int) -> list[str]:
+    """The words of a process's command line, and an empty one."""
+    try:
+        return (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return [""]
