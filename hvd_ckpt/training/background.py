@@ -5,9 +5,10 @@ training changes the state again. The one place where training waits is before t
 by then (CheckFreq, Mohan et al., FAST 2021).
 
 The ranks' threads send no messages, which would mix with those of training: they meet in the file system. Rank 0 makes the
-temporary folder before :meth:`SnapshotWriter.begin` returns; no other rank ever makes it, so that one which comes late cannot
-bring back what rank 0 has given up. Each rank writes its files, and last a ``.part`` with their sizes and checksums, or with a
-fault. When rank 0 has all parts, it writes the manifest and gives the folder its name, or removes it and says why.
+temporary folder first thing in :meth:`SnapshotWriter.begin`, before it waits for anything; no other rank ever makes it, so that one
+which comes late cannot bring back what rank 0 has given up. Each rank writes its files, and last a ``.part`` with their sizes and
+checksums, or with a fault. When rank 0 has all parts, it writes the manifest and gives the folder its name, or removes it and says
+why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import atexit
 import dataclasses
 import hashlib
 import os
-import platform
 import queue
 import re
 import threading
@@ -32,6 +32,7 @@ from typing import Any
 from torch import Tensor
 
 from hvd_ckpt.json_file import Wrong, dumps, read_json
+from hvd_ckpt.peers import host_name
 from hvd_ckpt.training.hashed_file import FileFacts, SnapshotError
 from hvd_ckpt.training.manifest import own_name
 from hvd_ckpt.training.snapshot import prune
@@ -58,10 +59,10 @@ from hvd_ckpt.training.staging import Copying, Staging
 
 __all__ = ["SnapshotWriter"]
 
-PART_SECONDS = (
-    120.0  # that rank 0, its own part written, waits for those of the others, and these for the folder
-)
-LATE_SECONDS = 5.0  # that a rank waits for the folder when its caller waits for it
+# Seconds of waiting are those between looks, so that a job that is suspended and continued (SIGSTOP, SIGCONT) has lost none.
+PART_SECONDS = 120.0  # that rank 0, its own part written, waits for the others', and these for the folder
+LATE_SECONDS = 20.0  # that a rank waits for the folder when its caller waits for it
+BUSY_SECONDS = 600.0  # that a rank waits while nothing changes in the folder before, which rank 0 still has
 EXIT_SECONDS = 5.0  # that the end of the process, or an exception, waits for a snapshot under way
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 _TROUBLE = (OSError, Wrong, SnapshotError)
@@ -74,6 +75,7 @@ class _Job:
 
     step: int
     temporary: Path
+    before: Path | None  # the temporary folder of the snapshot before
     content: Content | None = None
     copying: Copying | None = None
     fault: str = ""
@@ -81,7 +83,7 @@ class _Job:
     held: ExitStack = field(default_factory=ExitStack)
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    waited_for: float | None = None  # since when a caller waits for its end
+    waited_for: bool = False  # a caller waits for its end
 
 
 class SnapshotWriter:
@@ -96,7 +98,8 @@ class SnapshotWriter:
         rank, ranks: this process's rank and the number of ranks.
         warn: is told, on rank 0, what went wrong, in one sentence for each snapshot; by the thread that calls the methods.
         blocking: :meth:`begin` returns when the snapshot is on the disk, and nothing is copied.
-        written: is told, on rank 0, of each snapshot that is in its place, before older ones go; by the writer's own thread.
+        written: is told, on rank 0, of each snapshot that is in its place, before older ones go; by the writer's own thread. What
+            is to be warned of it hands to its second argument.
 
     Attributes:
         written: on rank 0, the newest snapshot that this writer has put in place.
@@ -116,7 +119,7 @@ class SnapshotWriter:
         ranks: int,
         warn: Warn,
         blocking: bool = False,
-        written: Callable[[Path], None] | None = None,
+        written: Callable[[Path, Warn], None] | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"SnapshotWriter: keep is {keep}: keep 1 snapshot or more")
@@ -132,6 +135,7 @@ class SnapshotWriter:
         self._tell_written = written
         self._begun = 0
         self._job: _Job | None = None
+        self._before: Path | None = None
         self._bug: Exception | None = None
         self._at_once, self._meanwhile = Staging(), Staging()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -168,7 +172,6 @@ class SnapshotWriter:
             raise RuntimeError("SnapshotWriter.begin: the writer is closed: make a new one")
         start = time.perf_counter()
         try:
-            self._settle()
             self._begin(step, weights, common, own, changing)
         finally:
             self.stalled += time.perf_counter() - start
@@ -229,7 +232,7 @@ class SnapshotWriter:
         """Waits for the snapshot under way, and says how it went."""
         job = self._job
         if job is not None:
-            job.waited_for = time.monotonic()
+            job.waited_for = True
             job.done.wait()
             self._job = None
         self.check()
@@ -243,9 +246,14 @@ class SnapshotWriter:
             raise SnapshotError(f"The snapshot was not written to '{self._folder}': {error}.") from None
         self._begun += 1
         token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
-        job = _Job(step, self._folder / temporary_name(name_of(step), token))
+        job = _Job(step, self._folder / temporary_name(name_of(step), token), self._before)
+        self._before = job.temporary
         try:
             job.held.enter_context(under_way(job.temporary))
+            made = self._rank == 0 and self._makes_folder(job)  # the other ranks may have waited for it
+            self._settle()
+            if self._rank == 0 and not made:  # perhaps there is room now
+                self._makes_folder(job)
             self._prepare(job, weights, common, own, changing)
             if self._blocking:
                 self._run(job)
@@ -259,12 +267,21 @@ class SnapshotWriter:
             raise
         self._job = job
 
+    def _makes_folder(self, job: _Job) -> bool:
+        try:
+            make_temporary(job.temporary)
+        except OSError as error:
+            job.fault = reason_of(error)
+            return False
+        job.fault = ""
+        return True
+
     def _prepare(
         self, job: _Job, weights: Mapping[str, Tensor], common: Any, own: Any, changing: Collection[str]
     ) -> None:
+        if job.fault:
+            return
         try:
-            if self._rank == 0:
-                make_temporary(job.temporary)
             job.content = content_of(self._rank, weights, common, own)
             if not self._blocking:
                 job.copying = self._staged(job.content, changing)
@@ -302,7 +319,7 @@ class SnapshotWriter:
         """Ends the thread when it has finished, waiting at most so long."""
         self._closed = True
         if self._job is not None:
-            self._job.waited_for = time.monotonic()
+            self._job.waited_for = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(seconds)
@@ -351,7 +368,7 @@ class SnapshotWriter:
         except Exception as error:
             if not isinstance(error, _TROUBLE):
                 job.bug = error
-            return Part(platform.node(), fault=reason_of(error))
+            return Part(host_name(), fault=reason_of(error))
 
     def _copy(self, job: _Job) -> None:
         try:
@@ -364,23 +381,31 @@ class SnapshotWriter:
             job.copied.set()
 
     def _await_folder(self, job: _Job) -> None:
-        """Waits for the folder that rank 0 makes; not for long if its caller waits, since rank 0 has then had its time."""
-        start = time.monotonic()
+        """Waits for the folder that rank 0 makes; not for long if its caller waits, since rank 0 has then had its time.
+
+        That begins when rank 0 has nothing more to do for the snapshot before.
+        """
+        waited = late = unchanged = 0.0
+        seen: object = None
         for pause in _pauses():
             if job.temporary.is_dir():
                 return
             # Listing the folder has a network file system ask its server again.
-            if job.temporary.name in names_in(self._folder):
+            names = names_in(self._folder)
+            if job.temporary.name in names:
                 return
             if self._folder.is_dir() and not os.access(self._folder, os.W_OK):
                 raise Wrong(f"'{self._folder}' cannot be written to: name a folder that can be")
-            now = time.monotonic()
-            late = job.waited_for is not None and now - job.waited_for > LATE_SECONDS
-            if late or now - start > PART_SECONDS:
+            if job.before is not None and job.before.name in names:
+                looked = _look_of(job.before)
+                unchanged = unchanged + pause if looked == seen else 0.0
+                seen = looked
+            else:
+                waited += pause
+                late += pause if job.waited_for else 0.0
+            if late > LATE_SECONDS or waited > PART_SECONDS or unchanged > BUSY_SECONDS:
                 raise Wrong(
-                    not_shared(
-                        f"'{job.temporary}', which rank 0 makes, is not there on host {platform.node()}"
-                    )
+                    not_shared(f"'{job.temporary}', which rank 0 makes, is not there on host {host_name()}")
                 )
             time.sleep(pause)
 
@@ -419,7 +444,7 @@ class SnapshotWriter:
     def _parts_of_others(self, temporary: Path) -> list[Part]:
         parts: dict[int, Part] = {}
         missing = list(range(1, self._ranks))
-        start = time.monotonic()
+        waited = 0.0
         for pause in _pauses():
             names = set(os.listdir(temporary)) if missing else set()
             for rank in missing:
@@ -428,7 +453,8 @@ class SnapshotWriter:
             missing = [rank for rank in missing if rank not in parts]
             if not missing:
                 break
-            if time.monotonic() - start > PART_SECONDS:
+            waited += pause
+            if waited > PART_SECONDS:
                 raise Wrong(
                     not_shared(f"rank {missing[0]} has not written its part for {PART_SECONDS:g} seconds")
                 )
@@ -438,7 +464,7 @@ class SnapshotWriter:
     def _tidy(self, written: Path) -> None:
         try:
             if self._tell_written is not None:
-                self._tell_written(written)
+                self._tell_written(written, self._warnings.append)
             prune(self._folder, self._keep, self._warnings.append)
         except _TROUBLE as error:
             self._warnings.append(f"Old snapshots in '{self._folder}' were not removed: {reason_of(error)}.")
@@ -465,6 +491,15 @@ def _received(temporary: Path, rank: int) -> Part:
         part = Part("?", fault=f"it could not say what it has written to '{temporary}': make room there")
     path.unlink()
     return part
+
+
+def _look_of(folder: Path) -> object:
+    """Something that changes when a file in the folder comes or goes, or one of those that only rank 0 writes grows."""
+    sizes = {}
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            sizes[name] = 0 if name.startswith("rank-") else (folder / name).stat().st_size
+    return sizes
 
 
 def _pauses() -> Iterable[float]:

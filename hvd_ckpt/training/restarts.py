@@ -32,7 +32,7 @@ import psutil
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.training import snapshot
 from hvd_ckpt.training.signals import Signals
-from hvd_ckpt.training.snapshot_folder import SNAPSHOT
+from hvd_ckpt.training.snapshot_folder import SNAPSHOT, step_of
 from hvd_ckpt.training.stopping import STOP_FILE
 
 __all__ = ["Commands", "supervise"]
@@ -305,10 +305,6 @@ def _snapshots(run: Path) -> set[tuple[Path, int]]:
 def _newest_but(run: Path, before: set[tuple[Path, int]]) -> Path | None:
     """The newest snapshot that was not there before; None if there is none."""
     return max((path for path, _ in _snapshots(run) - before), key=step_of, default=None)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.rpartition("step-")[2].partition(".")[0])
 
 
 def _how_to_go_on(origin: Path, run: Path) -> str:

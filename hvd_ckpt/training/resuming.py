@@ -15,7 +15,7 @@ from hvd_ckpt.training import contents
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.hashed_file import DAMAGED
 from hvd_ckpt.training.snapshot import Snapshot
-from hvd_ckpt.training.snapshot_folder import list_snapshots, remove
+from hvd_ckpt.training.snapshot_folder import Warn, list_snapshots, remove_all, step_of
 
 __all__ = [
     "Progress",
@@ -113,17 +113,20 @@ def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
 
 def later_snapshots(folder: Path, step: int) -> list[Path]:
     """Snapshots in a folder of later steps than this."""
-    return [path for path in list_snapshots(folder) if _step_of(path) > step]
+    return [path for path in list_snapshots(folder) if step_of(path) > step]
 
 
-def _step_of(path: Path) -> int:
-    """Of a snapshot in place, ``step-00000120``, or of one that was being replaced, ``.step-00000120.old-01234567``."""
-    return int(path.name.rpartition("step-")[2].partition(".")[0])
+def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn | None = None) -> None:
+    """Removes snapshots that the run, gone on from before them, will write anew, now that it has one of its own.
 
+    Whenever the process is killed, there is a snapshot to go on from, and the newest is the old course's last or the new one,
+    never one between: the new one is in place first; then the others lose their names, the oldest first; only then are their
+    files removed, which may take long.
 
-def remove_abandoned(abandoned: list[Path], written: Path) -> None:
-    """Removes snapshots that the run, gone on from before them, will write anew, now that it has one of its own."""
-    for path in abandoned:
-        if path != written:
-            remove(path)
+    Args:
+        abandoned: the snapshots; empty when this returns.
+        written: the new one, which may have the place of one of them.
+        warn: is told which cannot be removed; by default it is a warning of Python's.
+    """
+    remove_all(sorted((path for path in abandoned if path != written), key=step_of), warn)
     abandoned.clear()

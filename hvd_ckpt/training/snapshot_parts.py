@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps
+from hvd_ckpt.peers import host_name
 from hvd_ckpt.training.hashed_file import FileFacts, writing
 from hvd_ckpt.training.manifest import (
     COMMON,
@@ -133,7 +133,7 @@ def write_content(temporary: Path, content: Content) -> Part:
         with writing(temporary / MODEL) as file:
             write_tensors(content.weights, file)
         files[MODEL] = file.facts
-    return Part(platform.node(), files, content.aliases)
+    return Part(host_name(), files, content.aliases)
 
 
 def finish(temporary: Path, step: int, parts: Sequence[Part], warn: Warn | None = None) -> str | None:

@@ -6,7 +6,6 @@ told how they fared: each brings its files' sizes and checksums, or what went wr
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor
 
 from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from
 from hvd_ckpt.training.hashed_file import SnapshotError
 from hvd_ckpt.training.snapshot_folder import discard, name_of, temporary_name, under_way
@@ -99,7 +99,7 @@ def _write_part(
     common: Any,
     own: Any,
 ) -> Part:
-    host = platform.node()
+    host = host_name()
     try:
         if step_here != step:
             raise Wrong(f"step is {step_here!r} here and {step} on rank 0: write the same step on every rank")

@@ -345,7 +345,7 @@ class Trainer:
                 hvd.size(),
                 lambda text: self.report.say(f"Warning: {text}"),
                 blocking=self.config.blocking_snapshots,
-                written=lambda path: remove_abandoned(self._abandoned, path),
+                written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
             ) as self._writer,
         ):
             yield self.report

@@ -5,6 +5,7 @@ Where ranks matter, the writers of two ranks share this process; nothing but fil
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -17,8 +18,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.training import background, snapshot
 from hvd_ckpt.training.background import SnapshotWriter
+from hvd_ckpt.training.resuming import later_snapshots, remove_abandoned
 from hvd_ckpt.training.staging import Copying, Staging
 
 TOKEN = "0123abcd"
@@ -66,7 +70,7 @@ def names(folder: Path) -> list[str]:
 
 
 class Gate:
-    """Holds up calls of a function until it is opened."""
+    """Holds up calls of a function until it is opened, or its context ends."""
 
     def __init__(self, patch: pytest.MonkeyPatch, place: Any, name: str) -> None:
         self._opened = threading.Event()
@@ -82,6 +86,12 @@ class Gate:
 
     def open(self) -> None:
         self._opened.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
 
 
 @pytest.fixture
@@ -274,14 +284,118 @@ def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
 ) -> None:
     monkeypatch.setattr(background, "PART_SECONDS", 0.1)
     monkeypatch.setattr(background, "LATE_SECONDS", 0.1)
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "node7")
     with Job(tmp_path) as job:
         first, second = job.writers
         first.begin(1, weights={}, common=None, own=None)
         assert first.wait() is None
         second.begin(1, weights={}, common=None, own=None)
-        assert second.wait() is None and "is not there on host" in str(second.failed)
+        assert second.wait() is None and "is not there on host node7" in str(second.failed)
         assert names(tmp_path) == [] and len(job.told) == 1
         assert job.write(2) is not None
+
+
+@pytest.mark.parametrize("busy_with", ["finish", "prune"])
+def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
+) -> None:
+    monkeypatch.setattr(background, "LATE_SECONDS", 0.02)
+    with Job(tmp_path) as job, Gate(monkeypatch, background, busy_with) as busy:
+        first, second = job.writers
+        state: Any = {"weights": {}, "common": None, "own": None}
+        job.begin(1)
+        assert busy.reached.wait(60)
+        beginning = threading.Thread(target=first.begin, args=(2,), kwargs=state)
+        if busy_with == "prune":  # the one before has its name: rank 0 makes the folder before it waits
+            beginning.start()
+            assert within(20, lambda: any(tmp_path.glob(".step-00000002.tmp-*")))
+        second.begin(2, **state)
+        waiting = threading.Thread(target=second.wait)
+        waiting.start()
+        if busy_with == "finish":
+            waiting.join(0.3)
+            beginning.start()
+        waiting.join(60)
+        assert second.failed is None and beginning.is_alive()
+        busy.open()
+        beginning.join(60)
+        path = first.wait()
+        assert not job.told and path == tmp_path / "step-00000002"
+
+
+def test_a_rank_does_not_wait_for_ever_for_a_rank_0_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "BUSY_SECONDS", 0.1)
+    with Job(tmp_path) as job, Gate(monkeypatch, background, "finish"):
+        job.begin(1)
+        job.writers[1].begin(2, weights={}, common=None, own=None)
+        assert job.writers[1].wait() is None and "is not there on host" in str(job.writers[1].failed)
+
+
+def test_time_in_which_a_job_is_suspended_is_no_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = itertools.count(0, 3600)
+    with Job(tmp_path) as job:
+        monkeypatch.setattr(
+            background, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(hours)})
+        )
+        for step, order in ((1, (0, 1)), (2, (1, 0))):
+            for rank in order:
+                job.writers[rank].begin(step, weights={}, common=None, own=None)
+                time.sleep(0.05)
+            assert job.writers[0].wait() is not None and not job.told
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return holds()
+
+
+@pytest.mark.parametrize("killed_after", range(5))
+def test_killed_while_it_removes_an_abandoned_course_a_run_goes_on_from_its_end_or_from_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+) -> None:
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == killed_after:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return call
+
+    for step in (20, 30, 40, 50):
+        snapshot.write(tmp_path, step, weights={}, common=None, own=None)
+    abandoned = later_snapshots(tmp_path, 20)
+    new = snapshot.write(tmp_path, 30, weights={}, common="new", own=None)
+    calls = itertools.count()
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+        remove_abandoned(abandoned, new)
+    newest = snapshot.find(tmp_path)
+    assert newest == (tmp_path / "step-00000050" if killed_after < 2 else new)
+    assert snapshot.read(new).common == "new"
+    assert not list(tmp_path.glob("*40")) or killed_after == 0
+
+
+def test_what_of_an_abandoned_course_cannot_be_removed_is_told_like_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def denied(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    with Job(tmp_path) as job:
+        job.write(5)
+    abandoned = later_snapshots(tmp_path, 1)
+    with Job(tmp_path, written=partial(remove_abandoned, abandoned)) as job:
+        monkeypatch.setattr(background, "prune", lambda *_: None)
+        monkeypatch.setattr(shutil, "rmtree", denied)
+        assert job.write(3) is not None
+    assert len(job.told) == 1 and "cannot be removed: Permission denied" in job.told[0] and not recwarn
 
 
 def test_a_rank_that_comes_early_waits_to_tell_its_fault(tmp_path: Path) -> None:

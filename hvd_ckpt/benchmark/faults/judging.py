@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.training import logs, snapshot
-from hvd_ckpt.training.snapshot_folder import list_snapshots
+from hvd_ckpt.training.snapshot_folder import list_snapshots, step_of
 
 __all__ = ["differences", "newest_good", "unreadable"]
 
@@ -39,7 +39,7 @@ def newest_good(run: Path) -> int:
             found = snapshot.find(run / "snapshots")
         except snapshot.SnapshotError:
             return 0
-    return 0 if found is None else int(found.name.rpartition("step-")[2].partition(".")[0])
+    return 0 if found is None else step_of(found)
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
