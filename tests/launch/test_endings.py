@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from controllers import probe
 
-from hvd_ckpt.probe import find_launcher, probe
+from hvd_ckpt.probe import find_launcher
 
 SCRIPT = Path(__file__).parent / "scripts" / "fail_somewhere.py"
 MARK = "HVD_CKPT_TEST_OF_ENDINGS"

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import hosts as namespaces
 import pytest
+from controllers import probe
 from hosts import Hosts
-
-from hvd_ckpt.probe import probe
 
 pytestmark = pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable()))
 

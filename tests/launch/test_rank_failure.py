@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from controllers import probe
 
-from hvd_ckpt.probe import find_launcher, probe
+from hvd_ckpt.probe import find_launcher
 
 SCRIPT = Path(__file__).parent / "scripts" / "raise_in_forward.py"
 

@@ -11,8 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from controllers import probe
 
-from hvd_ckpt.probe import find_launcher, probe
+from hvd_ckpt.probe import find_launcher
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CONTROLLERS = pytest.mark.parametrize("controller", ["gloo", "mpi"])

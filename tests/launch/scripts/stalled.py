@@ -1,9 +1,9 @@
 """Trains on two ranks until rank 1 comes to grief; rank 0 has to be ended by the watchdog.
 
-    horovodrun -np 2 --gloo python stalled.py {stops|stays_away|polls|orphans} [FOLDER]
+    horovodrun -np 2 --gloo python stalled.py {stops|polls|orphans} [FOLDER]
 
-stops: rank 1 stops itself (SIGSTOP) in mid-training. stays_away: it never comes to a collective. polls: likewise, and rank 0 polls
-for it. orphans: nothing goes wrong; each rank writes its process id to FOLDER and trains on until its launcher is gone.
+stops: rank 1 stops itself (SIGSTOP) in mid-training. polls: it never comes to a collective, for which rank 0
+polls. orphans: nothing goes wrong; each rank writes its process id to FOLDER and trains on until its launcher is gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from hvd_ckpt.stall import end_with_parent
 CASE = sys.argv[1]
 AT_STEP = 2
 
-hc.init(stall_timeout=60)
-hc.init(stall_timeout=3)
+hc.init(stall_timeout=300)
 model = torch.nn.Linear(4, 4)
 optimizer = hc.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
@@ -33,11 +32,13 @@ if CASE == "orphans":
     (Path(sys.argv[2]) / str(os.getpid())).touch()
 
 for step in range(100_000):
+    if CASE != "orphans" and step == AT_STEP:
+        hc.init(stall_timeout=5)
     if CASE != "orphans" and hc.rank() == 1 and step == AT_STEP:
         print("rank 1 comes to grief", flush=True)
         if CASE == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if CASE in ("stays_away", "polls"):
+        if CASE == "polls":
             time.sleep(600)
     if CASE == "polls" and step == AT_STEP:
         handle = hc.allreduce_async(torch.ones(2), name="polled")
