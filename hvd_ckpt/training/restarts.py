@@ -16,23 +16,20 @@ import contextlib
 import ctypes
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import psutil
 
 from hvd_ckpt.probe import launcher_environment
-from hvd_ckpt.training import snapshot
+from hvd_ckpt.training.relaunching import Commands, newest_but, next_settings, origin, snapshots_of, start_of
 from hvd_ckpt.training.signals import Signals
-from hvd_ckpt.training.snapshot_folder import SNAPSHOT, step_of
 from hvd_ckpt.training.stopping import STOP_FILE
 
 __all__ = ["Commands", "supervise"]
@@ -53,26 +50,6 @@ kill -KILL -$0
 """
 
 
-@dataclass(frozen=True)
-class Commands:
-    """What is launched.
-
-    Attributes:
-        launcher: that starts the ranks, with its arguments; empty for one process.
-        first: the settings of ``hvd-ckpt train`` to begin with.
-        again: the settings to go on with, once ``run`` holds something to go on from; they have ``--resume=`` and ``run``, in whose
-            place that of a snapshot may be put.
-        run: folder of the run.
-        resumed: whether the run was there before; else its folder is new and empty.
-    """
-
-    launcher: Sequence[str]
-    first: Sequence[str]
-    again: Sequence[str]
-    run: Path
-    resumed: bool
-
-
 def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     """Launches a job, and again each time that it dies. To be called in the main thread.
 
@@ -86,7 +63,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     """
     for left in ("failure.txt", STOP_FILE):  # of a job before
         _remove(commands.run / left)
-    before = _snapshots(commands.run)
+    before = snapshots_of(commands.run)
     restarts = 0
     settings = commands.first
     with Signals() as signals, _subreaper():
@@ -108,14 +85,14 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             if reason is not None:
                 _say(f"{ended}; not launched again: {reason}")
                 return status
-            new = _newest_but(commands.run, before)
+            new = newest_but(commands.run, before)
             if restarts == max_restarts:
                 times = f" and was launched again {max_restarts} times" if max_restarts else ""
-                _say(f"{ended}{times}{_how_to_go_on(_origin(commands, new), commands.run)}")
+                _say(f"{ended}{times}{_how_to_go_on(origin(commands, new), commands.run)}")
                 return status
-            settings = _next(commands, new)
+            settings = next_settings(commands, new)
             restarts += 1
-            _say(f"{ended}; restart {restarts} of {max_restarts} {_start(_origin(commands, new))}")
+            _say(f"{ended}; restart {restarts} of {max_restarts} {start_of(origin(commands, new))}")
             told = signals.pause(_pause(restarts))
             if told is not None:
                 return _stopped(told)
@@ -248,69 +225,10 @@ def _program() -> list[str]:
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli"]
 
 
-def _next(commands: Commands, new: Path | None) -> Sequence[str]:
-    """The settings of the next launch. What a run left that died before it was under way is removed from its new folder."""
-    if commands.resumed:
-        if new is None:
-            return commands.first
-        origin = _origin(commands, new)
-        return [
-            f"--resume={origin}" if word == f"--resume={commands.run}" else word for word in commands.again
-        ]
-    if (commands.run / "config.yaml").exists():
-        return commands.again
-    for path in commands.run.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return commands.first
-
-
-def _origin(commands: Commands, new: Path | None) -> Path:
-    """The run or snapshot to go on from: the run, unless that has later snapshots, not of this job, that were to be removed.
-
-    Args:
-        new: the newest snapshot that this job has written.
-    """
-    if not commands.resumed:
-        return commands.run
-    if new is None:
-        given = [word.removeprefix("--resume=") for word in commands.first if word.startswith("--resume=")]
-        return Path(given[-1]).resolve() if given else commands.run
-    return commands.run if _newest(commands.run) == new else new
-
-
-def _start(origin: Path) -> str:
-    found = origin if (origin / "manifest.json").is_file() else _newest(origin)
-    return "from the beginning" if found is None else f"from step {step_of(found)}"
-
-
-def _newest(run: Path) -> Path | None:
-    with contextlib.suppress(snapshot.SnapshotError):
-        return snapshot.newest(run / "snapshots")
-    return None
-
-
-def _snapshots(run: Path) -> set[tuple[Path, int]]:
-    """The snapshots that a run has in place, with the times at which they were written."""
-    found = set()
-    for path in (run / "snapshots").glob("step-*"):
-        with contextlib.suppress(OSError):
-            if SNAPSHOT.fullmatch(path.name):
-                found.add((path, path.stat().st_mtime_ns))
-    return found
-
-
-def _newest_but(run: Path, before: set[tuple[Path, int]]) -> Path | None:
-    """The newest snapshot that was not there before; None if there is none."""
-    return max((path for path, _ in _snapshots(run) - before), key=step_of, default=None)
-
-
-def _how_to_go_on(origin: Path, run: Path) -> str:
+def _how_to_go_on(start: Path, run: Path) -> str:
     if not (run / "config.yaml").exists():
         return ""
-    return f"; `hvd-ckpt train --resume {origin}` goes on {_start(origin)}"
+    return f"; `hvd-ckpt train --resume {start}` goes on {start_of(start)}"
 
 
 def _reason(run: Path, status: int) -> str | None:
