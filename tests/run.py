@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
 
