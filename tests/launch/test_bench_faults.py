@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench faults`` as its user runs it, in short: two killed runs, ten kills within a save."""
+"""``hvd-ckpt bench faults`` as its user runs it, in short: a killed run, ten kills within a save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_sn
     process = subprocess.run(
         [
             *(sys.executable, "-m", "hvd_ckpt.cli", "bench", "faults", "--np", "2", "--seed", "8"),
-            *("--runs", "2", "--saves", "10", "--add", str(file), "--output", str(output)),
+            *("--runs", "1", "--saves", "10", "--add", str(file), "--output", str(output)),
         ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -26,14 +26,14 @@ def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_sn
     assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads((output / "report.json").read_text())
     runs = report["kill"]["runs"]
-    assert [run["seed"] for run in runs] == [8, 9]
+    assert [run["seed"] for run in runs] == [8]
     assert all(run["differences"] == [] and run["lost"] == run["left"] == 0 for run in runs)
     kills = [kill for run in runs for kill in run["kills"]]
     assert kills and all(kill["signal"] in ("SIGKILL", "SIGTERM", "SIGINT") for kill in kills)
     saves = report["save"]["kills"]
     assert [kill["fault"] for kill in saves] == [None] * 10
     assert {kill["writer"] for kill in saves} == {"blocking", "background"}
-    assert len(file.read_text().splitlines()) == 12
+    assert len(file.read_text().splitlines()) == 11
     for text in (process.stdout, (output / "report.md").read_text()):
-        for words in ("2 of 2 runs (2 at np=2) end as the undisturbed run", "10 of 10 kills", "machine: "):
+        for words in ("1 of 1 runs (1 at np=2) end as the undisturbed run", "10 of 10 kills", "machine: "):
             assert words in text
