@@ -34,7 +34,7 @@ class Disturbed(Trainer):
 
     def step(self, batch, samples):
         if self.progress.step + 1 == AT and hc.rank() == LAST and self.disturb is not None:
-            self.disturb()
+            self.disturb(self)
         return super().step(batch, samples)
 
 
@@ -78,7 +78,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
     whole = train(folder / "whole")
     number = signal.SIGTERM
     before = signal.getsignal(number)
-    stopped = train(folder / "run", lambda: os.kill(os.getpid(), number))
+    stopped = train(folder / "run", lambda trainer: os.kill(os.getpid(), number))
     assert (stopped.steps, stopped.stopped) == (AT, number.name)
     assert signal.getsignal(number) == before
 
@@ -98,7 +98,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
 def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("hvd_ckpt.training.stopping.LOOK_SECONDS", 0.0)
     stop = folder / "run" / "stop"
-    outcome = train(folder / "run", stop.touch)
+    outcome = train(folder / "run", lambda trainer: stop.touch())
     assert (outcome.stopped, outcome.steps) == ("stop", AT)
     assert not stop.exists()
 
@@ -136,6 +136,20 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_says_where(folder: Path) ->
     hc.barrier()
     found = snapshot.find(folder / "run" / "snapshots")
     assert found is not None and found.name == f"step-{AT - 1:08}"
+
+
+@twice
+def test_weights_that_have_drifted_end_all_ranks_and_are_named(folder: Path) -> None:
+    def drift(trainer: Trainer) -> None:
+        name, parameter = list(trainer.model.named_parameters())[4]
+        with torch.no_grad():
+            parameter.flatten()[0] += 1e-6
+        drifted.append(name)
+
+    drifted: list[str] = []
+    with pytest.raises(hc.WeightsDiffer, match=rf"^parameter '\S+' differs: rank {LAST} \(host \S+\) has"):
+        train(folder / "run", drift, check_weights=2)
+    assert len(drifted) == (hc.rank() == LAST)
 
 
 @twice

@@ -29,8 +29,11 @@ def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     preamble = "import threading, time, hvd_ckpt as hc\nfrom hvd_ckpt import stall\n"
+    # MPI, once it runs in this process, tells its children a rank.
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return subprocess.run(
         [sys.executable, "-c", preamble + textwrap.dedent(code)],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=120,

@@ -318,7 +318,7 @@ def test_from_config(config, kind):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (GPTNeoConfig(), "'gpt_neo': supported are bert, roberta, xlnet, gpt2"),
+        (GPTNeoConfig(), 'type "gpt_neo": supported are bert, roberta, xlnet, gpt2'),
         (BertConfig(is_decoder=True, hidden_size=12, num_hidden_layers=1), "is_decoder=True"),
         (GPT2Config(add_cross_attention=True, n_layer=1, n_embd=12), "add_cross_attention=True"),
     ],
@@ -388,8 +388,12 @@ def keep_pickles_only(folder):
         (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is damaged"),
         (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "a list instead of an object"),
-        (lambda folder: change_config(folder, model_type="llama"), ValueError, "'llama': supported are bert"),
-        (lambda folder: change_config(folder, model_type=None), ValueError, "of type None: supported"),
+        (
+            lambda folder: change_config(folder, model_type="llama"),
+            ValueError,
+            'type "llama": supported are bert',
+        ),
+        (lambda folder: change_config(folder, model_type=None), ValueError, "of type null: supported"),
         (lambda folder: change_config(folder, hidden_size="wide"), ValueError, "describes no BertForMasked"),
         (lambda folder: change_config(folder, hidden_size=32), ValueError, "cannot be loaded"),
         (
