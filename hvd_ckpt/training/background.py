@@ -4,26 +4,22 @@ A thread copies the state while the next forward and backward pass run, which on
 training changes the state again. The one place where training waits is before the optimizer's update, if the copy is not complete
 by then (CheckFreq, Mohan et al., FAST 2021).
 
-The ranks' threads send no messages, which would mix with those of training: they meet in the file system. Rank 0 makes the
-temporary folder first thing in :meth:`SnapshotWriter.begin`, before it waits for anything; no other rank ever makes it, so that one
-which comes late cannot bring back what rank 0 has given up. Each rank writes its files, and last a ``.part`` with their sizes and
-checksums, or with a fault. When rank 0 has all parts, it writes the manifest and gives the folder its name, or removes it and says
-why.
+The ranks' threads send no messages, which would mix with those of training: they meet in the file system
+(:mod:`hvd_ckpt.training.snapshot_meeting`). When rank 0 has the parts of all ranks, it writes the manifest and gives the folder its
+name, or removes it and says why.
 """
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import hashlib
-import os
 import queue
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,19 +27,18 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_ckpt.json_file import Wrong, dumps, read_json
+from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.peers import host_name
-from hvd_ckpt.training.hashed_file import FileFacts, SnapshotError
-from hvd_ckpt.training.manifest import own_name
+from hvd_ckpt.training.hashed_file import SnapshotError
 from hvd_ckpt.training.snapshot import prune
 from hvd_ckpt.training.snapshot_folder import (
     Warn,
     discard,
     name_of,
-    names_in,
     temporary_name,
     under_way,
 )
+from hvd_ckpt.training.snapshot_meeting import await_folder, parts_of_others, send_part
 from hvd_ckpt.training.snapshot_parts import (
     Content,
     Part,
@@ -51,7 +46,6 @@ from hvd_ckpt.training.snapshot_parts import (
     content_of,
     finish,
     make_temporary,
-    not_shared,
     reason_of,
     write_content,
 )
@@ -59,10 +53,6 @@ from hvd_ckpt.training.staging import Copying, Staging
 
 __all__ = ["SnapshotWriter"]
 
-# Seconds of waiting are those between looks, so that a job that is suspended and continued (SIGSTOP, SIGCONT) has lost none.
-PART_SECONDS = 120.0  # that rank 0, its own part written, waits for the others', and these for the folder
-LATE_SECONDS = 20.0  # that a rank waits for the folder when its caller waits for it
-BUSY_SECONDS = 600.0  # that a rank waits while nothing changes in the folder before, which rank 0 still has
 EXIT_SECONDS = 5.0  # that the end of the process, or an exception, waits for a snapshot under way
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 _TROUBLE = (OSError, Wrong, SnapshotError)
@@ -340,7 +330,7 @@ class SnapshotWriter:
     def _run(self, job: _Job) -> None:
         try:
             part = self._part(job)
-            fault = self._whole(job, part) if self._rank == 0 else self._sent(job, part)
+            fault = self._whole(job, part) if self._rank == 0 else send_part(job.temporary, self._rank, part)
         except Exception as error:  # for the caller to raise
             job.bug, fault = error, reason_of(error)
             if self._rank == 0:
@@ -360,7 +350,7 @@ class SnapshotWriter:
         self._copy(job)
         try:
             if self._rank != 0:
-                self._await_folder(job)
+                await_folder(job.temporary, job.before, lambda: job.waited_for)
             if job.fault:
                 raise Wrong(job.fault)
             assert job.content is not None
@@ -380,58 +370,13 @@ class SnapshotWriter:
             job.copying = None
             job.copied.set()
 
-    def _await_folder(self, job: _Job) -> None:
-        """Waits for the folder that rank 0 makes; not for long if its caller waits, since rank 0 has then had its time.
-
-        That begins when rank 0 has nothing more to do for the snapshot before.
-        """
-        waited = late = unchanged = 0.0
-        seen: object = None
-        for pause in _pauses():
-            if job.temporary.is_dir():
-                return
-            # Listing the folder has a network file system ask its server again.
-            names = names_in(self._folder)
-            if job.temporary.name in names:
-                return
-            if self._folder.is_dir() and not os.access(self._folder, os.W_OK):
-                raise Wrong(f"'{self._folder}' cannot be written to: name a folder that can be")
-            if job.before is not None and job.before.name in names:
-                looked = _look_of(job.before)
-                unchanged = unchanged + pause if looked == seen else 0.0
-                seen = looked
-            else:
-                waited += pause
-                late += pause if job.waited_for else 0.0
-            if late > LATE_SECONDS or waited > PART_SECONDS or unchanged > BUSY_SECONDS:
-                raise Wrong(
-                    not_shared(f"'{job.temporary}', which rank 0 makes, is not there on host {host_name()}")
-                )
-            time.sleep(pause)
-
-    def _sent(self, job: _Job, part: Part) -> str | None:
-        """Tells rank 0 of a part; returns the part's fault."""
-        place = job.temporary / _part_name(self._rank)
-        whole = place.with_suffix(".new")
-        try:
-            if part.fault:
-                for name in _files_of(self._rank):
-                    (job.temporary / name).unlink(missing_ok=True)
-            whole.write_text(dumps(dataclasses.asdict(part)), encoding="utf-8")
-            whole.rename(place)
-        except OSError as error:
-            with suppress(OSError):  # an empty one needs no room
-                place.touch()
-            return part.fault or reason_of(error)
-        return part.fault or None
-
     def _whole(self, job: _Job, part: Part) -> str | None:
         """Makes all parts a snapshot; or says why it cannot, and leaves nothing of it.
 
         After a failure of its own it waits for the others as well, or a rank that comes late would look for a folder that is gone.
         """
         try:
-            parts = [part, *self._parts_of_others(job.temporary)]
+            parts = [part, *parts_of_others(job.temporary, self._ranks)]
         except _TROUBLE as error:
             discard(job.temporary)
             return f"rank 0: {part.fault}" if part.fault else reason_of(error)
@@ -441,26 +386,6 @@ class SnapshotWriter:
             self._tidy(self.written)
         return fault
 
-    def _parts_of_others(self, temporary: Path) -> list[Part]:
-        parts: dict[int, Part] = {}
-        missing = list(range(1, self._ranks))
-        waited = 0.0
-        for pause in _pauses():
-            names = set(os.listdir(temporary)) if missing else set()
-            for rank in missing:
-                if _part_name(rank) in names:
-                    parts[rank] = _received(temporary, rank)
-            missing = [rank for rank in missing if rank not in parts]
-            if not missing:
-                break
-            waited += pause
-            if waited > PART_SECONDS:
-                raise Wrong(
-                    not_shared(f"rank {missing[0]} has not written its part for {PART_SECONDS:g} seconds")
-                )
-            time.sleep(pause)
-        return [parts[rank] for rank in sorted(parts)]
-
     def _tidy(self, written: Path) -> None:
         try:
             if self._tell_written is not None:
@@ -468,43 +393,3 @@ class SnapshotWriter:
             prune(self._folder, self._keep, self._warnings.append)
         except _TROUBLE as error:
             self._warnings.append(f"Old snapshots in '{self._folder}' were not removed: {reason_of(error)}.")
-
-
-def _part_name(rank: int) -> str:
-    return f"{own_name(rank)}.part"
-
-
-def _files_of(rank: int) -> list[str]:
-    """Names of the files that a rank other than 0 writes."""
-    return [f"{own_name(rank)}.{ending}" for ending in ("json", "safetensors")]
-
-
-def _received(temporary: Path, rank: int) -> Part:
-    """What a rank has told of its part, which is removed."""
-    path = temporary / _part_name(rank)
-    try:
-        told = read_json(path, "write it again", "write it again")
-        part = Part(**{**told, "files": {name: FileFacts(**facts) for name, facts in told["files"].items()}})
-        if not part.fault and sorted(part.files) != _files_of(rank):
-            raise Wrong("it names other files")
-    except (Wrong, TypeError, KeyError, AttributeError):
-        part = Part("?", fault=f"it could not say what it has written to '{temporary}': make room there")
-    path.unlink()
-    return part
-
-
-def _look_of(folder: Path) -> object:
-    """Something that changes when a file in the folder comes or goes, or one of those that only rank 0 writes grows."""
-    sizes = {}
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            sizes[name] = 0 if name.startswith("rank-") else (folder / name).stat().st_size
-    return sizes
-
-
-def _pauses() -> Iterable[float]:
-    """Seconds between one look and the next: short at first."""
-    pause = 0.002
-    while True:
-        yield pause
-        pause = min(1.5 * pause, 0.1)

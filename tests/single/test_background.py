@@ -29,7 +29,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.training import background, snapshot
+from hvd_ckpt.training import background, snapshot, snapshot_meeting
 from hvd_ckpt.training.background import SnapshotWriter
 from hvd_ckpt.training.resuming import later_snapshots, remove_abandoned
 from hvd_ckpt.training.staging import Copying, Staging
@@ -193,7 +193,7 @@ def test_nothing_of_the_state_is_kept_once_it_is_copied(
     writing = Gate(monkeypatch, background, "write_content")
     numbers = np.ones(5000)
     alive = weakref.ref(numbers)
-    with Job(tmp_path) as job:
+    with Job(tmp_path, ranks=1) as job:  # the other's thread would come to the gate first
         job.begin(1, common=[torch.from_numpy(numbers)], weights={"a": torch.from_numpy(numbers)[1:]})
         assert writing.reached.wait(60)
         del numbers
@@ -236,8 +236,8 @@ def vanishing(job: Job) -> Iterator[None]:
 @contextmanager
 def no_part(job: Job) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "PART_SECONDS", 0.1)
-        patch.setattr(job.writers[1], "_sent", lambda job, part: None)
+        patch.setattr(snapshot_meeting, "PART_SECONDS", 0.1)
+        patch.setattr(background, "send_part", lambda *_: None)
         yield
 
 
@@ -282,8 +282,8 @@ def test_training_goes_on_with_one_warning(tmp_path: Path, trouble: Any, own: An
 def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "PART_SECONDS", 0.1)
-    monkeypatch.setattr(background, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(snapshot_meeting, "PART_SECONDS", 0.1)
+    monkeypatch.setattr(snapshot_meeting, "LATE_SECONDS", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "node7")
     with Job(tmp_path) as job:
         first, second = job.writers
@@ -299,7 +299,7 @@ def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
 def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
 ) -> None:
-    monkeypatch.setattr(background, "LATE_SECONDS", 0.02)
+    monkeypatch.setattr(snapshot_meeting, "LATE_SECONDS", 0.02)
     with Job(tmp_path) as job, Gate(monkeypatch, background, busy_with) as busy:
         first, second = job.writers
         state: Any = {"weights": {}, "common": None, "own": None}
@@ -326,7 +326,7 @@ def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
 def test_a_rank_does_not_wait_for_ever_for_a_rank_0_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(snapshot_meeting, "BUSY_SECONDS", 0.1)
     with Job(tmp_path) as job, Gate(monkeypatch, background, "finish"):
         job.begin(1)
         job.writers[1].begin(2, weights={}, common=None, own=None)
@@ -339,7 +339,7 @@ def test_time_in_which_a_job_is_suspended_is_no_waiting(
     hours = itertools.count(0, 3600)
     with Job(tmp_path) as job:
         monkeypatch.setattr(
-            background, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(hours)})
+            snapshot_meeting, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(hours)})
         )
         for step, order in ((1, (0, 1)), (2, (1, 0))):
             for rank in order:
