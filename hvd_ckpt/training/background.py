@@ -53,7 +53,9 @@ from hvd_ckpt.training.staging import Copying, Staging
 
 __all__ = ["SnapshotWriter"]
 
-EXIT_SECONDS = 5.0  # that the end of the process, or an exception, waits for a snapshot under way
+# That the end of the process, or an exception, waits for a snapshot under way; horovodrun gives 5 seconds in all.
+EXIT_SECONDS = 3.0
+GIVING_UP_SECONDS = 1.0  # and then until what there is of it has been removed
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 _TROUBLE = (OSError, Wrong, SnapshotError)
 _TOKEN = re.compile(r"[0-9a-f]{8}")
@@ -79,7 +81,7 @@ class _Job:
 class SnapshotWriter:
     """Writes the snapshots of a run beside training; one for each rank, all of which call the same methods in the same order.
 
-    It is a context manager. An exception that leaves the context waits at most 5 seconds for a snapshot under way.
+    It is a context manager. An exception that leaves the context waits at most 3 seconds for a snapshot under way, and gives it up.
 
     Args:
         folder: where snapshots are, such as RUN/snapshots; made if missing; all ranks must see the same one.
@@ -131,6 +133,7 @@ class SnapshotWriter:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._given_up = threading.Event()
 
     def begin(
         self,
@@ -313,6 +316,8 @@ class SnapshotWriter:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(seconds)
+            self._given_up.set()  # the others may have died; what is left of the snapshot goes
+            self._thread.join(None if seconds is None else GIVING_UP_SECONDS)
             atexit.unregister(self._end)
             if self._thread.is_alive():
                 return
@@ -376,7 +381,7 @@ class SnapshotWriter:
         After a failure of its own it waits for the others as well, or a rank that comes late would look for a folder that is gone.
         """
         try:
-            parts = [part, *parts_of_others(job.temporary, self._ranks)]
+            parts = [part, *parts_of_others(job.temporary, self._ranks, self._given_up.is_set)]
         except _TROUBLE as error:
             discard(job.temporary)
             return f"rank 0: {part.fault}" if part.fault else reason_of(error)

@@ -81,8 +81,11 @@ def send_part(temporary: Path, rank: int, part: Part) -> str | None:
     return part.fault or None
 
 
-def parts_of_others(temporary: Path, ranks: int) -> list[Part]:
+def parts_of_others(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[Part]:
     """Waits, on rank 0, for the parts of all other ranks, and removes what they were told by; in rank order.
+
+    Args:
+        given_up: says whether this process ends, and will not wait any longer.
 
     Raises:
         Wrong: one does not come.
@@ -100,6 +103,10 @@ def parts_of_others(temporary: Path, ranks: int) -> list[Part]:
         if not missing:
             break
         waited += pause
+        if given_up():
+            raise Wrong(
+                f"rank {missing[0]} had not written its part when this process ended: look at its output"
+            )
         if waited > PART_SECONDS:
             raise Wrong(
                 not_shared(f"rank {missing[0]} has not written its part for {PART_SECONDS:g} seconds")

@@ -503,3 +503,14 @@ def test_a_process_that_does_not_close_its_writer_ends(tmp_path: Path) -> None:
         assert process.returncode == 0 and not errors
     assert snapshot.find(tmp_path / "1") == tmp_path / "1" / "step-00000001"
     assert snapshot.find(tmp_path / "2") is None
+
+
+def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "EXIT_SECONDS", 0.05)
+    writer = SnapshotWriter(tmp_path, 2, TOKEN, 0, 2, print)
+    with pytest.raises(KeyError), writer:
+        writer.begin(8, weights={"a": torch.ones(3)}, common=None, own=None)
+        raise KeyError("planted")
+    assert names(tmp_path) == []
