@@ -510,7 +510,12 @@ def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_fi
 ) -> None:
     monkeypatch.setattr(background, "EXIT_SECONDS", 0.05)
     writer = SnapshotWriter(tmp_path, 2, TOKEN, 0, 2, print)
-    with pytest.raises(KeyError), writer:
-        writer.begin(8, weights={"a": torch.ones(3)}, common=None, own=None)
-        raise KeyError("planted")
+
+    def fail() -> None:
+        with writer:
+            writer.begin(8, weights={"a": torch.ones(3)}, common=None, own=None)
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        fail()
     assert names(tmp_path) == []
