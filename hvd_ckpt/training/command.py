@@ -192,9 +192,8 @@ def run(config: Config) -> None:
         stopped = f"stopped ({outcome.stopped})" if outcome.stopped else None
         end = stopped or ("ended early" if outcome.ended_early else "done")
         click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
-    if (
-        outcome.stopped
-    ):  # everything is written, and a launcher may give no time for the interpreter's own end
+    if outcome.stopped:
+        # Everything is written, and a launcher may give no time for the interpreter's own end.
         hvd.shutdown()
         leave(status_of(outcome.stopped))
 

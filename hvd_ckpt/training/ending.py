@@ -26,11 +26,11 @@ from hvd_ckpt.training.background import EXIT_SECONDS
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.guards import CannotGoOn
 from hvd_ckpt.training.snapshot import SnapshotError
+from hvd_ckpt.training.stopping import FAILURE_FILE, SUPERVISED_VARIABLE
 
 __all__ = ["leave", "one_ending"]
 
 MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
-SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"
 SAID_ONCE = (CannotGoOn, WeightsDiffer, SnapshotError)  # by all ranks alike
 
 
@@ -77,7 +77,7 @@ def one_ending(folder: Path | None = None) -> Iterator[None]:
 def _leave_word(folder: Path | None, error: Exception) -> None:
     if folder is not None and _rank() == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
         with contextlib.suppress(OSError):
-            (folder / "failure.txt").write_text(f"{error}\n", "utf-8")
+            (folder / FAILURE_FILE).write_text(f"{error}\n", "utf-8")
 
 
 def _rank() -> int:

@@ -30,7 +30,7 @@ import psutil
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.training.relaunching import Commands, newest_but, next_settings, origin, snapshots_of, start_of
 from hvd_ckpt.training.signals import Signals
-from hvd_ckpt.training.stopping import STOP_FILE
+from hvd_ckpt.training.stopping import FAILURE_FILE, STOP_FILE, SUPERVISED_VARIABLE
 
 __all__ = ["Commands", "supervise"]
 
@@ -61,7 +61,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     Returns:
         the exit status: the job's; 128 + signal if it was stopped by one; 1 if the job says that a restart would end the same way
     """
-    for left in ("failure.txt", STOP_FILE):  # of a job before
+    for left in (FAILURE_FILE, STOP_FILE):  # of a job before
         _remove(commands.run / left)
     before = snapshots_of(commands.run)
     restarts = 0
@@ -76,7 +76,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             if failure is not None:
                 _say(f"not launched again: {failure}")
                 if not (commands.run / "config.yaml").exists():
-                    _remove(commands.run / "failure.txt")  # the folder can be used again
+                    _remove(commands.run / FAILURE_FILE)  # the folder can be used again
                 return 1
             if status == 0:
                 return status
@@ -105,7 +105,7 @@ class _Job:
         self._run = commands.run
         self._others = {child.pid for child in psutil.Process().children()}
         self._process = subprocess.Popen(
-            [*commands.launcher, "env", "HVD_CKPT_SUPERVISED=1", *_program(), "train", *settings],
+            [*commands.launcher, "env", f"{SUPERVISED_VARIABLE}=1", *_program(), "train", *settings],
             stdin=subprocess.DEVNULL,
             env=launcher_environment(),
             start_new_session=True,
@@ -261,7 +261,7 @@ def _pause(restarts: int) -> float:
 
 def _failure(run: Path) -> str | None:
     """Why a restart would end the same way, as rank 0 wrote it."""
-    path = run / "failure.txt"
+    path = run / FAILURE_FILE
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -17,9 +17,21 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = ["SIGNALS", "STOP_FILE", "StopRequest", "forget_file", "status_of"]
+__all__ = [
+    "FAILURE_FILE",
+    "SIGNALS",
+    "STOP_FILE",
+    "SUPERVISED_VARIABLE",
+    "StopRequest",
+    "forget_file",
+    "status_of",
+]
 
 STOP_FILE = "stop"
+FAILURE_FILE = (
+    "failure.txt"  # in which a job leaves word for its supervisor that a restart would end the same way
+)
+SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"  # "1" where there is one
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 LOOK_SECONDS = 1.0  # between two looks for the file, which may be on a slow file system

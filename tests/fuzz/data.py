@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -272,6 +273,7 @@ def npy(draw: Random, array: Any, odd: bool) -> bytes:
 
 class _Arrays(_Data):
     array: str
+    opener: Callable[[Path, int], Any]
 
     def arrays(self, draw: Random) -> dict[str, Any]:
         raise NotImplementedError
@@ -314,10 +316,11 @@ class _Arrays(_Data):
                 archive.writestr(key + draw.choice((".npy",) * 15 + ("",)), content)
         if way == 4 or draw.random() < 0.1:
             spoil(draw, file, PICKLE)
-        return self.open(draw, file)
-
-    def open(self, draw: Random, file: Path) -> str:
-        raise NotImplementedError
+        data = self.opener(file, 8)
+        if data.classes > 1 << 20:
+            raise Finding(f"{data.classes} classes")
+        first_batch(data)
+        return "accepted"
 
 
 class ImageArrayFiles(_Arrays):
@@ -326,19 +329,13 @@ class ImageArrayFiles(_Arrays):
     name = "image arrays"
     share = 5.0
     array = "images"
+    opener = staticmethod(open_images)
 
     def arrays(self, draw: Random) -> dict[str, Any]:
         return {
             "images": numpy.frombuffer(draw.randbytes(150), numpy.uint8).reshape(6, 5, 5),
             "labels": numpy.arange(6) % 3,
         }
-
-    def open(self, draw: Random, file: Path) -> str:
-        data = open_images(file, 8)
-        if data.classes > 1 << 20:
-            raise Finding(f"{data.classes} classes")
-        first_batch(data)
-        return "accepted"
 
 
 class VolumeFiles(_Arrays):
@@ -347,17 +344,11 @@ class VolumeFiles(_Arrays):
     name = "volume arrays"
     share = 4.0
     array = "volumes"
+    opener = staticmethod(open_volumes)
 
     def arrays(self, draw: Random) -> dict[str, Any]:
         volumes = numpy.frombuffer(draw.randbytes(750), numpy.uint8).reshape(6, 5, 5, 5)
         return {"volumes": volumes, "labels": volumes % 2}
-
-    def open(self, draw: Random, file: Path) -> str:
-        data = open_volumes(file, 8)
-        if data.classes > 1 << 20:
-            raise Finding(f"{data.classes} classes")
-        first_batch(data)
-        return "accepted"
 
 
 class Models(_Data):
