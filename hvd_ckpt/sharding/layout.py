@@ -1,0 +1,176 @@
+"""Which part of which parameter lies on which rank: pure arithmetic, the same on every rank.
+
+Parameters are laid one after the other in *groups*, each one flat run of elements of one dtype on one device. A group is padded
+so that it divides into one equal *shard* per rank; a parameter that lies across an edge is split there. A *span* is the part of one
+parameter that lies in one shard. What splits parameters this way must work on each element by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["ALIGNMENT", "Group", "Layout", "Span", "flat_view", "lay_out"]
+
+ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
+
+
+class Span(NamedTuple):
+    """Elements ``start`` to ``stop`` of parameter ``index``, in memory order, at ``offset`` in a shard."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Group:
+    """One flat run of elements that travels together.
+
+    Attributes:
+        position: the group's number in its layout.
+        indices: of its parameters, in the layout's list.
+        offsets: where each begins, in elements.
+        numel: elements of all parameters; ``padded``: with what makes it divide by the ranks.
+        requires_grad: whether its parameters did when it was laid out (all or none).
+    """
+
+    position: int
+    ranks: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = True
+    indices: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    numels: list[int] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, index: int, numel: int) -> None:
+        self.indices.append(index)
+        self.offsets.append(self.numel)
+        self.numels.append(numel)
+        self.numel += numel
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each rank's shard."""
+        each = -(-self.numel // self.ranks)
+        return -(-each // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def padded(self) -> int:
+        return self.shard_numel * self.ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parameters, padding not counted."""
+        return self.numel * self.dtype.itemsize
+
+    def spans(self, rank: int) -> list[Span]:
+        """What of its parameters lies in one rank's shard, in order."""
+        first = rank * self.shard_numel
+        last = first + self.shard_numel
+        found = []
+        for index, offset, numel in zip(self.indices, self.offsets, self.numels):
+            start, stop = max(offset, first), min(offset + numel, last)
+            if start < stop:
+                found.append(Span(index, start - offset, stop - offset, start - first))
+        return found
+
+
+class Layout:
+    """The groups of some parameters.
+
+    Attributes:
+        names, parameters: all of them, by index.
+        ranks: how many ranks they are split over.
+        groups: by position.
+        group_of: each parameter's group.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.names: list[str] = []
+        self.parameters: list[torch.Tensor] = []
+        self.groups: list[Group] = []
+        self.group_of: list[Group] = []
+        self._index_of: dict[int, int] = {}
+
+    def index(self, parameter: torch.Tensor) -> int | None:
+        """The index of a parameter, or None if it is not here."""
+        return self._index_of.get(id(parameter))
+
+    def add(self, named: Sequence[tuple[str, torch.Tensor]], cap_bytes: float) -> list[Group]:
+        """Lays parameters out in new groups: in the order given, each group of one kind and at most ``cap_bytes`` (one parameter
+        may be larger by itself). Those that are here already are passed over.
+
+        Returns:
+            The new groups.
+        """
+        first = len(self.groups)
+        open_groups: dict[object, Group] = {}
+        for name, parameter in named:
+            if id(parameter) in self._index_of:
+                continue
+            index = self._index_of[id(parameter)] = len(self.parameters)
+            self.names.append(name)
+            self.parameters.append(parameter)
+            kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+            group = open_groups.get(kind)
+            size = parameter.numel() * parameter.dtype.itemsize
+            if group is None or (group.numel and group.nbytes + size > cap_bytes):
+                group = Group(len(self.groups), self.ranks, *kind)
+                open_groups[kind] = group
+                self.groups.append(group)
+            group.add(index, parameter.numel())
+            self.group_of.append(group)
+        return self.groups[first:]
+
+
+def lay_out(
+    named: Sequence[tuple[str, torch.Tensor]],
+    ranks: int,
+    cap_bytes: float,
+    units: Sequence[Sequence[tuple[str, torch.Tensor]]] | None = None,
+) -> tuple[Layout, list[list[Group]]]:
+    """Lays parameters out.
+
+    Args:
+        named: all parameters, in the model's order.
+        ranks: how many ranks they are split over.
+        cap_bytes: largest group, where there are no units.
+        units: parameters that are used together; each gets groups of its own, and no cap. Together they are ``named``.
+
+    Returns:
+        The layout, and the groups of each unit. Without units, groups follow the reverse of the model's order, which is about
+        that in which gradients become final.
+    """
+    layout = Layout(ranks)
+    if units is None:
+        layout.add(list(reversed(named)), cap_bytes)
+        return layout, []
+    return layout, [layout.add(unit, float("inf")) for unit in units]
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that fills consecutive memory, as 1-D in memory order; shares its storage.
+
+    Raises:
+        ValueError: it has gaps, or elements that share memory.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != expected:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps"
+            )
+        expected *= size
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
