@@ -19,9 +19,9 @@ ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lin
 
 
 class Span(NamedTuple):
-    """Elements ``start`` to ``stop`` of parameter ``index``, in memory order, at ``offset`` in a shard."""
+    """Elements ``start`` to ``stop`` of parameter number ``parameter``, in memory order, at ``offset`` in a shard."""
 
-    index: int
+    parameter: int
     start: int
     stop: int
     offset: int
