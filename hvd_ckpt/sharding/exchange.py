@@ -1,0 +1,228 @@
+"""The two collectives of sharded training, over Horovod: gradients are reduce-scattered, parameters gathered.
+
+Horovod carries, this module adds: a reduce-scatter is an alltoall and a sum of what arrives, in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Max, Sum
+
+from hvd_ckpt.reduction.wire import wait
+
+from .formats import FP32, WireFormat, sum_dtype
+
+__all__ = ["Exchange", "Traffic", "Transfer"]
+
+Kind = Literal["reduce_scatter", "all_gather", "control"]
+KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "control")
+
+# What Horovod carries under its own name; all else is carried as bytes.
+_CARRIED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
+
+
+def _zeros() -> dict[Kind, int]:
+    return dict.fromkeys(KINDS, 0)
+
+
+@dataclass
+class Traffic:
+    """What the algorithms themselves must send, per rank, since the start.
+
+    An exchange of a flat run among n ranks counts (n - 1) / n of it: what an alltoall, or a ring's reduce-scatter or allgather,
+    hands to the network. What travels beneath (headers, a tree of broadcasts) is not counted. A step of stage 3 sends each
+    parameter three times: two gathers and one reduce-scatter. A control message, which every rank needs whole, counts 2 (n - 1) / n.
+
+    Attributes:
+        sent: bytes on the wire, by kind.
+        elements: elements of them, whatever their format.
+        calls: collectives.
+    """
+
+    sent: dict[Kind, int] = field(default_factory=_zeros)
+    elements: dict[Kind, int] = field(default_factory=_zeros)
+    calls: dict[Kind, int] = field(default_factory=_zeros)
+
+    def count(self, kind: Kind, elements: int, sent: int) -> None:
+        self.calls[kind] += 1
+        self.elements[kind] += elements
+        self.sent[kind] += sent
+
+
+class Transfer:
+    """A collective on its way; holds all tensors that it needs."""
+
+    def __init__(
+        self, named_handles: Sequence[tuple[str, int]], finish: Callable[[list[Any]], torch.Tensor]
+    ) -> None:
+        self._pending = named_handles
+        self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
+        return all(mpi_ops.poll(handle) for _, handle in self._pending)
+
+    def wait(self) -> torch.Tensor:
+        """The result; asleep until all messages are here. A second call returns the same tensor.
+
+        Raises:
+            horovod.common.exceptions.HorovodInternalError: another rank is gone.
+        """
+        if self._finish is not None:
+            pending, self._pending = self._pending, ()
+            finish, self._finish = self._finish, None
+            with torch.no_grad():
+                self._result = finish([wait(handle, name) for name, handle in pending])
+        if self._result is None:
+            raise RuntimeError("this transfer has failed before; start the step again")
+        return self._result
+
+
+class Exchange:
+    """The collectives of one optimizer.
+
+    All ranks must launch the same ones in the same order. A name (``what``) is free again once its transfer has been waited for.
+
+    Args:
+        process_set: Horovod's, the ranks that take part.
+        prefix: of all tensor names, unique to the optimizer and the same on every rank.
+    """
+
+    def __init__(self, process_set: Any, prefix: str) -> None:
+        self.prefix = prefix
+        self.ranks: int = process_set.size()
+        self.rank: int = process_set.rank()
+        self.traffic = Traffic()
+        self._process_set = process_set
+
+    def rename(self, prefix: str) -> None:
+        """Begins new names: after an abandoned step, tensors of the old ones may still be on their way."""
+        self.prefix = prefix
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, what: str, scale: float = 1.0, format: WireFormat = FP32
+    ) -> Transfer:
+        """Starts to add up all ranks' ``flat`` [ranks * m], of which this rank gets its own m elements, times ``scale``.
+
+        Args:
+            flat: contiguous, untouched until the transfer is done.
+            what: names it, the same on every rank.
+            scale: of the sum; 1 / ranks gives the average.
+            format: of what travels; with one rank nothing does, and nothing is rounded.
+
+        Returns:
+            Its result is [m], a tensor of its own, in float32 where ``flat`` is of a narrower type, else in its type.
+        """
+        if flat.dtype.is_complex:
+            real = self.reduce_scatter(torch.view_as_real(flat).view(-1), what, scale, format)
+            return Transfer((), lambda _: torch.view_as_complex(real.wait().view(-1, 2)))
+        numel = self._shard_numel(flat)
+        wire = format.encode(flat, self.ranks)
+        out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
+        self._count("reduce_scatter", numel, format.row_bytes(numel, flat.dtype))
+
+        def add(results: list[Any]) -> torch.Tensor:
+            rows = results[0][0].view(wire.dtype).view(self.ranks, -1) if results else flat.view(1, -1)
+            format.sum(rows, out, scale)
+            return out
+
+        if self.ranks == 1 or numel == 0:
+            return Transfer((), add)
+        message = _carried(wire.view(-1))
+        name = self._name("reduce_scatter", what, flat.numel())
+        splits = torch.full((self.ranks,), message.numel() // self.ranks, dtype=torch.int32)
+        handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=self._process_set)
+        return Transfer([(name, handle)], add)
+
+    def all_gather(
+        self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32
+    ) -> Transfer:
+        """Starts to write all ranks' ``shard`` [m] into ``flat`` [ranks * m], in rank order, in place.
+
+        With a lossy format this rank's own part is what the others get, too, so that ``flat`` is the same on every rank.
+
+        Args:
+            shard: contiguous; it may lie in ``flat`` where it belongs. Untouched until the transfer is done.
+            flat: contiguous; undefined until the transfer is done. Its version counter does not move.
+            what: names it, the same on every rank.
+            format: of what travels; with one rank nothing does, and nothing is rounded.
+
+        Returns:
+            Its result is ``flat``.
+        """
+        if flat.dtype.is_complex:
+            real = self.all_gather(
+                torch.view_as_real(shard).view(-1), torch.view_as_real(flat).view(-1), what, format
+            )
+            return Transfer((), lambda _: (real.wait(), flat)[1])
+        numel = self._shard_numel(flat)
+        whole = flat.data
+        own = whole[self.rank * numel : (self.rank + 1) * numel]
+        self._count("all_gather", numel, format.row_bytes(numel, flat.dtype))
+        if self.ranks == 1 or numel == 0:
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+            return Transfer((), lambda _: flat)
+        wire = format.encode(shard.detach(), 1)
+        message = _carried(wire.view(-1))
+        name = self._name("all_gather", what, flat.numel())
+        handle = mpi_ops.allgather_async(message, name=name, process_set=self._process_set)
+
+        def place(results: list[Any]) -> torch.Tensor:
+            format.decode(results[0].view(wire.dtype).view(self.ranks, -1), whole)
+            return flat
+
+        return Transfer([(name, handle)], place)
+
+    def maximum(self, values: torch.Tensor, what: str) -> list[float]:
+        """The greatest of each of some ``values`` (a small vector, no nan) over the ranks."""
+        return self._reduce(values, what, Max)
+
+    def total(self, values: torch.Tensor, what: str) -> list[float]:
+        """The sum of each of some ``values`` (a small vector) over the ranks."""
+        return self._reduce(values, what, Sum)
+
+    def _reduce(self, values: torch.Tensor, what: str, op: int) -> list[float]:
+        self.traffic.count(
+            "control",
+            2 * (self.ranks - 1) * values.numel() // self.ranks,
+            2 * (self.ranks - 1) * values.nbytes // self.ranks,
+        )
+        if self.ranks == 1 or values.numel() == 0:
+            return list(values.tolist())
+        name = self._name("control", what, values.numel())
+        handle = mpi_ops.allreduce_async(values, name=name, op=op, process_set=self._process_set)
+        return list(wait(handle, name).tolist())
+
+    def _count(self, kind: Kind, numel: int, row_bytes: int) -> None:
+        self.traffic.count(kind, (self.ranks - 1) * numel, (self.ranks - 1) * row_bytes)
+
+    def _name(self, kind: Kind, what: str, numel: int) -> str:
+        return f"{self.prefix}.{kind}.{what}.{numel}"
+
+    def _shard_numel(self, flat: torch.Tensor) -> int:
+        numel, rest = divmod(flat.numel(), self.ranks)
+        if rest:
+            raise ValueError(f"{flat.numel()} elements do not divide by {self.ranks} ranks; pad them")
+        return numel
+
+
+def _carried(message: torch.Tensor) -> torch.Tensor:
+    """The same storage in a type that Horovod carries."""
+    message = message.detach()
+    return message if message.dtype in _CARRIED else message.view(torch.uint8)

@@ -1,0 +1,204 @@
+"""Wire formats: what gradients and parameters look like while they travel between ranks.
+
+Horovod carries bytes; it adds nothing here. Each rank encodes its chunks, one for each rank; whoever receives a chunk decodes it
+and adds in float32, in rank order, so sums are rounded once per addition and repeat bit for bit. ``int8`` is the blockwise
+format of ZeRO++ (Wang et al. 2023), of both its parameter gathers (qwZ) and its gradients through an alltoall (qgZ).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["BF16", "FP16", "FP32", "INT8", "WIRE_FORMATS", "WireFormat", "sum_dtype", "wire_format"]
+
+BLOCK = 256  # elements of an int8 block
+_LEVELS = 127.0
+_SLICE = 1 << 16  # elements; what is worked on at a time stays in a core's cache
+_ROW_BYTES = 8  # rows are a whole number of these, so that one begins where any dtype may
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elements of ``dtype`` are added: float32 for narrower floating point numbers, else their own."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+class WireFormat:
+    """``fp32``: elements travel as they are, whatever their dtype; and the base of the others.
+
+    A flat run of ``rows * m`` elements becomes ``rows`` equal rows of the wire, which can be sent and decoded one by one.
+
+    Attributes:
+        name: the format's.
+        bytes_per_element: of float32 elements on the wire (of int8: with the scales).
+    """
+
+    name = "fp32"
+    bytes_per_element = 4.0
+
+    def __repr__(self) -> str:
+        return f"<wire format {self.name}>"
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """True if elements of ``dtype`` are encoded; False if they travel as they are."""
+        return False
+
+    def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes on the wire of ``numel`` elements in one row."""
+        return numel * dtype.itemsize
+
+    def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
+        """The wire [rows, any] of ``flat`` [rows * m]: its own storage where it travels as it is."""
+        return flat.view(rows, -1)
+
+    def decode(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
+        """Writes the elements of ``wire`` [rows, any] to ``flat`` [rows * m], in its dtype."""
+        for row, part in zip(wire, flat.view(len(wire), -1)):
+            for start, stop in _slices(part):
+                part[start:stop].copy_(self._piece(row, len(part), start, stop, part[start:stop]))
+
+    def rounded(self, flat: torch.Tensor) -> torch.Tensor:
+        """What elements [m] become on the way, in a tensor of its own."""
+        out = torch.empty_like(flat)
+        self.decode(self.encode(flat), out)
+        return out
+
+    def sum(self, wire: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+        """Adds the rows of ``wire`` [rows, any] in their order, times ``scale``, into ``out`` [m]."""
+        first, *others = wire
+        numel = out.numel()
+        scratch = torch.empty_like(out[: min(numel, _slice_numel(out))])
+        for start, stop in _slices(out):
+            total, space = out[start:stop], scratch[: stop - start]
+            piece = self._piece(first, numel, start, stop, total)
+            for row in others:
+                piece = torch.add(piece, self._piece(row, numel, start, stop, space), out=total)
+            torch.mul(piece, scale, out=total)
+
+    def _piece(
+        self, row: torch.Tensor, numel: int, start: int, stop: int, space: torch.Tensor
+    ) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a row of ``numel``: in ``space``, or where they lie if they have its dtype."""
+        piece = row[start:stop]
+        return piece if piece.dtype == space.dtype else space.copy_(piece)
+
+
+class _Narrowed(WireFormat):
+    """Elements wider than ``dtype`` travel as ``dtype``; others as they are."""
+
+    bytes_per_element = 2.0
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
+
+    def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * (self._dtype if self.changes(dtype) else dtype).itemsize
+
+    def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
+        return (flat.to(self._dtype) if self.changes(flat.dtype) else flat).view(rows, -1)
+
+
+class _Blockwise(WireFormat):
+    """One byte an element, and one float32 scale for each block: its largest magnitude, over 127.
+
+    A row is the scales, then the elements. Elements are rounded to the nearest level. A block with an inf or a nan is all nan when
+    decoded, so that whoever looks for one finds it. Magnitudes below 1e-38 may become zero.
+    """
+
+    name = "int8"
+    bytes_per_element = 1.0 + 4.0 / BLOCK
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        if not self.changes(dtype):
+            return numel * dtype.itemsize
+        return -(-(4 * -(-numel // BLOCK) + numel) // _ROW_BYTES) * _ROW_BYTES
+
+    def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
+        if not self.changes(flat.dtype):
+            return flat.view(rows, -1)
+        parts = flat.view(rows, -1)
+        numel = parts.shape[1]
+        wire = torch.zeros(rows, self.row_bytes(numel, flat.dtype), dtype=torch.uint8, device=flat.device)
+        for part, row in zip(parts, wire):
+            scales, levels = self._fields(row, numel)
+            for start, stop in _slices(part):
+                blocks = slice(start // BLOCK, -(-stop // BLOCK))
+                _quantize(part[start:stop], scales[blocks], levels[start:stop])
+        return wire
+
+    def _piece(
+        self, row: torch.Tensor, numel: int, start: int, stop: int, space: torch.Tensor
+    ) -> torch.Tensor:
+        if row.dtype is not torch.uint8:
+            return super()._piece(row, numel, start, stop, space)
+        scales, levels = self._fields(row, numel)
+        scales = scales[start // BLOCK : -(-stop // BLOCK)]
+        space.copy_(levels[start:stop])
+        whole = space.numel() // BLOCK * BLOCK
+        space[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK, None])
+        space[whole:].mul_(scales[whole // BLOCK :])
+        return space
+
+    @staticmethod
+    def _fields(row: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales and the levels of a row, as views."""
+        edge = 4 * -(-numel // BLOCK)
+        return row[:edge].view(torch.float32), row[edge : edge + numel].view(torch.int8)
+
+
+def _quantize(values: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> None:
+    """Writes the ``levels`` of some ``values`` and the ``scales`` of their blocks, the last of which may be short."""
+    values = values.float()
+    whole = values.numel() // BLOCK * BLOCK
+    _quantize_blocks(values[:whole].view(-1, BLOCK), scales[: whole // BLOCK], levels[:whole])
+    if whole < values.numel():
+        _quantize_blocks(values[whole:].view(1, -1), scales[whole // BLOCK :], levels[whole:])
+
+
+def _quantize_blocks(blocks: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> None:
+    torch.amax(blocks.abs(), dim=1, out=scales)
+    scales.div_(_LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
+    nearest = (blocks * scales.reciprocal()[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+    levels.view_as(blocks).copy_(nearest)
+    scales.masked_fill_(scales.isinf(), math.nan)
+
+
+def _slice_numel(tensor: torch.Tensor) -> int:
+    return _SLICE if tensor.device.type == "cpu" else max(BLOCK, tensor.numel())
+
+
+def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """The bounds of runs of a tensor that are worked on one after the other; they begin where blocks do."""
+    step = _slice_numel(tensor)
+    for start in range(0, tensor.numel(), step):
+        yield start, min(start + step, tensor.numel())
+
+
+FP32 = WireFormat()
+FP16 = _Narrowed("fp16", torch.float16)
+BF16 = _Narrowed("bf16", torch.bfloat16)
+INT8 = _Blockwise()
+
+WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8)}
+
+
+def wire_format(name: str) -> WireFormat:
+    """The wire format of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return WIRE_FORMATS[name]
+    except (KeyError, TypeError):
+        known = ", ".join(map(repr, WIRE_FORMATS))
+        raise ValueError(f"there is no wire format {name!r}; there are {known}") from None
