@@ -7,10 +7,9 @@ come from here. A value that cannot be is found when the configuration is made, 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import yaml
 
 from hvd_ckpt.json_file import write_text
 from hvd_ckpt.names import one_line, unknown
-from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.precision import PRECISIONS
+from hvd_ckpt.sharding.stages import STAGES, stage_of
+from hvd_ckpt.training import parsing
 from hvd_ckpt.training.microbatch import CHECKPOINTS
 from hvd_ckpt.training.schedules import SCHEDULES
 from hvd_ckpt.values import BROKEN, PlainLoader, converted
@@ -30,11 +30,10 @@ __all__ = ["BATCH_NORMS", "ON_NAN", "Config", "ConfigError", "read_yaml"]
 BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
 ON_NAN = ("stop", "skip", "ignore")
 COMPRESSIONS = ("none", "fp16")
+OFFLOADS = ("optimizer",)
+WIRES = ("fp32", "fp16", "bf16", "int8")
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
-NESTED = 20
-
-Parser = Callable[[Any], Any]
 
 
 class ConfigError(ValueError):
@@ -49,89 +48,7 @@ class ConfigError(ValueError):
         self.passing = passing
 
 
-def _text(value: Any) -> str:
-    if "\0" in str(value):
-        raise ValueError("give a text without NUL characters")
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and str(value).strip():
-        return str(value)
-    raise ValueError("give a text")
-
-
-def _whole(least: int, most: int = 2**63 - 1) -> Parser:
-    def parse(value: Any) -> int:
-        try:
-            number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value))
-        except ValueError:
-            raise ValueError(f"give a whole number from {least}") from None
-        if not least <= number <= most:
-            raise ValueError(f"give a whole number from {least}" + (f" to {most}" if number > most else ""))
-        return number
-
-    return parse
-
-
-def _number(least: float, most: float = math.inf, *, above: bool = False) -> Parser:
-    def parse(value: Any) -> float:
-        wanted = f"give a number {'above' if above else 'from'} {least:g}" + (
-            f" to {most:g}" if most < math.inf else ""
-        )
-        try:
-            number = float("" if isinstance(value, bool) else value)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(wanted) from None
-        if not math.isfinite(number) or number < least or number > most or (above and number == least):
-            raise ValueError(wanted)
-        return number
-
-    return parse
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    raise ValueError("give true or false")
-
-
-def _one_of(what: str, known: tuple[str, ...]) -> Parser:
-    def parse(value: Any) -> str:
-        if value not in known:
-            raise ValueError(unknown(what, str(value), known))
-        return str(value)
-
-    return parse
-
-
-def _budget(value: Any) -> str | int:
-    parse_budget(value)
-    return value if isinstance(value, int) else str(value)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError("give names with their values")
-    if not _is_plain(value):
-        raise ValueError("give numbers, texts, true, false or lists as values")
-    return dict(value)
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether any file can hold it."""
-    if isinstance(value, (list, tuple)):
-        return depth < NESTED and all(_is_plain(one, depth + 1) for one in value)
-    if isinstance(value, Mapping):
-        return depth < NESTED and all(
-            isinstance(name, str) and _is_plain(one, depth + 1) for name, one in value.items()
-        )
-    return (
-        value is None
-        or isinstance(value, (bool, float, str))
-        or (isinstance(value, int) and abs(value) < 2**63)
-    )
-
-
-def _setting(default: Any, parse: Parser, help: str) -> Any:
+def _setting(default: Any, parse: parsing.Parser, help: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": help})
 
 
@@ -144,104 +61,144 @@ class Config:
     """
 
     model: str = field(
-        metadata={"parse": _text, "help": "A name of the catalogue, or a folder of a Hugging Face model."}
+        metadata={
+            "parse": parsing.text,
+            "help": "A name of the catalogue, or a folder of a Hugging Face model.",
+        }
     )
     model_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"parse": _mapping, "help": "Options of the model, such as layers=2."}
+        default_factory=dict,
+        metadata={"parse": parsing.mapping, "help": "Options of the model, such as layers=2."},
     )
 
     text: str | None = _setting(
-        None, _text, "Text file or folder to train on.  [default: the standard library's source]"
+        None, parsing.text, "Text file or folder to train on.  [default: the standard library's source]"
     )
-    tokenizer: str | None = _setting(None, _text, "JSON file of a tokenizer.  [default: bytes]")
-    length: int | None = _setting(None, _whole(8, MOST), "Tokens of a sequence.  [default: by model]")
+    tokenizer: str | None = _setting(None, parsing.text, "JSON file of a tokenizer.  [default: bytes]")
+    length: int | None = _setting(None, parsing.whole(8, MOST), "Tokens of a sequence.  [default: by model]")
     images: str | None = _setting(
-        None, _text, "Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
+        None, parsing.text, "Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
     )
     pixels: int | None = _setting(
-        None, _whole(4, MOST), "Of an image's or volume's side.  [default: by model]"
+        None, parsing.whole(4, MOST), "Of an image's or volume's side.  [default: by model]"
     )
-    augment: bool = _setting(False, _flag, "Flip and shift training images at random.")
+    augment: bool = _setting(False, parsing.truth, "Flip and shift training images at random.")
     volumes: str | None = _setting(
-        None, _text, ".npz file of volumes and labels.  [default: synthetic ellipsoids]"
+        None, parsing.text, ".npz file of volumes and labels.  [default: synthetic ellipsoids]"
     )
-    held_out: float = _setting(0.05, _number(0, 0.9), "Share of the samples that is only evaluated on.")
+    held_out: float = _setting(
+        0.05, parsing.number(0, 0.9), "Share of the samples that is only evaluated on."
+    )
 
-    steps: int | None = _setting(None, _whole(1), "Optimizer steps to take.  [default: 100]")
-    epochs: int | None = _setting(None, _whole(1), "Times to go through the samples, instead of steps.")
-    batch: int = _setting(8, _whole(1, MOST), "Samples of a step on each rank.")
-    accumulate: int = _setting(1, _whole(1), "Micro-batches that a batch is split into.")
-    seed: int = _setting(0, _whole(0), "Of weights, order of samples, masks and dropout.")
-    optimizer: str = _setting("adamw", _text, "Of torch.optim, in lower case.")
+    steps: int | None = _setting(None, parsing.whole(1), "Optimizer steps to take.  [default: 100]")
+    epochs: int | None = _setting(
+        None, parsing.whole(1), "Times to go through the samples, instead of steps."
+    )
+    batch: int = _setting(8, parsing.whole(1, MOST), "Samples of a step on each rank.")
+    accumulate: int = _setting(1, parsing.whole(1), "Micro-batches that a batch is split into.")
+    seed: int = _setting(0, parsing.whole(0), "Of weights, order of samples, masks and dropout.")
+    optimizer: str = _setting("adamw", parsing.text, "Of torch.optim, in lower case.")
     optimizer_options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"parse": _mapping, "help": "Further arguments of it, such as eps=1e-6."},
+        metadata={"parse": parsing.mapping, "help": "Further arguments of it, such as eps=1e-6."},
     )
-    lr: float = _setting(3e-4, _number(0, above=True), "Learning rate after the warm-up.")
-    weight_decay: float = _setting(0.01, _number(0), "Of weights, not of biases and norms.")
-    schedule: str = _setting("linear", _one_of("schedule", SCHEDULES), "Decay: " + ", ".join(SCHEDULES) + ".")
-    warmup: int = _setting(0, _whole(0), "Steps in which the learning rate rises to its full height.")
+    lr: float = _setting(3e-4, parsing.number(0, above=True), "Learning rate after the warm-up.")
+    weight_decay: float = _setting(0.01, parsing.number(0), "Of weights, not of biases and norms.")
+    schedule: str = _setting(
+        "linear", parsing.one_of("schedule", SCHEDULES), "Decay: " + ", ".join(SCHEDULES) + "."
+    )
+    warmup: int = _setting(0, parsing.whole(0), "Steps in which the learning rate rises to its full height.")
     final_lr: float = _setting(
-        0.0, _number(0, 1), "Share of the learning rate that is left at the end (linear, cosine)."
+        0.0, parsing.number(0, 1), "Share of the learning rate that is left at the end (linear, cosine)."
     )
-    clip: float | None = _setting(None, _number(0, above=True), "Largest norm of all gradients together.")
-    precision: str = _setting("fp32", _one_of("precision", PRECISIONS), ", ".join(PRECISIONS) + ".")
+    clip: float | None = _setting(
+        None, parsing.number(0, above=True), "Largest norm of all gradients together."
+    )
+    precision: str = _setting("fp32", parsing.one_of("precision", PRECISIONS), ", ".join(PRECISIONS) + ".")
 
     budget: str | int | None = _setting(
-        None, _budget, "Peak of a micro-batch's step, for a plan: 6GiB, 0.3x, 80%, min."
+        None, parsing.budget, "Peak of a micro-batch's step, for a plan: 6GiB, 0.3x, 80%, min."
     )
-    plan: str | None = _setting(None, _text, "Plan file to use instead of making one.")
-    segments: int | None = _setting(None, _whole(1), "Recompute the chain of blocks in this many segments.")
-    reentrant: bool = _setting(False, _flag, "Recompute segments by PyTorch's reentrant variant.")
+    plan: str | None = _setting(None, parsing.text, "Plan file to use instead of making one.")
+    segments: int | None = _setting(
+        None, parsing.whole(1), "Recompute the chain of blocks in this many segments."
+    )
+    reentrant: bool = _setting(False, parsing.truth, "Recompute segments by PyTorch's reentrant variant.")
     checkpoint: str = _setting(
         "always",
-        _one_of("checkpoint mode", CHECKPOINTS),
+        parsing.one_of("checkpoint mode", CHECKPOINTS),
         "Micro-batches that are recomputed: always, except_last, never.",
     )
     batch_norm: str = _setting(
         "local",
-        _one_of("batch norm", BATCH_NORMS),
+        parsing.one_of("batch norm", BATCH_NORMS),
         "Statistics of batch norms: " + ", ".join(BATCH_NORMS) + ".",
     )
     compression: str = _setting(
-        "none", _one_of("compression", COMPRESSIONS), "Of gradients on the wire: none, fp16."
+        "none", parsing.one_of("compression", COMPRESSIONS), "Of gradients on the wire: none, fp16."
     )
-    bucket_cap_mb: float = _setting(25.0, _number(0, above=True), "Size of a gradient bucket in MiB.")
+    bucket_cap_mb: float = _setting(25.0, parsing.number(0, above=True), "Size of a gradient bucket in MiB.")
+
+    shard: str = _setting(
+        "none", parsing.stage, "What is split over the ranks: " + ", ".join(STAGES) + "; or 0 to 3 (ZeRO)."
+    )
+    wire: str = _setting(
+        "fp32",
+        parsing.one_of("wire format", WIRES),
+        "Of sharded gradients and parameters on the wire: " + ", ".join(WIRES) + ".",
+    )
+    accumulate_locally: bool = _setting(
+        False,
+        parsing.truth,
+        "Add a step's sharded gradients up on each rank, and send them once; takes their whole size in memory.",
+    )
+    offload: str | None = _setting(
+        None,
+        parsing.one_of("thing to offload", OFFLOADS),
+        "Keep it on disk (CPU) or in host memory (CUDA): optimizer.",
+    )
+    offload_folder: str | None = _setting(
+        None, parsing.text, "For offloaded state on a CPU.  [default: the temporary folder]"
+    )
 
     eval_every: int | None = _setting(
-        None, _whole(1), "Steps between evaluations.  [default: at the end only]"
+        None, parsing.whole(1), "Steps between evaluations.  [default: at the end only]"
     )
     eval_batches: int | None = _setting(
-        None, _whole(1), "Batches of each rank in an evaluation.  [default: all held-out samples]"
+        None, parsing.whole(1), "Batches of each rank in an evaluation.  [default: all held-out samples]"
     )
-    patience: int | None = _setting(None, _whole(1), "End after this many evaluations without a lower loss.")
-    log_every: int = _setting(10, _whole(1), "Steps between log entries.")
-    tensorboard: bool = _setting(False, _flag, "Also write logs for TensorBoard.")
+    patience: int | None = _setting(
+        None, parsing.whole(1), "End after this many evaluations without a lower loss."
+    )
+    log_every: int = _setting(10, parsing.whole(1), "Steps between log entries.")
+    tensorboard: bool = _setting(False, parsing.truth, "Also write logs for TensorBoard.")
     snapshot_every: int | None = _setting(
-        None, _whole(1), "Steps between snapshots.  [default: at the end only]"
+        None, parsing.whole(1), "Steps between snapshots.  [default: at the end only]"
     )
-    keep_snapshots: int = _setting(2, _whole(1), "Newest snapshots to keep.")
+    keep_snapshots: int = _setting(2, parsing.whole(1), "Newest snapshots to keep.")
     blocking_snapshots: bool = _setting(
-        False, _flag, "Stand still while a snapshot is written; spares rank 0 a copy of the state."
+        False, parsing.truth, "Stand still while a snapshot is written; spares rank 0 a copy of the state."
     )
     on_nan: str = _setting(
         "stop",
-        _one_of("answer to a loss that is nan", ON_NAN),
+        parsing.one_of("answer to a loss that is nan", ON_NAN),
         "When a rank's loss is nan or infinite: " + ", ".join(ON_NAN) + ".",
     )
     check_weights: int | None = _setting(
-        None, _whole(1), "Steps between checks that all ranks have the same weights.  [default: never]"
+        None, parsing.whole(1), "Steps between checks that all ranks have the same weights.  [default: never]"
     )
     stall_timeout: float = _setting(
-        1800.0, _number(0, above=True), "Seconds a rank waits for the others before it ends."
+        1800.0, parsing.number(0, above=True), "Seconds a rank waits for the others before it ends."
     )
-    commit_every: int = _setting(10, _whole(1), "Steps between commits in an elastic job.")
-    output: str | None = _setting(None, _text, "Folder of the run.  [default: runs/train-<time>]")
+    commit_every: int = _setting(10, parsing.whole(1), "Steps between commits in an elastic job.")
+    output: str | None = _setting(None, parsing.text, "Folder of the run.  [default: runs/train-<time>]")
     resume: str | None = _setting(
-        None, _text, "Folder of a run or snapshot to go on from; a run's folder is also the output then."
+        None,
+        parsing.text,
+        "Folder of a run or snapshot to go on from; a run's folder is also the output then.",
     )
     device: str | None = _setting(
-        None, _text, "cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
+        None, parsing.text, "cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
     )
 
     def __post_init__(self) -> None:
@@ -269,6 +226,38 @@ class Config:
             raise ConfigError(f"patience {self.patience}: nothing is held out to evaluate on, give held_out")
         if self.resume is not None and self.output is not None:
             raise ConfigError(f"output {self.output}: a resumed run goes on in its own folder, leave it out")
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        if self.offload is not None and not self.stage:
+            raise ConfigError(
+                f"offload {self.offload}: it is of sharded runs, give shard {STAGES[1]} or more as well"
+            )
+        if self.offload_folder is not None and self.offload is None:
+            raise ConfigError(
+                f"offload_folder {self.offload_folder}: nothing is offloaded, give offload as well"
+            )
+        if self.wire != "fp32" and self.stage < 2:
+            raise ConfigError(
+                f"wire {self.wire}: it is of sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
+            )
+        if self.accumulate_locally and self.stage < 2:
+            raise ConfigError(
+                f"accumulate_locally: it is of sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
+            )
+        if self.stage >= 2 and self.compression != "none":
+            raise ConfigError(
+                f"compression {self.compression}: sharded gradients are not allreduced, give wire {self.compression} instead"
+            )
+        if self.stage and self.precision.startswith("apex"):
+            raise ConfigError(
+                f"shard {self.shard}: Apex replaces the parameters, which were split by then, give precision fp16 or bf16"
+            )
+
+    @property
+    def stage(self) -> int:
+        """What is split over the ranks, as a number from 0 to 3."""
+        return stage_of(self.shard)
 
     @property
     def micro_batch(self) -> int:

@@ -67,10 +67,33 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"accumulate": 9}, "accumulate 9: a batch of 8 has fewer samples, give at most 8"),
         ({"patience": 2}, "patience 2: it counts evaluations, give eval_every as well"),
         ({"resume": "a", "output": "b"}, "output b: a resumed run goes on in its own folder"),
+        ({"shard": 4}, "shard 4: give none, optimizer, gradients or parameters, or 0 to 3"),
+        ({"offload": "optimizer"}, "offload optimizer: it is of sharded runs, give shard optimizer or more"),
+        ({"offload_folder": "a"}, "offload_folder a: nothing is offloaded, give offload as well"),
+        (
+            {"shard": 1, "wire": "int8"},
+            "wire int8: it is of sharded gradients, give shard gradients or param",
+        ),
+        ({"accumulate_locally": True}, "accumulate_locally: it is of sharded gradients, give shard"),
+        (
+            {"shard": 2, "compression": "fp16"},
+            "compression fp16: sharded gradients are not allreduced, give wire",
+        ),
+        ({"shard": 1, "precision": "apex-O1"}, "shard optimizer: Apex replaces the parameters"),
     ],
 )
 def test_what_cannot_be_is_one_line(values: dict[str, object], said: str) -> None:
     assert said in error_of(model="gpt-tiny", **values)
+
+
+def test_what_is_split_may_be_a_number() -> None:
+    made = [Config("gpt-tiny", shard=given) for given in ("none", 1, "2", "parameters")]
+    assert [(config.shard, config.stage) for config in made] == [
+        ("none", 0),
+        ("optimizer", 1),
+        ("gradients", 2),
+        ("parameters", 3),
+    ]
 
 
 def test_a_model_is_needed() -> None:
