@@ -91,6 +91,7 @@ class Layout:
 
     Attributes:
         names, parameters: all of them, by index.
+        strides: of each when it was laid out: its memory order.
         ranks: how many ranks they are split over.
         groups: by position.
         group_of: each parameter's group.
@@ -100,6 +101,7 @@ class Layout:
         self.ranks = ranks
         self.names: list[str] = []
         self.parameters: list[torch.Tensor] = []
+        self.strides: list[tuple[int, ...]] = []
         self.groups: list[Group] = []
         self.group_of: list[Group] = []
         self._index_of: dict[int, int] = {}
@@ -123,6 +125,7 @@ class Layout:
             index = self._index_of[id(parameter)] = len(self.parameters)
             self.names.append(name)
             self.parameters.append(parameter)
+            self.strides.append(parameter.stride())
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             group = open_groups.get(kind)
             size = parameter.numel() * parameter.dtype.itemsize
