@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         synchronize,
     )
 
+    from hvd_ckpt.distributed import DistributedOptimizer
     from hvd_ckpt.planning import BudgetError, Plan, PlanError, largest_batch, plan
     from hvd_ckpt.precision import GradScaler, Precision
     from hvd_ckpt.recompute import (
@@ -95,7 +96,6 @@ if TYPE_CHECKING:
     )
     from hvd_ckpt.reduction import (
         Compression,
-        DistributedOptimizer,
         ReductionStats,
         broadcast_optimizer_state,
         broadcast_parameters,
@@ -103,10 +103,12 @@ if TYPE_CHECKING:
     )
     from hvd_ckpt.reduction.drift import WeightsDiffer, check_equal_weights
     from hvd_ckpt.runtime import controller, init, mpi_communicator
+    from hvd_ckpt.sharding.optimizer import clip_grad_norm_
     from hvd_ckpt.training.microbatch import accumulate
 
 # Names are imported when they are first used: `hvd-ckpt --help` then needs no PyTorch, and `hvd-ckpt doctor` no working Horovod.
 _OWN = {
+    "hvd_ckpt.distributed": ("DistributedOptimizer",),
     "hvd_ckpt.planning": (
         "BudgetError",
         "Plan",
@@ -132,7 +134,6 @@ _OWN = {
     ),
     "hvd_ckpt.reduction": (
         "Compression",
-        "DistributedOptimizer",
         "ReductionStats",
         "broadcast_optimizer_state",
         "broadcast_parameters",
@@ -147,6 +148,7 @@ _OWN = {
         "init",
         "mpi_communicator",
     ),
+    "hvd_ckpt.sharding.optimizer": ("clip_grad_norm_",),
     "hvd_ckpt.training.microbatch": ("accumulate",),
 }
 _HOMES = {name: module for module, names in _OWN.items() for name in names}
@@ -197,6 +199,7 @@ __all__ = [
     "check_extension",
     "checkpoint",
     "checkpoint_sequential",
+    "clip_grad_norm_",
     "commit_batch_norm",
     "compression",
     "controller",

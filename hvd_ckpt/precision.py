@@ -55,15 +55,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduces the gradients over the ranks, unless that is done, and divides them by the scale."""
-        if isinstance(optimizer, ReducedOptimizer):
-            optimizer.reduce_once()
-        super().unscale_(optimizer)
-        if self._enabled and isinstance(optimizer, ReducedOptimizer) and optimizer.reduces_updates:
-            # Adasum combines updates: the gradients are each rank's own, so what was found in them must be exchanged.
-            # A rank without gradients has found nothing, and takes part all the same.
+        if not isinstance(optimizer, ReducedOptimizer):
+            super().unscale_(optimizer)
+            return
+        optimizer.reduce_once()
+        with optimizer.unscaling():
+            super().unscale_(optimizer)
+        if self._enabled and optimizer.finds_overflow_alone:
+            # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             anywhere = torch.tensor([float(any(bool(value) for value in found.values()))])
-            mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf")
+            members = optimizer._process_set
+            mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
             found.setdefault(torch.device("cpu"), torch.zeros(()))
             for value in found.values():
                 value.fill_(anywhere.item())

@@ -158,9 +158,9 @@ class HvdCkpt(HorovodFamily):
         self.rank, self.size = _horovod_rank_and_size()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        from hvd_ckpt import reduction
+        from hvd_ckpt import distributed, reduction
 
-        optimizer = reduction.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        optimizer = distributed.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         reduction.broadcast_parameters(model.state_dict(), root_rank=0)
         reduction.broadcast_optimizer_state(optimizer, root_rank=0)
         return model, optimizer

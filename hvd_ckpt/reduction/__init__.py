@@ -3,14 +3,13 @@
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression
 from .elastic import register as _register_elastic
-from .optimizer import DistributedOptimizer, join
+from .optimizer import join
 from .stats import ReductionStats, StepStats
 
 _register_elastic()
 
 __all__ = [
     "Compression",
-    "DistributedOptimizer",
     "ReductionStats",
     "StepStats",
     "broadcast_optimizer_state",

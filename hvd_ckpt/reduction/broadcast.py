@@ -40,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     if error is None:
         error = _difference([_facts(*pair) for pair in tensors], expected, root_rank)
     raise_together(error, global_process_set, "hvd_ckpt.parameters.check")
-    _broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
+    broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
 
 
 def broadcast_optimizer_state(
@@ -56,11 +56,16 @@ def broadcast_optimizer_state(
         root_rank: the rank whose state everyone gets.
         model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
 
+    Of a sharded optimizer only the options travel: each rank's state is its own part of the whole.
+
     Raises:
         ValueError: the numbers of parameter groups or parameters differ between ranks; on every rank.
     """
     tensors: list[torch.Tensor] = []
     outline = None
+    if getattr(optimizer, "shard_stage", 0):
+        _broadcast_options(optimizer, root_rank)
+        return
     if mpi_ops.rank() == root_rank:
         outline = [_outline_group(optimizer, group, tensors) for group in optimizer.param_groups]
     outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
@@ -83,7 +88,16 @@ def broadcast_optimizer_state(
                     optimizer.state[parameter] = _rebuild(state, tensors, parameter)
                 else:
                     optimizer.state.pop(parameter, None)
-    _broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
+    broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
+
+
+def _broadcast_options(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    options = [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+    theirs = broadcast_from(options, root_rank, global_process_set, "hvd_ckpt.optimizer.options")
+    for group, values in zip(optimizer.param_groups, theirs):
+        group.update(values)
 
 
 @dataclass(frozen=True)
@@ -133,16 +147,22 @@ def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor 
     return outline
 
 
-def _broadcast_tensors(tensors: Iterable[torch.Tensor], root_rank: int, name: str) -> None:
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], root_rank: int, name: str, process_set: Any = global_process_set
+) -> None:
+    """One rank's values of tensors that are known to be alike on the ranks of the set, which all call this; in place.
+
+    Args:
+        root_rank: among all ranks.
+    """
     pending = []
     with torch.no_grad():
         for number, tensor in enumerate(tensors):
             if tensor.numel():
                 contiguous = tensor.detach().contiguous()
                 wire = contiguous.view(-1).view(torch.uint8)
-                pending.append(
-                    (tensor, contiguous, mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}"))
-                )
+                handle = mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}", process_set)
+                pending.append((tensor, contiguous, handle))
         for tensor, contiguous, handle in pending:
             mpi_ops.synchronize(handle)
             if contiguous.data_ptr() != tensor.data_ptr():

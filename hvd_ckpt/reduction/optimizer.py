@@ -1,13 +1,13 @@
-"""``DistributedOptimizer``: Horovod's, with this library's reducer in place of its hooks.
+"""What makes an optimizer distributed: Horovod's methods, with this library's reducer in place of its hooks.
 
-Same arguments, same public methods, same way of use; what differs is when and how gradients are reduced (see :mod:`.reducer`).
+Same public methods, same way of use; what differs is when and how gradients are reduced (see :mod:`.reducer`).
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,27 +18,25 @@ from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
 from .adasum import adasum_step
 from .agreement import allgather_objects, broadcast_from
-from .buckets import MEBIBYTE
-from .compression import Compression
-from .construction import agree_at_construction, check_options, describe_groups, is_elastic, name_parameters
-from .placement import Placement
 from .reducer import Reducer
 from .stats import ReductionStats
-from .wire import Wire
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 
 
-class _IsReduced(type):
+class _IsMarked(type):
     """``isinstance`` by what a class has: as a base class it would catch the ``super()`` calls of the wrapped one."""
 
+    _mark: str
+
     def __instancecheck__(cls, instance: Any) -> bool:
-        return hasattr(type(instance), "_reduced_by_hvd_ckpt")
+        return hasattr(type(instance), cls._mark)
 
 
-class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
-    """What :func:`DistributedOptimizer` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
+class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
+    """What ``DistributedOptimizer`` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
 
+    _mark = "_reduced_by_hvd_ckpt"
     _reduced_by_hvd_ckpt = True
 
     _wrapped_class: type[torch.optim.Optimizer]
@@ -249,6 +247,16 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
         """True with ``op=Adasum``, which combines the ranks' updates: ``p.grad`` stays each rank's own."""
         return self._op == Adasum and self._reducer is not None
 
+    @property
+    def finds_overflow_alone(self) -> bool:
+        """True if each rank steps on gradients of its own, so that only it sees an inf or nan in them."""
+        return self.reduces_updates
+
+    @contextmanager
+    def unscaling(self) -> Iterator[None]:
+        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: the parameters, as ever."""
+        yield
+
     def reduce_once(self) -> None:
         """Like :meth:`synchronize`, but does nothing if this step's gradients are reduced already."""
         if not self._synchronized:
@@ -303,89 +311,18 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsReduced):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Sequence[Sequence[torch.Tensor]] | int | None = None,
-    sparse_as_dense: bool = False,
-    process_set: Any = global_process_set,
-    bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
-    keep_buckets: bool = True,
-) -> ReducedOptimizer:
-    """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
-
-    The arguments up to ``process_set`` are those of ``horovod.torch.DistributedOptimizer``, with the same meaning. Any number
-    of backward passes may precede a ``step()``, and a parameter may be used any number of times, in recomputed segments or not:
-    what is to come is learned, and what comes late is reduced as well. Collective: to be called on every rank.
-
-    Args:
-        optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on.
-        named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer, may name more.
-        compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``; applied to
-            whole buckets.
-        backward_passes_per_step: accepted for compatibility; the number is learned.
-        op: ``Average``, ``Sum``, ``Adasum`` (combines updates; needs MPI), or ``Min``, ``Max``, ``Product``.
-        gradient_predivide_factor: with ``Average``, divide by this before the sum and by size / this after it.
-        num_groups, groups: reduce in this many buckets, or in these, instead of by ``bucket_cap_mb``.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: the ranks to reduce over; a rank outside it steps on its own gradients.
-        bucket_cap_mb: size of a bucket in MiB.
-        keep_buckets: keep the storage of buckets between steps (faster); False frees it with the gradients.
-
-    Returns:
-        An optimizer that is also an instance of the wrapped one's class.
-
-    Raises:
-        ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
-            raised on every rank, naming the first one.
-    """
-    error: Exception | None = None
-    named: list[tuple[str, torch.Tensor]] = []
-    known_names: Any = None
-    try:
-        if num_groups:
-            warnings.warn(
-                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2
-            )
-            groups = num_groups if groups is None else groups
-        if isinstance(optimizer, ReducedOptimizer):
-            raise ValueError(
-                "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
-            )
-        check_options(
-            optimizer,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            groups,
-            process_set,
-            bucket_cap_mb,
-        )
-        named, known_names = name_parameters(optimizer, named_parameters)
-    except Exception as exception:  # whatever it is, this rank must not miss the meeting below
-        error = exception
-    member = bool(process_set.included())
-    options = {
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "compression": getattr(compression, "__name__", str(compression)),
-        "sparse_as_dense": sparse_as_dense,
-        "bucket_cap_mb": bucket_cap_mb,
-        "groups": describe_groups(groups, known_names),
-    }
-    identity = agree_at_construction(error, named, options, process_set if member else None)
-
+def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer]) -> Any:
+    """An optimizer with everything of the given one, of a class that is its class with the methods of ``methods_of``."""
     wrapped = type(optimizer)
-    methods = {
-        name: value
-        for name, value in vars(ReducedOptimizer).items()
-        if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__")
-    }
+    methods: dict[str, Any] = {}
+    for base in reversed(methods_of.__mro__[: methods_of.__mro__.index(torch.optim.Optimizer)]):
+        methods.update(
+            {
+                name: value
+                for name, value in vars(base).items()
+                if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__")
+            }
+        )
     # Horovod's own functions know its optimizers by their module.
     methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
     new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
@@ -397,31 +334,14 @@ def DistributedOptimizer(
     vars(new).update(attributes)
     new._wrapped_class = wrapped
     new._wrapped_supports_amp_scaling = supports_scaling
-    new._parameter_names = {parameter: name for name, parameter in named}
-    new._known_names = known_names
-    new._identity = identity
-    new._op, new._compression, new._process_set = op, compression, process_set
     new._synchronized, new._should_synchronize, new._scaling_agreed = False, True, False
-    new.backward_passes_per_step = backward_passes_per_step
     new._reducer = None
-    if member and (process_set.size() > 1 or is_elastic()):
-        new._reducer = Reducer(
-            Placement(named, bucket_cap_mb * MEBIBYTE, groups),
-            Wire(
-                "",
-                op,
-                prescale_factor=1.0 / gradient_predivide_factor if op == Average else 1.0,
-                postscale_factor=gradient_predivide_factor if op == Average else 1.0,
-                compression=compression,
-                process_set=process_set,
-            ),
-            identity,
-            sparse_as_dense,
-            keep_buckets,
-        )
-        _live.append(weakref.ref(new))
-    result: ReducedOptimizer = new
-    return result
+    return new
+
+
+def register(optimizer: ReducedOptimizer) -> None:
+    """Has :func:`join` know this optimizer."""
+    _live.append(weakref.ref(optimizer))
 
 
 _live: list[weakref.ref[ReducedOptimizer]] = []
@@ -438,7 +358,16 @@ def join(device: int = -1) -> int:
 
     Returns:
         The rank that joined last: its weights are the ones to broadcast.
+
+    Raises:
+        ValueError: an optimizer is sharded; on every rank.
     """
+    for optimizer in [reference() for reference in _live]:
+        if getattr(optimizer, "shard_stage", 0):
+            raise ValueError(
+                "join() cannot be used while an optimizer is sharded: each rank holds a part that the others need in every step; "
+                "give every rank as many batches"
+            )
     last: int = mpi_ops.join(device)
     _live[:] = [reference for reference in _live if reference() is not None]
     reducers = {}

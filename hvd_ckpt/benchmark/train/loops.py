@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.reduction import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+from hvd_ckpt.distributed import DistributedOptimizer
+from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.assembly import Assembly
 from hvd_ckpt.training.config import Config

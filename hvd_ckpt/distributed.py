@@ -1,0 +1,184 @@
+"""``DistributedOptimizer``: Horovod's, whose gradients are reduced once and in a fixed order, and whose states may be sharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import Average, global_process_set
+
+from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.construction import (
+    agree_at_construction,
+    check_options,
+    describe_groups,
+    is_elastic,
+    name_parameters,
+)
+from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer, register, wrapping
+from hvd_ckpt.reduction.placement import Placement
+from hvd_ckpt.reduction.reducer import Reducer
+from hvd_ckpt.reduction.wire import Wire
+from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, shard_optimizer
+from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Sequence[Sequence[torch.Tensor]] | int | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+    bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+    keep_buckets: bool = True,
+    shard: str | int = "none",
+    model: torch.nn.Module | None = None,
+    units: Sequence[torch.nn.Module | Sequence[torch.nn.Module]] | None = None,
+    offload: str | None = None,
+    offload_folder: str | Path | None = None,
+    wire: str | Mapping[str, str] = "fp32",
+    master_weights: bool | None = None,
+) -> ReducedOptimizer:
+    """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
+
+    The arguments up to ``process_set`` are those of ``horovod.torch.DistributedOptimizer``, with the same meaning. Any number
+    of backward passes may precede a ``step()``, and a parameter may be used any number of times, in recomputed segments or not:
+    what is to come is learned, and what comes late is reduced as well. Collective: to be called on every rank.
+
+    With ``shard`` the model's states are split over the ranks (ZeRO, Rajbhandari et al. 2020), weights (and buffers, where the
+    model is known) are rank 0's from the start, and ``param_groups`` hold this rank's pieces of the parameters.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on. To shard, one
+            that works on each element by itself.
+        named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer, may name more.
+        compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``; applied to
+            whole buckets. Where gradients are sharded, use ``wire``.
+        backward_passes_per_step: where gradients are sharded, how many backward passes are added up on each rank, in full, before
+            they are reduced. The default reduces every pass and keeps the shard only; with all passes of a step the sums are
+            those of a run that is not sharded. Elsewhere accepted for compatibility; the number is learned.
+        op: ``Average``, ``Sum``, ``Adasum`` (combines updates; needs MPI), or ``Min``, ``Max``, ``Product``; to shard, one of the
+            first two.
+        gradient_predivide_factor: with ``Average``, divide by this before the sum and by size / this after it.
+        num_groups, groups: reduce in this many buckets, or in these, instead of by ``bucket_cap_mb``; not at stages 2 and 3.
+        sparse_as_dense: reduce sparse gradients as dense ones; where gradients are sharded they always are.
+        process_set: the ranks to reduce over; a rank outside it steps on its own gradients.
+        bucket_cap_mb: size of a bucket in MiB.
+        keep_buckets: keep the storage of buckets between steps (faster); False frees it with the gradients.
+        shard: what is split over the ranks: ``"none"``, ``"optimizer"`` (its state), ``"gradients"`` (these, too),
+            ``"parameters"`` (these, too); or the stage, 0 to 3.
+        model: the module whose parameters are split (``shard="parameters"``); by default the one whose ``named_parameters()``
+            is given.
+        units: its modules, or lists of them, whose parameters are gathered together; by default the segments that are
+            recomputed, else the blocks of the model. What is in none is a unit of its own.
+        offload: ``"optimizer"`` keeps the optimizer's state (and master weights) in pinned host memory for a GPU, in
+            memory-mapped files for a CPU.
+        offload_folder: where these files are; by default the temporary folder.
+        wire: format in which shards travel: ``"fp32"`` (as they are), ``"fp16"``, ``"bf16"``, ``"int8"``; or
+            ``{"gradients": ..., "parameters": ...}``, one for each.
+        master_weights: keep float32 copies of half-precision parameters in the shards and step those; by default where there
+            are any.
+
+    Returns:
+        An optimizer that is also an instance of the wrapped one's class.
+
+    Raises:
+        ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
+            raised on every rank, naming the first one.
+    """
+    error: Exception | None = None
+    named: list[tuple[str, torch.Tensor]] = []
+    known_names: Any = None
+    sharding: ShardOptions | None = None
+    member = bool(process_set.included())
+    try:
+        if num_groups:
+            warnings.warn(
+                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2
+            )
+            groups = num_groups if groups is None else groups
+        if isinstance(optimizer, ReducedOptimizer):
+            raise ValueError(
+                "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
+            )
+        check_options(
+            optimizer,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            groups,
+            process_set,
+            bucket_cap_mb,
+        )
+        sharding = check_shard_options(
+            optimizer,
+            shard,
+            op,
+            compression,
+            groups,
+            named_parameters,
+            model,
+            units,
+            offload,
+            offload_folder,
+            wire,
+            master_weights,
+        )
+        named, known_names = name_parameters(optimizer, named_parameters)
+        if sharding is not None:
+            named = sharding.all_parameters(named)
+    except Exception as exception:  # whatever it is, this rank must not miss the meeting below
+        error = exception
+    options = {
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "compression": getattr(compression, "__name__", str(compression)),
+        "sparse_as_dense": sparse_as_dense,
+        "bucket_cap_mb": bucket_cap_mb,
+        "groups": describe_groups(groups, known_names),
+        **({} if sharding is None else sharding.described()),
+    }
+    if sharding is not None and sharding.stage > 1:
+        options["backward_passes_per_step"] = backward_passes_per_step
+    identity = agree_at_construction(error, named, options, process_set if member else None)
+
+    new: Any = wrapping(optimizer, ShardedOptimizer if member and sharding is not None else ReducedOptimizer)
+    new._parameter_names = {parameter: name for name, parameter in named}
+    new._known_names = known_names
+    new._identity = identity
+    new._op, new._compression, new._process_set = op, compression, process_set
+    new.backward_passes_per_step = backward_passes_per_step
+    result: ReducedOptimizer = new
+    if not member:
+        return result
+    prescale = 1.0 / gradient_predivide_factor if op == Average else 1.0
+    if sharding is not None:
+        shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
+    if (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or is_elastic()):
+        new._reducer = Reducer(
+            Placement(named, bucket_cap_mb * MEBIBYTE, groups),
+            Wire(
+                "",
+                op,
+                prescale_factor=prescale,
+                postscale_factor=gradient_predivide_factor if op == Average else 1.0,
+                compression=compression,
+                process_set=process_set,
+            ),
+            identity,
+            sparse_as_dense,
+            keep_buckets,
+        )
+    register(new)
+    return result

@@ -1,0 +1,259 @@
+"""From ``DistributedOptimizer``'s arguments to a sharded optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import Average, Sum
+
+from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.broadcast import broadcast_tensors
+from hvd_ckpt.reduction.construction import is_elastic
+
+from . import state
+from .elementwise import check_elementwise
+from .exchange import Exchange
+from .flat import FlatParameters
+from .formats import FP32, WireFormat, wire_format
+from .layout import Layout, lay_out
+from .masters import Masters
+from .offload import OptimizerOffload
+from .optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces, own
+from .pieces import Form
+from .reducer import ShardReducer
+from .stages import stage_of
+
+__all__ = ["ShardOptions", "check_shard_options", "shard_optimizer"]
+
+TRAVELLERS = ("gradients", "parameters")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """What is split, and how.
+
+    Attributes:
+        stage: 1 to 3.
+        model: the module that is trained, if it is known; at stage 3 it is.
+        units: as given.
+        offload: whether the optimizer's state is kept elsewhere; ``offload_folder``: where.
+        gradients, parameters: the formats in which they travel.
+        master_weights: whether half-precision parameters have float32 copies in the shards.
+    """
+
+    stage: int
+    model: torch.nn.Module | None
+    units: Sequence[Any] | None
+    offload: bool
+    offload_folder: Path | None
+    gradients: WireFormat
+    parameters: WireFormat
+    master_weights: bool
+
+    def all_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Those that are split: the optimizer's, at stage 3 all of the model's, in its order."""
+        if self.stage < 3:
+            return list(named)
+        assert self.model is not None
+        names = {id(parameter): name for name, parameter in named}
+        found: list[tuple[str, torch.Tensor]] = [
+            (names.pop(id(parameter), name), parameter) for name, parameter in self.model.named_parameters()
+        ]
+        if names:
+            raise ValueError(
+                f"parameter '{next(iter(names.values()))}' of the optimizer is not in the model whose parameters are to be split; "
+                f"pass model= the module that has them all"
+            )
+        return found
+
+    def described(self) -> dict[str, Any]:
+        """What ranks must have alike."""
+        return {
+            "shard": self.stage,
+            "offload": self.offload,
+            "wire": (self.gradients.name, self.parameters.name),
+            "master_weights": self.master_weights,
+        }
+
+
+def check_shard_options(
+    optimizer: torch.optim.Optimizer,
+    shard: object,
+    op: int,
+    compression: Any,
+    groups: Any,
+    named_parameters: Any,
+    model: torch.nn.Module | None,
+    units: Sequence[Any] | None,
+    offload: str | None,
+    offload_folder: str | Path | None,
+    wire: str | Mapping[str, str],
+    master_weights: bool | None,
+) -> ShardOptions | None:
+    """The options of a sharded optimizer, or None for stage 0. The arguments are those of ``DistributedOptimizer``.
+
+    Raises:
+        ValueError, TypeError: for the first one that is wrong.
+    """
+    stage = stage_of(shard)
+    gradients, parameters = _formats(wire)
+    if offload not in (None, "optimizer"):
+        raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
+    if stage == 0:
+        for name, value in (
+            ("offload", offload),
+            ("units", units),
+            ("wire", None if gradients is parameters is FP32 else wire),
+            ("master_weights", master_weights or None),
+        ):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
+        return None
+    if is_elastic():
+        raise ValueError(
+            "shard cannot be used in an elastic job: a worker that dies takes its shard along; start again from snapshots instead "
+            "(hvd-ckpt train --max-restarts)"
+        )
+    if op not in (Average, Sum):
+        raise ValueError("shard works with op=Average and op=Sum only")
+    if stage == 1 and gradients is not FP32:
+        raise ValueError(
+            f"wire={wire!r}: gradients that are not split travel in Horovod's formats; pass compression=Compression.fp16, or "
+            f"shard='gradients'"
+        )
+    if stage > 1 and compression is not Compression.none:
+        raise ValueError("compression is for gradients that are not split; with this shard, pass wire='fp16'")
+    if stage > 1 and groups not in (None, 0):
+        raise ValueError(
+            "groups is for gradients that are not split; leave it out, or set bucket_cap_mb or units"
+        )
+    if stage < 3 and units is not None:
+        raise ValueError("units needs shard='parameters'")
+    check_elementwise(optimizer)
+    found = model if model is not None else _model_of(named_parameters)
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if stage == 3 and found is None:
+        raise ValueError(
+            "shard='parameters' must know the module whose parameters it splits; pass model=model"
+        )
+    return ShardOptions(
+        stage,
+        found,
+        units,
+        offload is not None,
+        None if offload_folder is None else Path(offload_folder),
+        gradients,
+        parameters,
+        master_weights is not False,
+    )
+
+
+def _formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:
+    if isinstance(wire, Mapping):
+        unknown = set(wire) - set(TRAVELLERS)
+        if unknown:
+            raise ValueError(
+                f"wire has formats for 'gradients' and 'parameters', not for {sorted(map(str, unknown))}"
+            )
+        return wire_format(wire.get("gradients", "fp32")), wire_format(wire.get("parameters", "fp32"))
+    return wire_format(wire), wire_format(wire)
+
+
+def _model_of(named_parameters: Any) -> torch.nn.Module | None:
+    """The module whose ``named_parameters()`` this is, if it is that generator, not begun."""
+    if inspect.isgenerator(named_parameters) and named_parameters.gi_code.co_name == "named_parameters":
+        frame = named_parameters.gi_frame
+        owner = None if frame is None else frame.f_locals.get("self")
+        return owner if isinstance(owner, torch.nn.Module) else None
+    return None
+
+
+def shard_optimizer(
+    optimizer: ShardedOptimizer,
+    named: Sequence[tuple[str, torch.Tensor]],
+    options: ShardOptions,
+    bucket_cap_mb: float,
+    prescale: float,
+) -> None:
+    """Splits what ``options`` say over the ranks. Collective.
+
+    Args:
+        named: all parameters that are split; each rank's are alike but for their values.
+        prescale: what gradients are multiplied by before they are added up.
+    """
+    members = optimizer._process_set
+    before: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
+    buffers = [] if options.model is None else [buffer for _, buffer in options.model.named_buffers()]
+    root = members.ranks[0] if members.ranks else 0
+    broadcast_tensors(
+        [*(parameter for _, parameter in named), *buffers],
+        root,
+        f"hvd_ckpt.{optimizer._identity}.start",
+        members,
+    )
+    exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
+    layout, store = _stored(named, options, exchange, bucket_bytes(bucket_cap_mb))
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    device = named[0][1].device if named else torch.device("cpu")
+    offload = OptimizerOffload(options.offload_folder, device) if options.offload else None
+    masters = Masters(options.master_weights, _empty if offload is None else offload.empty)
+    masters.add(layout.groups, store.shards)
+    sharding = Sharding(
+        options.stage,
+        layout,
+        exchange,
+        store,
+        offload,
+        [Form.of(parameter) for parameter in layout.parameters],
+        groups,
+        bucket_bytes(bucket_cap_mb),
+        masters,
+        [],
+    )
+    sharding.pieces = new_pieces(sharding)
+    optimizer._sharding = sharding
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = [piece.parameter for piece in sharding.pieces if piece.group == number]
+    optimizer.state.clear()
+    if before["state"]:
+        state.load_parts(optimizer, [before])
+    if options.stage > 1:
+        optimizer._reducer = ShardReducer(
+            layout,
+            exchange,
+            options.gradients,
+            1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
+            prescale,
+            optimizer.backward_passes_per_step,
+        )
+        optimizer._reducer.rename(optimizer._identity, 0)
+        own(optimizer, itertools.chain.from_iterable(groups))
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _stored(
+    named: Sequence[tuple[str, torch.Tensor]], options: ShardOptions, exchange: Exchange, cap: float
+) -> tuple[Layout, Any]:
+    if options.stage < 3:
+        layout, _ = lay_out(named, exchange.ranks, cap)
+        return layout, FlatParameters(layout, exchange, options.parameters)
+    from .parameters import ShardedParameters, Unit
+    from .units import find_units
+
+    assert options.model is not None
+    names = {id(parameter): name for name, parameter in named}
+    found = find_units(options.model, options.units)
+    parameters = [[(names[id(one)], one) for one in unit.parameters] for unit in found]
+    layout, groups = lay_out(named, exchange.ranks, cap, parameters)
+    units = [Unit(unit.modules, own_groups) for unit, own_groups in zip(found, groups)]
+    return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters)

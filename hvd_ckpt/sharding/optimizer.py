@@ -1,0 +1,464 @@
+"""The sharded ``DistributedOptimizer``: each rank steps its pieces of the parameters, and the ranks gather what they have stepped.
+
+Rajbhandari et al. (2020), stages 1 to 3. The wrapped optimizer's ``param_groups`` hold this rank's pieces (:mod:`.pieces`), so
+its own ``step``, schedules and scalers work as they are. Gradients come from the reducer of stage 0 (stage 1: whole, on every rank)
+or from :class:`.reducer.ShardReducer` (stages 2 and 3); weights live in a store (:mod:`.flat`, :mod:`.parameters`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+
+from . import state
+from .exchange import Exchange
+from .layout import Group, Layout
+from .masters import Masters
+from .offload import OptimizerOffload
+from .pieces import Form, Piece
+from .reducer import ShardReducer
+
+__all__ = ["ShardedOptimizer", "Sharding", "clip_grad_norm_"]
+
+_owner: Any = (
+    WeakTensorKeyDictionary()
+)  # a parameter whose gradients are split -> weak reference to the optimizer
+
+
+@dataclass
+class Sharding:
+    """What a sharded optimizer is made of.
+
+    Attributes:
+        stage: 1 to 3.
+        layout: where everything lies.
+        exchange: collectives.
+        store: the weights.
+        offload: where the optimizer's state is, if not beside the weights.
+        forms: shape and strides of every parameter, by index.
+        groups: the whole parameters of each of the optimizer's parameter groups.
+        bucket_bytes: largest group of parameters that are added later.
+        masters: float32 copies of half-precision weights.
+    """
+
+    stage: int
+    layout: Layout
+    exchange: Exchange
+    store: Any
+    offload: OptimizerOffload | None
+    forms: list[Form]
+    groups: list[list[torch.Tensor]]
+    bucket_bytes: float
+    masters: Masters
+    pieces: list[Piece]
+
+    def pieces_of(self, number: int) -> list[Piece]:
+        """This rank's pieces of the optimizer's parameter group ``number``, in the order of its parameters."""
+        spans = {
+            span.parameter: (group, span)
+            for group in self.layout.groups
+            for span in group.spans(self.exchange.rank)
+        }
+        pieces = []
+        for parameter in self.groups[number]:
+            index = self.layout.index(parameter)
+            assert index is not None
+            if index not in spans:
+                continue
+            group, span = spans[index]
+            weights = self.store.shards[group.position][span.offset : span.offset + span.numel]
+            stepped = self.masters.part(group, span)
+            pieces.append(
+                Piece(
+                    self.layout.names[index],
+                    span.start,
+                    span.stop,
+                    self.forms[index],
+                    number,
+                    index,
+                    torch.nn.Parameter(weights if stepped is None else stepped, parameter.requires_grad),
+                    weights,
+                )
+            )
+        return pieces
+
+    def take_whole_gradients(self) -> None:
+        """Stage 1: the pieces' gradients are parts of the parameters' own."""
+        for piece in self.pieces:
+            gradient = self.layout.parameters[piece.index].grad
+            piece.parameter.grad = None if gradient is None else piece.of(gradient).to(piece.parameter.dtype)
+
+    def take_gradient_shards(self, reducer: ShardReducer) -> None:
+        """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
+        offsets = {
+            span.parameter: (group, span.offset)
+            for group in self.layout.groups
+            for span in group.spans(self.exchange.rank)
+        }
+        for piece in self.pieces:
+            group, offset = offsets[piece.index]
+            shard = reducer.shard(group) if reducer.used[piece.index] else None
+            length = piece.stop - piece.start
+            piece.parameter.grad = (
+                None if shard is None else shard[offset : offset + length].to(piece.parameter.dtype)
+            )
+
+    def drop_gradients(self) -> None:
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    def used_groups(self, used: Sequence[bool]) -> list[Group]:
+        """The groups with a parameter that some rank has a gradient for; the same on every rank."""
+        return [group for group in self.layout.groups if any(used[index] for index in group.indices)]
+
+    def publish(self, used: Sequence[bool]) -> None:
+        """After the step: the ranks see each other's weights."""
+        self.masters.round_into(self.store.shards)
+        self.store.publish(self.used_groups(used))
+
+
+class ShardedOptimizer(ReducedOptimizer):
+    """What ``DistributedOptimizer(..., shard=...)`` adds to the wrapped optimizer's class; use it for ``isinstance`` only.
+
+    Its ``param_groups`` hold this rank's :attr:`pieces`.
+    """
+
+    _mark = "_sharded_by_hvd_ckpt"
+    _sharded_by_hvd_ckpt = True
+    _sharding: Sharding
+    _reducer: Any  # a Reducer at stage 1, else a ShardReducer
+
+    # -------------------------------------------------------------------------------- what it is
+
+    @property
+    def shard_stage(self) -> int:
+        """1: optimizer state is split; 2: gradients, too; 3: parameters, too."""
+        return self._sharding.stage
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The parts of the parameters that this rank holds and updates, in the order of ``param_groups``."""
+        return self._sharding.pieces
+
+    @property
+    def traffic(self) -> Any:
+        """Bytes that this rank has sent for shards, by kind."""
+        return self._sharding.exchange.traffic
+
+    @contextlib.contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Within it every parameter is whole on every rank; what all ranks write to them alike is kept. Collective.
+
+        Stages 1 and 2: they always are. Stage 3: outside of it and of forward and backward passes a parameter has its shape and no
+        values (nan).
+        """
+        with self._sharding.store.gathered():
+            yield
+        self._sharding.masters.follow(self._sharding.store.shards)
+
+    # -------------------------------------------------------------------------------- gradients
+
+    def synchronize(self) -> None:
+        """Reduces this step's gradients. Stage 1: ``p.grad`` is the same everywhere; 2, 3: the pieces' ``grad`` is set.
+
+        Collective.
+        """
+        ReducedOptimizer.synchronize(self)
+        if self._sharding.stage > 1:
+            assert isinstance(self._reducer, ShardReducer)
+            self._sharding.take_gradient_shards(self._reducer)
+            self._sharding.store.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of parameters and pieces.
+
+        Raises:
+            AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
+        """
+        ReducedOptimizer.zero_grad(self, set_to_none)
+        self._sharding.drop_gradients()
+        for parameter in itertools.chain.from_iterable(self._sharding.groups):
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad = parameter.grad.detach().zero_()
+        self._consume()
+
+    def _consume(self) -> None:
+        if isinstance(self._reducer, ShardReducer):
+            self._reducer.consume()
+            self._sharding.drop_gradients()
+
+    @contextlib.contextmanager
+    def reduced_by_caller(self) -> Iterator[None]:
+        """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
+        with ReducedOptimizer.reduced_by_caller(self):
+            yield
+        self._consume()
+
+    @contextlib.contextmanager
+    def unscaling(self) -> Iterator[None]:
+        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: at stage 1 the whole parameters."""
+        if self._sharding.stage > 1:
+            yield
+            return
+        pieces = [group["params"] for group in self.param_groups]
+        try:
+            for group, whole in zip(self.param_groups, self._sharding.groups):
+                group["params"] = whole
+            yield
+        finally:
+            for group, own in zip(self.param_groups, pieces):
+                group["params"] = own
+
+    @property
+    def finds_overflow_alone(self) -> bool:
+        """True at stages 2 and 3: a rank sees an inf or nan only in its own shard."""
+        return self._sharding.stage > 1
+
+    # -------------------------------------------------------------------------------- the step
+
+    def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        sharding = self._sharding
+        sharding.store.adopt()
+        sharding.masters.follow(sharding.store.shards)
+        if sharding.stage == 1:
+            closure = self._then_take(closure)
+        result: Any = None
+
+        def step() -> Any:
+            nonlocal result
+            result = ReducedOptimizer._local_step(self, closure, *args, **kwargs)
+            return result
+
+        if sharding.offload is None:
+            step()
+        elif closure is None:
+            sharding.offload.step(self, step)
+        else:  # which computes the gradients: they must be there before the first chunk
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+            sharding.offload.step(self, step)
+            result = loss
+        sharding.publish(self._used())
+        self._consume()
+        return result
+
+    def _then_take(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        if closure is None:
+            self._sharding.take_whole_gradients()
+            return None
+        given = closure
+
+        def taken() -> Any:
+            loss = given()
+            self._sharding.take_whole_gradients()
+            return loss
+
+        return taken
+
+    def _used(self) -> list[bool]:
+        if isinstance(self._reducer, ShardReducer):
+            return list(self._reducer.used)
+        return [parameter.grad is not None for parameter in self._sharding.layout.parameters]
+
+    # -------------------------------------------------------------------------------- groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its parameters are split, and reduced from the next step on. To be called on every rank.
+
+        Raises:
+            ValueError: a parameter is in a group already, or at stage 3 not in the model.
+        """
+        sharding = self._sharding
+        given = param_group["params"]
+        whole = [given] if isinstance(given, torch.Tensor) else list(given)
+        names = [pair[0] if isinstance(pair, tuple) else None for pair in whole]
+        whole = [pair[1] if isinstance(pair, tuple) else pair for pair in whole]
+        number = len(self.param_groups)
+        taken = set(map(id, itertools.chain.from_iterable(sharding.groups)))
+        named = []
+        for position, (given_name, parameter) in enumerate(zip(names, whole)):
+            name = given_name or self._known_names.get(parameter, f"allreduce.noname.{number}.{position}")
+            if id(parameter) in taken:
+                raise ValueError(f"add_param_group: parameter '{name}' is in a parameter group already")
+            if sharding.stage == 3 and sharding.layout.index(parameter) is None:
+                raise ValueError(
+                    f"add_param_group: parameter '{name}' is not in the model whose parameters are split; add it to the model "
+                    f"before DistributedOptimizer"
+                )
+            named.append((name, parameter))
+            self._parameter_names[parameter] = name
+        self._wrapped_class.add_param_group(self, param_group)
+        fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
+        for _, parameter in sorted(named, key=lambda pair: sharding.layout.index(pair[1]) or 0):
+            index = sharding.layout.index(parameter)
+            assert index is not None
+            if index == len(sharding.forms):
+                sharding.forms.append(Form.of(parameter))
+        if fresh:
+            sharding.store.add_groups(fresh)
+            sharding.store.publish(fresh)  # rank by rank of each shard's owner: the same weights everywhere
+            sharding.masters.add(fresh, sharding.store.shards)
+        sharding.groups.append(whole)
+        added = sharding.pieces_of(number)
+        sharding.pieces.extend(added)
+        self.param_groups[-1]["params"] = [piece.parameter for piece in added]
+        if isinstance(self._reducer, ShardReducer):
+            self._reducer.add_groups()
+            own(self, whole)
+        elif self._reducer is not None:
+            self._reducer.add_parameters(named)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state: the wrapped optimizer's over its pieces, and which these are.
+
+        ``"pieces"`` has name, start and stop of each; ``"master_weights"`` the float32 weights, where there are any. It loads
+        into the same rank of a job of the same size and stage; :func:`hvd_ckpt.sharding.state.load_parts` takes the parts of any.
+        """
+        return state.own_part(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded.
+
+        Raises:
+            ValueError: it is the part of another rank or layout, or does not fit.
+        """
+        state.load(self, state_dict)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole state on rank 0 (on the CPU), as the bare wrapped optimizer has it; None on other ranks. Collective."""
+        return state.full(self)
+
+    def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
+        """This rank's exact weights: name, first and last + 1 element in the parameter's memory order, values (1-D, not copied)."""
+        return state.weight_pieces(self._sharding)
+
+    def load_weight_pieces(self, parts: Iterable[tuple[str, int, int, torch.Tensor]]) -> None:
+        """Takes from pieces of any ranks what belongs to this one, and gathers it. Collective.
+
+        Raises:
+            ValueError: an element of this rank's weights is in none of them.
+        """
+        state.load_weight_pieces(self, parts)
+
+    def _get_supports_amp_scaling(self) -> bool:
+        # Gradients are unscaled before the step, where all ranks can hear of an overflow.
+        if not self._scaling_agreed:
+            raise RuntimeError(
+                "torch.amp.GradScaler.step(optimizer) was called with a sharded optimizer: each rank would skip or take the step "
+                "by the gradients of its own shard; use hvd_ckpt.GradScaler"
+            )
+        return False
+
+    _step_supports_amp_scaling = property(
+        _get_supports_amp_scaling, ReducedOptimizer._set_supports_amp_scaling
+    )
+
+
+def own(optimizer: ShardedOptimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Notes that the gradients of these parameters are split over the ranks by this optimizer."""
+    for parameter in parameters:
+        _owner[parameter] = weakref.ref(optimizer)
+
+
+def new_pieces(sharding: Sharding) -> list[Piece]:
+    """The pieces of all parameter groups."""
+    return [piece for number in range(len(sharding.groups)) for piece in sharding.pieces_of(number)]
+
+
+def bucket_bytes(bucket_cap_mb: float) -> float:
+    """The largest group, in bytes."""
+    return bucket_cap_mb * MEBIBYTE
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` that knows gradients which are split over the ranks.
+
+    Where they are (stages 2 and 3), gradients not reduced yet are reduced first, the norm takes one more reduction, and this is
+    collective. Elsewhere it is torch's.
+
+    Args:
+        parameters: parameters of the model, one parameter, or an optimizer: all of its parameters.
+        max_norm, norm_type, error_if_nonfinite: as in torch.
+
+    Returns:
+        The norm of all gradients together, before they were clipped; the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
+        ValueError: only some of the parameters' gradients are split, or by several optimizers.
+    """
+    if isinstance(parameters, ShardedOptimizer):
+        chosen = list(itertools.chain.from_iterable(parameters._sharding.groups))
+    elif isinstance(parameters, torch.optim.Optimizer):
+        chosen = [parameter for group in parameters.param_groups for parameter in group["params"]]
+    elif isinstance(parameters, torch.Tensor):
+        chosen = [parameters]
+    else:
+        chosen = list(parameters)
+    owners = {id(one): one for one in map(_owner_of, chosen)}
+    if set(owners) <= {id(None)}:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+    if len(owners) > 1:
+        raise ValueError(
+            "clip_grad_norm_: the gradients of these parameters are not all split by one optimizer; clip those of each optimizer "
+            "by themselves"
+        )
+    (optimizer,) = owners.values()
+    assert optimizer is not None
+    return _clip_shards(optimizer, chosen, float(max_norm), float(norm_type), error_if_nonfinite)
+
+
+def _owner_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
+    reference = _owner.get(parameter)
+    return None if reference is None else reference()
+
+
+def _clip_shards(
+    optimizer: ShardedOptimizer,
+    chosen: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    optimizer.reduce_once()
+    sharding = optimizer._sharding
+    wanted = {sharding.layout.index(parameter) for parameter in chosen}
+    gradients = [
+        piece.parameter.grad
+        for piece in sharding.pieces
+        if piece.index in wanted and piece.parameter.grad is not None
+    ]
+    norms = [torch.linalg.vector_norm(one, norm_type, dtype=torch.float64).item() for one in gradients]
+    if norm_type == float("inf"):
+        largest = torch.tensor([max(norms, default=0.0)], dtype=torch.float64)
+        total = sharding.exchange.maximum(largest, "norm")[0]
+    else:
+        powers = torch.tensor([sum(norm**norm_type for norm in norms)], dtype=torch.float64)
+        total = sharding.exchange.total(powers, "norm")[0] ** (1.0 / norm_type)
+    result = torch.tensor(total, dtype=torch.float32)
+    if error_if_nonfinite and not torch.isfinite(result):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+        )
+    coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else float("nan")
+    if gradients:
+        torch._foreach_mul_(gradients, coefficient)
+    return result
