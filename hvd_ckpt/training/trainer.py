@@ -21,12 +21,12 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 
+from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.recompute import commit_batch_norm
 from hvd_ckpt.reduction import (
     Compression,
-    DistributedOptimizer,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
