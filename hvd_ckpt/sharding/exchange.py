@@ -92,6 +92,12 @@ class Transfer:
             raise RuntimeError("this transfer has failed before; start the step again")
         return self._result
 
+    def forget(self) -> None:
+        """Lets go of a transfer that nobody will wait for; it goes on by itself."""
+        for _, handle in self._pending:
+            mpi_ops._handle_map.pop(handle, None)
+        self._pending, self._finish = (), None
+
 
 class Exchange:
     """The collectives of one optimizer.

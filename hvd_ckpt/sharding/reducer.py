@@ -1,0 +1,296 @@
+"""Reduce-scatters gradients group by group during the backward pass, in a fixed order; only this rank's shard is kept.
+
+The protocol, which every rank follows whatever its own gradients do:
+
+* What leaves in a step is a sequence: round after round, each with all active groups in one order (:mod:`.rounds`). A rank
+  launches along it as its groups become complete. A gradient that comes after its group has left goes into the group's next
+  round: sums are linear.
+* In the backward pass a rank may wait for older launches, so that only few buffers exist at once; but only for those of the
+  rounds that every rank made in the last step, and all ranks make these again before they meet.
+* They meet in :meth:`ShardReducer.synchronize`: one message carries, for each parameter, whether it is used and came late, for each
+  group how many launches it needs, and how far each rank has come. Then all go on to the furthest position, and after it
+  send the groups that need more.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from hvd_ckpt.reduction.hooks import GradientHooks
+from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+
+from . import flights
+from .exchange import Exchange
+from .flights import Flights, Packer
+from .formats import WireFormat
+from .layout import Group, Layout
+from .rounds import Rounds
+
+__all__ = ["ShardReducer"]
+
+USED, LATE = 1.0, 2.0
+
+
+class ShardReducer:
+    """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
+
+    To be named (:meth:`rename`) before the first step.
+
+    Args:
+        layout: the parameters, the same on every rank.
+        exchange: the ranks.
+        gradient_format: what gradients travel as.
+        op_scale: of the sum over the ranks.
+        prescale: of each rank's gradients, before the sum.
+        passes: backward passes that are accumulated in full before a round.
+
+    Attributes:
+        stats: what was launched when; groups are named by their position in the layout.
+        active: a gradient has arrived since the last synchronization.
+        notice: the next synchronization tells all ranks that one of them has something to say.
+        noticed: whether any rank had a notice in the last synchronization.
+        used: of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        exchange: Exchange,
+        gradient_format: WireFormat,
+        op_scale: float,
+        prescale: float,
+        passes: int,
+    ) -> None:
+        self.stats = ReductionStats()
+        self.active = False
+        self.notice = self.noticed = False
+        self.used = [False] * len(layout.parameters)
+        self._identity = self._generation = 0
+        self._layout = layout
+        self._exchange = exchange
+        self._packer = Packer(layout, prescale)
+        self._flights = Flights(exchange, gradient_format, op_scale)
+        self._rounds = Rounds(layout, passes)
+        self._lock = threading.RLock()
+        self._step = StepStats()
+        self._sent: set[int] = set()  # parameters that had a gradient when their group left
+        self._agreed = len(self._rounds.order)  # position that every rank will come to before they meet
+        self._may_wait = True
+        self._hooks = GradientHooks(self, layout.parameters, frozenset())
+        self._hooks.attach()
+
+    # ---------------------------------------------------------------------------------- parameters come and go
+
+    def hook_parameters(self) -> None:
+        """Counts the gradients of parameters that have been unfrozen, too."""
+        self._hooks.attach()
+
+    def add_groups(self) -> None:
+        """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
+        for index in range(len(self.used), len(self._layout.parameters)):
+            self.used.append(False)
+            self._hooks.expect(index)
+        self._packer.grow()
+        self._rounds.grow()
+        self._hooks.attach()
+
+    def is_shared(self, index: int) -> None:
+        """Another optimizer reduces this parameter, too: its group leaves in :meth:`synchronize` only."""
+        with self._lock:
+            self._rounds.share(index)
+
+    # ---------------------------------------------------------------------------------- the backward pass
+
+    def before_accumulation(self, index: int) -> None:
+        """Nothing: once a group has left its gradients are None, and what is accumulated is new."""
+
+    def after_accumulation(self, index: int) -> None:
+        """Counts the accumulation and launches what has become complete."""
+        with self._lock:
+            self.active = True
+            self._flights.poll()
+            if not self._rounds.fire(index):
+                return
+            while ready := self._rounds.ready():
+                for _ in range(ready):
+                    self._launch_in_backward()
+
+    def _launch_in_backward(self) -> None:
+        group = self._rounds.next()
+        if self._may_wait:
+            # A rank that has nothing to send yet may be in another collective of the backward pass, for which it needs this one.
+            self._may_wait = self._flights.make_room(group, self._agreed, flights.PATIENCE_SECONDS)
+        self._launch(group)
+        self._step.launches_in_backward += 1
+
+    def _launch(self, group: Group, in_sequence: bool = True) -> None:
+        flat, used = self._packer.pack(group)
+        self._sent.update(used)
+        turn = self._rounds.launched[group.position]
+        self._flights.launch(group, flat, self._rounds.position, turn)
+        self._rounds.has_left(group, in_sequence)
+        self._step.launch_order.append(group.position)
+
+    # ---------------------------------------------------------------------------------- synchronization
+
+    def synchronize(self) -> None:
+        """Reduces what is left of this step's gradients. Collective; afterwards :attr:`used` and :meth:`shard` tell the result.
+
+        Raises:
+            RuntimeError: a parameter was converted after it was laid out; the same on every rank.
+            horovod.common.exceptions.HorovodInternalError: a rank has gone.
+        """
+        try:
+            self._synchronize()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _synchronize(self) -> None:
+        rounds, parameters = self._rounds, self._layout.parameters
+        self._hooks.attach()
+        count, groups = len(parameters), self._layout.groups
+        pending = [index for index in range(count) if parameters[index].grad is not None]
+        unsteady = bool(pending) or rounds.position < self._agreed
+        self._go_on_to(self._agreed)
+        words = self._meet(unsteady)
+        states, needs, last_fires = (
+            words[:count],
+            words[count : count + len(groups)],
+            words[count + len(groups) : -4],
+        )
+        self.noticed, self.notice = words[-4] > 0, False
+        self._check_converted(round(words[-3]))
+        self._go_on_to(round(words[-2]))
+        self._send_rest(needs)
+        self._flights.land_all()
+        used = [state > 0 for state in states]
+        self._step.late_gradients = [name for name, state in zip(self._layout.names, states) if state == LATE]
+        whole_rounds = max(1, rounds.position // max(1, len(rounds.order)))
+        self._end_step(learn=True)
+        rounds.arrange(used, last_fires)
+        self._agreed = whole_rounds * len(rounds.order)
+        self._may_wait = words[-1] == 0
+        self.used = [now or before for now, before in zip(used, self.used)]
+
+    def _go_on_to(self, position: int) -> None:
+        """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
+        while self._rounds.position < position:
+            group = self._rounds.next()
+            self._flights.make_room(group)
+            self._launch(group)
+
+    def _meet(self, unsteady: bool) -> list[float]:
+        """Tells the ranks what this one knows; returns the greatest of each word.
+
+        The words: per parameter 0, USED or LATE; per group how many launches it needs; per group where it was completed on rank 0;
+        has a notice; number of a parameter that was converted; position; had to launch in ``synchronize``.
+        """
+        rounds, layout = self._rounds, self._layout
+        states = [0.0] * len(layout.parameters)
+        needs = [float(launched) for launched in rounds.launched]
+        for index, parameter in enumerate(layout.parameters):
+            if parameter.grad is not None:
+                position = layout.group_of[index].position
+                states[index] = LATE if rounds.launched[position] >= rounds.done else USED
+                needs[position] = rounds.launched[position] + 1.0
+            elif index in self._sent:
+                states[index] = USED
+        leads = self._exchange.rank == 0
+        last_fires = [float(leads and rounds.last_fire(group)) for group in layout.groups]
+        converted = [index + 1 for index in range(len(states)) if not self._packer.fits(index)]
+        rest = [float(self.notice), float(max(converted, default=0)), float(rounds.position), float(unsteady)]
+        self._step.control_messages += 1
+        return self._exchange.maximum(torch.tensor(states + needs + last_fires + rest), "words")
+
+    def _check_converted(self, number: int) -> None:
+        if number:
+            group = self._layout.group_of[number - 1]
+            raise RuntimeError(
+                f"parameter '{self._layout.names[number - 1]}' has got another dtype, device or shape on some rank since "
+                f"DistributedOptimizer was made, when it was {group.dtype} on {group.device}; convert the model first, "
+                f"then make the optimizer"
+            )
+
+    def _send_rest(self, needs: list[float]) -> None:
+        """Sends groups that some rank still has gradients of, but no further round: late ones, and those not active so far."""
+        order = self._rounds.order
+        others = [group.position for group in self._layout.groups if group.position not in set(order)]
+        for position in [*order, *others]:
+            group = self._layout.groups[position]
+            while self._rounds.launched[position] < needs[position]:
+                self._flights.make_room(group)
+                self._launch(group, in_sequence=False)
+
+    # ---------------------------------------------------------------------------------- the result
+
+    def shard(self, group: Group) -> torch.Tensor | None:
+        """This rank's part of the group's reduced gradients, 1-D, float32 where they are of a narrower type.
+
+        Returns:
+            None if no rank had a gradient for any of its parameters since :meth:`consume`.
+        """
+        if not any(self.used[index] for index in group.indices):
+            return None
+        return self._flights.shards[group.position]
+
+    def consume(self) -> None:
+        """Forgets the result: a step has used it, or was skipped."""
+        self._flights.shards.clear()
+        self.used = [False] * len(self.used)
+
+    # ---------------------------------------------------------------------------------- between steps
+
+    def _end_step(self, learn: bool) -> None:
+        self._rounds.close_step(learn)
+        if learn:
+            self.stats.close_step(self._step)
+        self._step = StepStats()
+        self._sent.clear()
+        self.active = False
+
+    def forget_step(self) -> None:
+        """Forgets the fires of a step whose gradients are reduced elsewhere."""
+        self._end_step(learn=False)
+
+    def abandon(self) -> None:
+        """Drops the step that has begun and its result (after an error, or when a state is loaded). To be called on every rank.
+
+        What is in flight goes on in memory and under names that are not used again.
+        """
+        self._flights.drop()
+        self.consume()
+        self.rename(self._identity, self._generation + 1)
+        self._agreed, self._may_wait = len(self._rounds.order), True
+        self._end_step(learn=False)
+
+    def rename(self, identity: int, generation: int) -> None:
+        """Names this optimizer's tensors; the same on every rank."""
+        self._identity, self._generation = identity, generation
+        self._exchange.rename(f"hvd_ckpt.{identity}.{generation}")
+
+    @property
+    def naming(self) -> tuple[int, int]:
+        """Identity and generation: what :meth:`rename` has set."""
+        return self._identity, self._generation
+
+    def reset(self) -> None:
+        """Forgets order and expectations: the next step learns them anew. To be called on every rank."""
+        self._rounds.reset()
+        self.abandon()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Order and expectations, as plain data; the expectations are this rank's own."""
+        return self._rounds.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up order and expectations, so that the next step is reduced as if training had never stopped.
+
+        Raises:
+            ValueError: the state names a parameter that is not here, or is not one of this reducer.
+        """
+        self._rounds.load_state_dict(state)
+        self.abandon()

@@ -1,0 +1,215 @@
+"""When does a group of gradients leave?
+
+A *round* sends each active group once, in one order that all ranks share; rounds follow one another. So what leaves in a step is
+one sequence, and each rank is at some position of it. A group is complete once every parameter that is expected to has fired as
+often as it does in a round. How often that is, is learned from the last steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hvd_ckpt.reduction.readiness import FireCounts
+
+from .layout import Group, Layout
+
+__all__ = ["Rounds"]
+
+VERSION = 1
+IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
+
+
+class Rounds:
+    """The sequence of launches, and this rank's position in it.
+
+    Args:
+        layout: the groups; those that need gradients are active.
+        passes: backward passes in a round.
+
+    Attributes:
+        order: positions (in the layout) of the active groups; the same on every rank.
+        ordered: the order is rank 0's order of completion; until then it is the layout's.
+        position: how many launches of the sequence this rank has made in this step.
+        launched: launches of each group in this step, by its position in the layout.
+    """
+
+    def __init__(self, layout: Layout, passes: int) -> None:
+        self._layout = layout
+        self._passes = passes
+        self._shared: set[int] = set()  # groups with a parameter that another optimizer reduces, too
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the order and everything learned."""
+        groups = self._layout.groups
+        self.order = [group.position for group in groups if group.requires_grad]
+        self.ordered = False
+        self._counts = FireCounts(len(self._layout.parameters))
+        self._idle = [0] * len(groups)
+        self.begin_step()
+
+    def grow(self) -> None:
+        """The layout has grown. New groups become active when they are first used."""
+        fresh = len(self._layout.parameters) - len(self._fired)
+        self._counts.extend(fresh)
+        self._fired.extend([0] * fresh)
+        self._expected.extend([0] * fresh)
+        for counts in (self.launched, self._idle, self._expecting, self._waiting):
+            counts.extend([0] * (len(self._layout.groups) - len(counts)))
+
+    def share(self, index: int) -> None:
+        """Another optimizer reduces this parameter, too: its group never leaves in the backward pass."""
+        position = self._layout.group_of[index].position
+        if position not in self._shared:
+            self._shared.add(position)
+            self._expecting[position] += 1
+            self._waiting[position] += 1
+
+    # ---------------------------------------------------------------------------------- in a step
+
+    def fire(self, index: int) -> bool:
+        """Counts one accumulation; returns whether the parameter's group is complete with it."""
+        self._counts.fire(index)
+        fired = self._fired[index] = self._fired[index] + 1
+        if fired != self._expected[index]:
+            return False
+        position = self._layout.group_of[index].position
+        self._waiting[position] -= 1
+        return not self._waiting[position]
+
+    def ready(self) -> int:
+        """How many launches can be made: up to the next group that expects anything, if it is complete; those before it wait for
+        nothing.
+        """
+        for ahead in range(len(self.order)):
+            position = self.order[(self.position + ahead) % len(self.order)]
+            if self._expecting[position]:
+                return 0 if self._waiting[position] else ahead + 1
+        return 0
+
+    def next(self) -> Group:
+        """The group that leaves next."""
+        return self._layout.groups[self.order[self.position % len(self.order)]]
+
+    def has_left(self, group: Group, in_sequence: bool) -> None:
+        """A group has been launched: what fires from now on belongs to its next round."""
+        self.position += in_sequence
+        self.launched[group.position] += 1
+        self._waiting[group.position] = self._expecting[group.position]
+        for index in group.indices:
+            self._fired[index] = 0
+
+    @property
+    def done(self) -> int:
+        """Rounds that this rank's gradients are for: by its backward passes, which are the commonest number of fires."""
+        return max(1, -(-self._passes_done() // self._passes))
+
+    def last_fire(self, group: Group) -> int:
+        """Place of the group's last accumulation in this step's sequence of them, from 1; 0 if there was none."""
+        return max((self._counts.last_fire[index] for index in group.indices), default=0)
+
+    # ---------------------------------------------------------------------------------- between steps
+
+    def _passes_done(self) -> int:
+        fires = Counter(fired for fired in self._counts.fired if fired)
+        return min(fires, key=lambda fired: (-fires[fired], fired), default=0)
+
+    def close_step(self, learn: bool = True) -> None:
+        """Learns from this step's fires (unless told not to) and starts the next step."""
+        done = self._passes_done()
+        if done:
+            self._counts.fired = [fired // done for fired in self._counts.fired]
+        self._counts.close_step(learn)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """At the start of the sequence; every group waits for what is expected of it."""
+        layout = self._layout
+        self.position = 0
+        self.launched = [0] * len(layout.groups)
+        self._fired = [0] * len(layout.parameters)
+        if self._counts.learned:
+            self._expected = [count * self._passes for count in self._counts.expected]
+        else:
+            self._expected = [self._passes * parameter.requires_grad for parameter in layout.parameters]
+        self._expecting = [
+            sum(self._expected[index] > 0 for index in group.indices) for group in layout.groups
+        ]
+        for position in self._shared:
+            self._expecting[position] += 1
+        self._waiting = list(self._expecting)
+
+    def arrange(self, used: Sequence[bool], leaders_last_fires: Sequence[float]) -> None:
+        """Settles the order of the next step, from what all ranks know.
+
+        Args:
+            used: of each parameter, whether any rank had a gradient for it.
+            leaders_last_fires: :meth:`last_fire` of each group on rank 0.
+        """
+        active = set(self.order)
+        any_used = any(used)
+        for group in self._layout.groups:
+            position = group.position
+            if any(used[index] for index in group.indices):
+                self._idle[position] = 0
+                if position not in active:
+                    self.order.append(position)
+                    self.ordered = False
+                    continue
+            else:
+                self._idle[position] += any_used
+                if self._idle[position] >= IDLE_STEPS and position in active:
+                    self.order.remove(position)
+        if not self.ordered and any(leaders_last_fires):
+            never = float("inf")
+            self.order.sort(key=lambda position: leaders_last_fires[position] or never)
+            self.ordered = True
+
+    # ---------------------------------------------------------------------------------- training state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Order and expectations as plain data, by the names of parameters."""
+        names = self._layout.names
+        learned = self._counts.learned
+        return {
+            "version": VERSION,
+            "order": [names[index] for index in self._indices(self.order)],
+            "ordered": self.ordered,
+            "fires_per_pass": dict(zip(names, self._counts.expected)) if learned else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state; groups may be others than when it was saved: one leaves when the last of its parameters did.
+
+        Raises:
+            ValueError: the state names a parameter that is not here, or is not one of this reducer.
+        """
+        if state.get("version") != VERSION or "fires_per_pass" not in state:
+            raise ValueError(
+                f"this is no reduction state of split gradients of version {VERSION} but one of version "
+                f"{state.get('version')!r} with {sorted(map(str, state))}; load one that was saved at stage 2 or 3"
+            )
+        fires = state["fires_per_pass"]
+        places = {name: place for place, name in enumerate(state["order"])}
+        for name in [*places, *(fires or ())]:
+            if name not in self._layout.names:
+                raise ValueError(
+                    f"reduction state names parameter '{name}', which this optimizer does not have; "
+                    f"load a state that was saved with the same model"
+                )
+        self.reset()
+        last: dict[int, int] = {}
+        for index, name in enumerate(self._layout.names):
+            if name in places:
+                position = self._layout.group_of[index].position
+                last[position] = max(last.get(position, -1), places[name])
+        self.order = sorted(last, key=last.__getitem__)
+        self.ordered = bool(state["ordered"])
+        if fires is not None:
+            self._counts.restore([int(fires.get(name, 0)) for name in self._layout.names])
+        self.begin_step()
+
+    def _indices(self, positions: Iterable[int]) -> list[int]:
+        return [index for position in positions for index in self._layout.groups[position].indices]
