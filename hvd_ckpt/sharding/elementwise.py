@@ -7,6 +7,7 @@ parts of the same matrix, and all must agree. A copy has the optimizer's class a
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -108,17 +109,14 @@ def probe(
     _check_plain(optimizer, kind)
     try:
         with _own_random_state():
-            whole, *parts = (
-                _Trial(optimizer, kind, torch.float64, part) for part in ("whole", "head", "tail")
-            )
-            elementwise = _agree(whole, parts)
             trial = _Trial(optimizer, kind, dtype, "tail")
+            elementwise = kind in _ELEMENTWISE or _parts_agree(optimizer, kind)
     except Exception as error:
         said = " ".join(str(error).split()) or "nothing"
         raise ValueError(
             _refusal(kind, f"a trial step on a small parameter raised {type(error).__name__}: {said}")
         ) from error
-    return StepFacts(elementwise, *trial.state_of(group), trial.mutated or whole.mutated)
+    return StepFacts(elementwise, *trial.state_of(group), trial.mutated)
 
 
 class _Trial:
@@ -143,7 +141,7 @@ class _Trial:
         before = _settings(self.trial)
         for step in range(_STEPS):
             for parameter in self.parameters:
-                parameter.grad = _gradient(step, part).to(parameter.dtype)
+                parameter.grad = _gradient(step, part).to(parameter.dtype, copy=True)
             self.trial.step()
         self.mutated = not _same(before, _settings(self.trial))
 
@@ -164,9 +162,10 @@ class _Trial:
         return tensors, tuple(name for name in others if name not in tensors)
 
 
-def _agree(whole: _Trial, parts: list[_Trial]) -> bool:
-    """Whether the parts have changed as the whole has. Each part is alone in its optimizer, so that norms over all parameters
-    show as well."""
+def _parts_agree(optimizer: torch.optim.Optimizer, kind: type[Any]) -> bool:
+    """Whether two parts of a matrix change as the whole does. Each part is alone in its optimizer, so that norms over all
+    parameters show as well."""
+    whole, *parts = (_Trial(optimizer, kind, torch.float64, part) for part in ("whole", "head", "tail"))
     for change, *pieces in zip(whole.changes(), *(part.changes() for part in parts)):
         difference = (torch.cat(pieces) - change).abs()
         if not bool((difference <= _TOLERANCE * change.abs() + 1e-12 * change.abs().max()).all()):
@@ -181,8 +180,13 @@ def _values(group: int, part: str) -> torch.Tensor:
 
 
 def _gradient(step: int, part: str) -> torch.Tensor:
+    return _part(_whole_gradient(step), part)
+
+
+@functools.cache
+def _whole_gradient(step: int) -> torch.Tensor:
     index = torch.arange(math.prod(_SHAPE), dtype=torch.float64)
-    return _part(torch.cos(index * 1.3 + step) * (0.01 + index / 2000), part)
+    return torch.cos(index * 1.3 + step) * (0.01 + index / 2000)
 
 
 def _part(flat: torch.Tensor, part: str) -> torch.Tensor:
