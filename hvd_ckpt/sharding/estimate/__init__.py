@@ -1,0 +1,15 @@
+"""What a training step takes on each of any number of ranks, worked out before there is one.
+
+trace       one forward and backward pass, measured, cut into stretches
+flows       what each stage holds along that trace
+gathering   the same for stage 3
+optimizers  what an optimizer holds and allocates, measured on small tensors
+states      model states by the layout
+result      what an estimate says
+estimator   all of it together
+"""
+
+from .estimator import PRECISIONS, Estimator, estimate_memory
+from .result import PARTS, MemoryEstimate
+
+__all__ = ["PARTS", "PRECISIONS", "Estimator", "MemoryEstimate", "estimate_memory"]
