@@ -92,6 +92,12 @@ class Transfer:
             raise RuntimeError("this transfer has failed before; start the step again")
         return self._result
 
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Transfer:
+        """This transfer, with another result; wait for the new one instead."""
+        finish = self._finish
+        assert finish is not None
+        return Transfer(self._pending, lambda results: change(finish(results)))
+
     def forget(self) -> None:
         """Lets go of a transfer that nobody will wait for; it goes on by itself."""
         for _, handle in self._pending:
@@ -136,7 +142,7 @@ class Exchange:
         """
         if flat.dtype.is_complex:
             real = self.reduce_scatter(torch.view_as_real(flat).view(-1), what, scale, format)
-            return Transfer((), lambda _: torch.view_as_complex(real.wait().view(-1, 2)))
+            return real.then(lambda result: torch.view_as_complex(result.view(-1, 2)))
         numel = self._shard_numel(flat)
         wire = format.encode(flat, self.ranks)
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
@@ -175,7 +181,7 @@ class Exchange:
             real = self.all_gather(
                 torch.view_as_real(shard).view(-1), torch.view_as_real(flat).view(-1), what, format
             )
-            return Transfer((), lambda _: (real.wait(), flat)[1])
+            return real.then(lambda _: flat)
         numel = self._shard_numel(flat)
         whole = flat.data
         own = whole[self.rank * numel : (self.rank + 1) * numel]

@@ -80,14 +80,16 @@ class Rounds:
         return not self._waiting[position]
 
     def ready(self) -> int:
-        """How many launches can be made: up to the next group that expects anything, if it is complete; those before it wait for
-        nothing.
+        """How many launches can be made: up to the next group that expects anything, if it is complete. What expects nothing leaves
+        before it, or after it at the end of a round.
         """
-        for ahead in range(len(self.order)):
-            position = self.order[(self.position + ahead) % len(self.order)]
-            if self._expecting[position]:
-                return 0 if self._waiting[position] else ahead + 1
-        return 0
+        first = self.position % max(1, len(self.order))
+        expecting = [
+            number for number in range(first, len(self.order)) if self._expecting[self.order[number]]
+        ]
+        if not expecting or self._waiting[self.order[expecting[0]]]:
+            return 0
+        return (expecting[0] + 1 if len(expecting) > 1 else len(self.order)) - first
 
     def next(self) -> Group:
         """The group that leaves next."""
