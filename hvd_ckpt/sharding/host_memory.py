@@ -189,13 +189,13 @@ def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
         reason = "the limit on the size of a file, ulimit -f, is lower"
     try:
         status = os.statvfs(folder)
-        free = f"it has {show_bytes(status.f_bavail * status.f_frsize)} free"
+        free = f", {show_bytes(status.f_bavail * status.f_frsize)} are free"
     except OSError:
-        free = "it cannot be looked into"
+        free = ""
     found = OffloadError(
-        f"cannot offload optimizer state to the folder '{folder}': {show_bytes(size)} are needed and {free} ({reason}): make "
-        f"room, or name another folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so the step can "
-        f"be taken again"
+        f"cannot offload optimizer state to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or "
+        f"name another folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so the step can be taken "
+        f"again"
     )
     found.errno = error.errno
     return found

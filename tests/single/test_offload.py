@@ -1,0 +1,228 @@
+"""Optimizer state in files: the same bits in less memory, and errors that change nothing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_ckpt.sharding.offload import OffloadError, OptimizerOffload
+
+CPU = torch.device("cpu")
+SIZES = (5, 1000, 333, 1)
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+
+
+def set_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Some parameter has none in each step but the first."""
+    generator = torch.Generator().manual_seed(step)
+    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+    for position, piece in enumerate(pieces):
+        gradient = torch.randn(piece.shape, generator=generator)
+        piece.grad = None if step and position == step % len(pieces) else gradient
+
+
+def adam(own: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(own, lr=0.01)
+
+
+def train(make: Make, offload: OptimizerOffload | None, steps: int = 4) -> torch.optim.Optimizer:
+    own = parameters()
+    optimizer = make([{"params": own[:2]}, {"params": own[2:], "weight_decay": 0.1}])
+    for step in range(steps):
+        set_gradients(optimizer, step)
+        if offload is None:
+            optimizer.step()
+        else:
+            offload.step(optimizer, optimizer.step)
+    return optimizer
+
+
+def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """The same bits in weights and state."""
+    for own, others in zip(one.param_groups, other.param_groups):
+        for a, b in zip(own["params"], others["params"]):
+            assert torch.equal(a, b)
+            assert one.state[a].keys() == other.state[b].keys()
+            for key, value in one.state[a].items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[b][key])), key
+
+
+@pytest.mark.parametrize(
+    "name, options, chunk_elements",
+    [
+        ("Adam", {}, 100),
+        ("Adam", {}, 1 << 24),
+        ("AdamW", {"amsgrad": True}, 100),
+        ("SGD", {"momentum": 0.9}, 100),
+        ("SGD", {}, 100),
+        ("Adagrad", {"initial_accumulator_value": 0.5}, 100),
+        ("NAdam", {}, 100),
+    ],
+)
+def test_the_bits_are_those_without_offload(
+    name: str, options: dict[str, Any], chunk_elements: int, tmp_path: Path
+) -> None:
+    def make(own: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(own, lr=0.01, **options)  # type: ignore[no-any-return]
+
+    offload = OptimizerOffload(tmp_path, CPU, chunk_elements)
+    assert_same(train(make, None), train(make, offload))
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_are_those_of_the_state(tmp_path: Path) -> None:
+    offload = OptimizerOffload(tmp_path, CPU)
+    optimizer = train(adam, offload, steps=1)
+    state = 2 * 4 * sum(SIZES)
+    assert state <= offload.bytes <= state + 64 * 2 * len(SIZES)
+    master = offload.empty(1024, torch.float32).fill_(1.5)
+    offload.release(master)
+    assert bool((master == 1.5).all()) and offload.bytes >= state + 4096
+    del optimizer, master
+    assert OptimizerOffload(tmp_path, CPU).bytes == 0
+
+
+def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    offload = OptimizerOffload(tmp_path, CPU, 100)
+    half_way = train(adam, offload, steps=2)
+    saved = copy.deepcopy(half_way.state_dict())
+    weights = [piece.detach().clone() for group in half_way.param_groups for piece in group["params"]]
+
+    def go_on(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for step in (2, 3):
+            set_gradients(optimizer, step)
+            offload.step(optimizer, optimizer.step)
+        return optimizer
+
+    whole = train(adam, None)
+    assert_same(go_on(half_way), whole)
+    held = offload.bytes
+    for group in half_way.param_groups:
+        for piece in group["params"]:
+            piece.data.copy_(weights.pop(0))
+    half_way.load_state_dict(saved)
+    offload.adopt(half_way)
+    assert offload.bytes == held
+    assert_same(go_on(half_way), whole)
+    half_way.load_state_dict(half_way.state_dict())
+    offload.adopt(half_way)
+    assert_same(half_way, whole)
+
+
+def test_step_hooks_run_once_and_see_everything(tmp_path: Path) -> None:
+    own = parameters()
+    optimizer = adam(own)
+    seen: list[tuple[str, int]] = []
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append(("before", len(o.param_groups[0]["params"]))))
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(("after", len(o.param_groups[0]["params"]))))
+    offload = OptimizerOffload(tmp_path, CPU, 100)
+    for step in range(2):
+        set_gradients(optimizer, step)
+        offload.step(optimizer, optimizer.step)
+    assert seen == [("before", len(own)), ("after", len(own))] * 2
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0]["lr"] *= 0.5
+            super().step()
+
+    optimizer = Counting(parameters(), lr=1.0)
+    set_gradients(optimizer, 0)
+    with pytest.raises(ValueError, match="Counting cannot be offloaded: .*param_groups"):
+        OptimizerOffload(tmp_path, CPU).step(optimizer, optimizer.step)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount a file system here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*is itself in memory")
+def test_a_full_disk_changes_nothing_and_the_step_can_be_tried_again(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(60 * 1024))
+    plain, full = adam(parameters()), adam(parameters())
+    offload = OptimizerOffload(small_disk, CPU)
+    set_gradients(plain, 0)
+    set_gradients(full, 0)
+    with pytest.raises(OffloadError, match=r"No space left.*KiB are needed, .* free.*offload-folder"):
+        offload.step(full, full.step)
+    assert_same(full, adam(parameters()))
+    ballast.unlink()
+    offload.step(full, full.step)
+    plain.step()
+    assert_same(full, plain)
+
+
+def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    optimizer = adam(parameters())
+    set_gradients(optimizer, 0)
+    (tmp_path / "file").touch()
+    for name, reason in (("missing", "No such file"), ("file", "Not a directory")):
+        offload = OptimizerOffload(tmp_path / name, CPU)
+        with pytest.raises(OffloadError, match=rf"'{tmp_path / name}' \({reason}.*are needed"):
+            offload.step(optimizer, optimizer.step)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OffloadError, match="ulimit -f"):
+            OptimizerOffload(tmp_path, CPU).reserve(optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_same(optimizer, adam(parameters()))
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from hvd_ckpt.sharding.offload import OptimizerOffload
+
+torch.set_num_threads(1)
+
+def optimizer(elements):
+    parameter = torch.nn.Parameter(torch.ones(elements))
+    parameter.grad = torch.ones_like(parameter)
+    return torch.optim.Adam([parameter])
+
+optimizer(64).step()
+large = optimizer(8 << 20)
+data = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+limit = 1024 * int(data.split()[1]) + (40 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+try:
+    large.step()
+except RuntimeError as error:
+    print(error)
+large.state.clear()
+OptimizerOffload(Path(sys.argv[1]), torch.device("cpu"), 1 << 20).step(large, large.step)
+print("stepped")
+"""
+
+
+def test_a_state_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert "can't allocate memory" in done.stdout and "stepped" in done.stdout, done.stderr
