@@ -1,13 +1,17 @@
-"""Which controllers work on this machine: asked once in a run of the tests, since each question starts a job."""
+"""What starts jobs here: ``horovodrun``, and which controllers work, asked once since each question starts a job."""
 
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 
 from hvd_ckpt.probe import ProbeResult
 from hvd_ckpt.probe import probe as ask
 
-__all__ = ["probe"]
+__all__ = ["HOROVODRUN", "probe"]
+
+HOROVODRUN = [sys.executable, str(Path(__file__).parent / "scripts" / "horovodrun.py")]
 
 
 @functools.cache

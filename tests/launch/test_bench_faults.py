@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench faults`` as its user runs it, in short: a killed run, ten kills within a save."""
+"""``hvd-ckpt bench faults`` as its user runs it, in short: a killed run, four kills within a save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_sn
     process = subprocess.run(
         [
             *(sys.executable, "-m", "hvd_ckpt.cli", "bench", "faults", "--np", "2", "--seed", "8"),
-            *("--runs", "1", "--saves", "10", "--add", str(file), "--output", str(output)),
+            *("--runs", "1", "--saves", "4", "--add", str(file), "--output", str(output)),
         ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -31,9 +31,9 @@ def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_sn
     kills = [kill for run in runs for kill in run["kills"]]
     assert kills and all(kill["signal"] in ("SIGKILL", "SIGTERM", "SIGINT") for kill in kills)
     saves = report["save"]["kills"]
-    assert [kill["fault"] for kill in saves] == [None] * 10
+    assert [kill["fault"] for kill in saves] == [None] * 4
     assert {kill["writer"] for kill in saves} == {"blocking", "background"}
-    assert len(file.read_text().splitlines()) == 11
+    assert len(file.read_text().splitlines()) == 5
     for text in (process.stdout, (output / "report.md").read_text()):
-        for words in ("1 of 1 runs (1 at np=2) end as the undisturbed run", "10 of 10 kills", "machine: "):
+        for words in ("1 of 1 runs (1 at np=2) end as the undisturbed run", "4 of 4 kills", "machine: "):
             assert words in text

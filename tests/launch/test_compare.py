@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_ckpt.comparison.command import compare
+from hvd_ckpt.comparison.launch import Launcher, Outcome
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = ("--quick", "--steps", "2", "--workloads", "densenet", "--scenarios", "nothing", "--chunks", "2")
@@ -118,16 +119,6 @@ def test_an_engine_that_joins_through_mpi_gets_fresh_processes_after_an_error(tm
     assert ranks_alive(tmp_path / "out") == []
 
 
-def test_mixed_precision_is_right(tmp_path):
-    process, results = run_compare(
-        tmp_path / "out",
-        *("--precision", "fp16", "--engines", "hvd_ckpt,horovod", "--workloads", "nothing"),
-        *("--scenarios", "overflow-on-one-rank,tied", "--variants", "non-reentrant", "--passes", "0"),
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert results["hvd_ckpt", "non-reentrant"]["right"]
-
-
 def test_a_plan_is_compared_like_any_other_way_to_recompute(tmp_path):
     process, results = run_compare(
         tmp_path / "out",
@@ -146,7 +137,10 @@ def test_a_plan_is_compared_like_any_other_way_to_recompute(tmp_path):
     assert "hvd_ckpt, plain plan 0.5x is left out: No plan stays within a budget of" in page
 
 
-def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path):
+def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path, monkeypatch):
+    told = Outcome([{"event": "reference", "workload": "densenet", "layers": 13}])
+    monkeypatch.setattr(Launcher, "reference", lambda self, job, listener: told)
+    monkeypatch.setattr(Launcher, "__enter__", lambda self: self)  # ranks that nobody would ask for anything
     arguments = [*SMALL, "--chunks", "99", "--variants", "reentrant", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(compare, arguments)
     assert result.exit_code == 2

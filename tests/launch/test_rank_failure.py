@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from controllers import probe
-
-from hvd_ckpt.probe import find_launcher
+from controllers import HOROVODRUN, probe
 
 SCRIPT = Path(__file__).parent / "scripts" / "raise_in_forward.py"
 
@@ -18,10 +16,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "raise_in_forward.py"
 def test_a_rank_that_raises_ends_the_job(controller: str) -> None:
     if controller == "mpi" and not probe("mpi").works:
         pytest.skip("MPI does not work here")
-    launcher = find_launcher()
-    assert launcher is not None
     result = subprocess.run(
-        [*launcher, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT)],
+        [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from controllers import probe
-
-from hvd_ckpt.probe import find_launcher
+from controllers import HOROVODRUN, probe
 
 SCRIPT = Path(__file__).parent / "scripts" / "stalled.py"
 STOPPED = r"rank 1 \(process \d+ on host .+\) is stopped by a signal: look at its output"
@@ -47,10 +45,8 @@ def jobs(folder: Path) -> Iterator[Jobs]:
 
 
 def start(controller: str, *arguments: str) -> subprocess.Popen[str]:
-    launcher = find_launcher()
-    assert launcher is not None
     return subprocess.Popen(
-        [*launcher, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), *arguments],
+        [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

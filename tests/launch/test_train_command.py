@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from controllers import HOROVODRUN
 from safetensors.torch import load_file
 
+from hvd_ckpt.command_line import RANK_VARIABLES
 from hvd_ckpt.training.command import train
 
 BIN = Path(sys.executable).parent
 
 
-def launch(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [str(BIN / "horovodrun"), "-np", str(ranks), "--gloo"] if ranks > 1 else []
+def launch(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*launcher, str(BIN / "hvd-ckpt"), "train", *arguments],
+        [*HOROVODRUN, "-np", str(ranks), "--gloo", str(BIN / "hvd-ckpt"), "train", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -74,10 +75,19 @@ def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path:
     assert weights.keys() == whole.keys() and all((weights[name] == whole[name]).all() for name in whole)
 
 
-def test_a_wrong_flag_is_said_once_in_one_line() -> None:
-    result = launch("--modle", "bert-tiny", ranks=2)
-    assert result.returncode != 0
-    assert result.stderr.count("No such option '--modle'") == 1
+@pytest.mark.parametrize("variable", RANK_VARIABLES)
+def test_of_several_ranks_rank_0_alone_says_what_is_wrong_with_a_flag(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_ckpt.command_line.MOMENT", 0.0)
+    outputs = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv(variable, rank)
+        result = CliRunner().invoke(train, ["--modle", "bert-tiny"])
+        assert result.exit_code == 2
+        outputs.append(result.output)
+    assert outputs[0].count("No such option '--modle'") == outputs[0].count("\n") == 1
+    assert outputs[1] == ""
 
 
 def test_what_the_run_finds_out_is_said_once_in_one_line(text: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import hvd_ckpt as hc
 
@@ -102,6 +103,25 @@ def test_a_script_trains_and_rank_0_alone_tells_of_it(name, desk, capsys):
     if name == "roberta_pretrain.py":
         (written,) = desk.glob("runs/*/model/model.safetensors")
         assert written.stat().st_size > 1000
+
+
+def test_the_script_before_and_after_migration_prints_the_same_losses(capsys):
+    script = runpy.run_path(str(EXAMPLES / "migrate_from_horovod.py"), run_name="example")
+    printed = []
+    for version in ("before", "after"):
+        script["main"].main(["--version", version, "--steps", "20"], standalone_mode=False)
+        printed.append(capsys.readouterr().out.splitlines())
+    losses_of = [re.findall(r"^step \d+: loss [\d.]+$", "\n".join(lines), re.MULTILINE) for lines in printed]
+    assert losses_of[0] == losses_of[1] and len(losses_of[0]) == (2 if hc.rank() == 0 else 0)
+
+
+def test_a_bad_flag_is_one_line_of_rank_0(monkeypatch, desk):
+    monkeypatch.setattr("hvd_ckpt.command_line.MOMENT", 0.0)
+    script = runpy.run_path(str(EXAMPLES / "gpt_lite.py"), run_name="example")
+    result = CliRunner().invoke(script["main"], ["--steps", "0"])
+    assert result.exit_code == 2
+    said = "steps 0: give a whole number from 1" in result.output and result.output.count("\n") == 1
+    assert said if hc.rank() == 0 else result.output == ""
 
 
 def test_every_script_is_in_the_table_and_here():

@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from typing import Any
 
+import horovod.torch as horovod
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 import hvd_ckpt as hc
 
-LIBRARY, VARIANTS = sys.argv[1], sys.argv[2:]
 STEPS = 6
-
-if LIBRARY == "hvd_ckpt":
-    hvd = hc
-    hvd.init()
-else:
-    import horovod.torch as hvd  # type: ignore[no-redef]
-
-    hvd.init()
-    torch.set_num_threads(1)
 
 
 class HardGraph(nn.Module):
     """Small layers of many sizes, one of them used three times, dropout in all."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, library: str, variant: str) -> None:
         super().__init__()
-        self.variant = variant
+        self.library, self.variant = library, variant
         self.tied = nn.Linear(64, 64)
         self.layers = nn.ModuleList(
             [
@@ -54,20 +46,22 @@ class HardGraph(nn.Module):
             for function in functions:
                 x = function(x)
             return x
-        if LIBRARY == "hvd_ckpt":
+        if self.library == "hvd_ckpt":
             return hc.checkpoint_sequential(functions, 4, x, use_reentrant=self.variant == "reentrant")
         return torch_checkpoint.checkpoint_sequential(
             functions, 4, x, use_reentrant=self.variant == "reentrant"
         )
 
 
-def run(variant: str) -> str:
+def run(library: str, variant: str) -> str:
+    """A hash of the weights after some steps."""
+    hvd: Any = hc if library == "hvd_ckpt" else horovod
     torch.manual_seed(11)
-    model = HardGraph(variant)
+    model = HardGraph(library, variant)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         named_parameters=model.named_parameters(),
-        **({"bucket_cap_mb": 0.05} if LIBRARY == "hvd_ckpt" else {}),
+        **({"bucket_cap_mb": 0.05} if library == "hvd_ckpt" else {}),
     )
     torch.manual_seed(100 + hvd.rank())
     for _ in range(STEPS):
@@ -80,8 +74,18 @@ def run(variant: str) -> str:
     return digest.hexdigest()[:16]
 
 
-hashes = [run(variant) for variant in VARIANTS]
-gathered = hvd.allgather_object(hashes)
-if hvd.rank() == 0:
-    print(f"RANKS-EQUAL {all(other == hashes for other in gathered)}", flush=True)
-    print(" ".join(["HASHES", *hashes]), flush=True)
+def main(library: str, variants: list[str]) -> None:
+    if library == "hvd_ckpt":
+        hc.init()
+    else:
+        horovod.init()
+        torch.set_num_threads(1)
+    hashes = [run(library, variant) for variant in variants]
+    gathered = horovod.allgather_object(hashes)
+    if horovod.rank() == 0:
+        print(f"RANKS-EQUAL {all(other == hashes for other in gathered)}", flush=True)
+        print(" ".join(["HASHES", *hashes]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,10 @@
+"""``horovodrun`` that takes it as given that Horovod has Gloo and MPI: to find out, it would import PyTorch at each start."""
+
+from __future__ import annotations
+
+from horovod.runner import launch
+
+launch.gloo_built = launch.mpi_built = lambda verbose=False: True
+
+if __name__ == "__main__":
+    launch.run_commandline()
