@@ -18,7 +18,7 @@ from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.treatment import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 
-__all__ = ["FoundBlock", "find_blocks"]
+__all__ = ["FoundBlock", "find_blocks", "proposed_blocks"]
 
 _LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
 
@@ -78,7 +78,7 @@ def find_blocks(
     Raises:
         ValueError: a name is no module's, two names lie in one another, or no block is called.
     """
-    proposed = _named(model, names) if names is not None else _proposed(model)
+    proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}
     found: dict[str, FoundBlock] = {}
     order: list[str] = []
@@ -125,7 +125,8 @@ def find_blocks(
     return blocks, output
 
 
-def _proposed(model: nn.Module) -> list[FoundBlock]:
+def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
+    """The blocks of a model as it stands, in its own order; which of them a forward pass calls is not known yet."""
     blocks: list[FoundBlock] = []
 
     def visit(name: str, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 
-__all__ = ["KEEP", "Treatment", "base_class", "treat", "treat_chain", "untreat"]
+__all__ = ["KEEP", "Treatment", "base_class", "treat", "treat_chain", "treated_parts", "untreat"]
 
 _TREATMENT = "_hvd_ckpt_treatment"
 _ITEMS = "_hvd_ckpt_items"
@@ -74,6 +74,13 @@ def untreat(module: nn.Module) -> None:
         module.__class__ = base_class(module)
         module.__dict__.pop(_TREATMENT, None)
         module.__dict__.pop(_ITEMS, None)
+
+
+def treated_parts(module: nn.Module) -> list[list[nn.Module]]:
+    """What of a module is treated together: itself, or those children of a chain that run in spans or segments."""
+    if _TREATMENT in module.__dict__:
+        return [[module]]
+    return [list(_children(module, item).values()) for item in module.__dict__.get(_ITEMS, {}).values()]
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:

@@ -1,0 +1,237 @@
+"""The parameters of one unit, whole for a while: where they lie, how they come and how they go.
+
+A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
+between, the flat tensor's storage has no bytes and the data is one nan, as often as the shape asks for. What autograd has saved,
+the parameter or a view such as ``weight.t()``, refers to that same storage, and is good again once the storage is filled again.
+PyTorch's FSDP frees memory this way.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .exchange import Exchange, Transfer
+from .formats import FP32, WireFormat
+from .layout import Group, Layout
+from .pieces import Form
+
+__all__ = ["UnitParameters"]
+
+
+class _State(enum.Enum):
+    FREE = "free"
+    COMING = "on its way"
+    WHOLE = "whole"
+
+
+class _Member(NamedTuple):
+    """A parameter, and its data in both states."""
+
+    name: str
+    parameter: torch.Tensor
+    whole: torch.Tensor
+    placeholder: torch.Tensor
+    storage: int  # identity of the placeholder's storage
+
+
+class _Flat:
+    """One group of the unit.
+
+    Attributes:
+        shard: this rank's exact values, 1-D.
+        whole: all ranks' values, 1-D; without memory while the unit is free.
+    """
+
+    def __init__(self, layout: Layout, group: Group, rank: int) -> None:
+        self.group = group
+        self.what = f"gather.{group.position}"
+        self.shard = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
+        self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
+        self._storage = self.whole.untyped_storage()
+        self.identity = self._storage._cdata
+        self._nbytes = self.whole.nbytes
+        forms = {
+            index: Form(layout.parameters[index].shape, layout.strides[index]) for index in group.indices
+        }
+        for index, start, stop, offset in group.spans(rank):
+            own = forms[index].flatten(layout.parameters[index])[start:stop]
+            self.shard[offset : offset + stop - start].copy_(own)
+        self.members = []
+        for index, offset in zip(group.indices, group.offsets):
+            form = forms[index]
+            placeholder = _placeholder(group, form.shape)
+            self.members.append(
+                _Member(
+                    layout.names[index],
+                    layout.parameters[index],
+                    self.whole.as_strided(form.shape, form.stride, offset),
+                    placeholder,
+                    placeholder.untyped_storage()._cdata,
+                )
+            )
+        self.release()
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        self._storage.resize_(0)
+
+
+class UnitParameters:
+    """The parameters of one unit.
+
+    Args:
+        layout: all parameters, which still have their values.
+        groups: those of the unit.
+        exchange, format: how its shards are gathered.
+
+    Attributes:
+        shards: by group of the unit.
+    """
+
+    def __init__(
+        self, layout: Layout, groups: Sequence[Group], exchange: Exchange, format: WireFormat
+    ) -> None:
+        self._exchange, self._format = exchange, format
+        self._flats = [_Flat(layout, group, exchange.rank) for group in groups]
+        self._identities = {flat.identity for flat in self._flats}
+        self._members = [member for flat in self._flats for member in flat.members]
+        self._transfers: list[Transfer] = []
+        self._state = _State.WHOLE
+        self._detach()
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        return [flat.shard for flat in self._flats]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [member.parameter for member in self._members]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a gather fills."""
+        return sum(flat.whole.nbytes for flat in self._flats)
+
+    @property
+    def whole(self) -> bool:
+        return self._state is _State.WHOLE or not self._flats
+
+    @property
+    def free_now(self) -> bool:
+        return self._state is _State.FREE and bool(self._flats)
+
+    @property
+    def coming(self) -> bool:
+        return self._state is _State.COMING
+
+    def launch(self, exactly: bool = False) -> None:
+        """Begins to gather, with ``exactly`` what the shards hold, whatever the format. Collective."""
+        assert self._state is _State.FREE
+        self._state = _State.COMING
+        for flat in self._flats:
+            flat.allocate()
+            format = FP32 if exactly else self._format
+            self._transfers.append(self._exchange.all_gather(flat.shard, flat.whole, flat.what, format))
+
+    def wait(self) -> None:
+        """Waits for what was launched; the parameters are whole then.
+
+        Raises:
+            RuntimeError: a parameter has got another dtype, device or shape meanwhile.
+        """
+        assert self._state is _State.COMING
+        while self._transfers:
+            self._transfers.pop(0).wait()
+        moved = self.check()
+        self._state = _State.WHOLE
+        if moved is not None:
+            self.free()
+            raise RuntimeError(moved)
+        for member in self._members:
+            member.parameter.data = member.whole
+
+    def free(self) -> None:
+        """Gives the memory back; what is on its way is waited for first, since Horovod writes to it."""
+        if self._state is _State.COMING:
+            self.wait()
+        if self._state is _State.WHOLE:
+            self._detach()
+
+    def _detach(self) -> None:
+        self._state = _State.FREE
+        for member in self._members:
+            if member.parameter.shape == member.placeholder.shape:
+                member.parameter.data = member.placeholder
+        for flat in self._flats:
+            flat.release()
+
+    def keep_own(self) -> None:
+        """Copies this rank's part of the whole parameters into the shards.
+
+        Raises:
+            RuntimeError: a parameter has got another dtype, device or shape meanwhile.
+        """
+        assert self.whole
+        moved = self.check()
+        if moved is not None:
+            raise RuntimeError(moved)
+        with torch.no_grad():
+            for member in self._members:  # somebody may have given it data of its own
+                if member.parameter.untyped_storage()._cdata not in self._identities:
+                    member.whole.copy_(member.parameter)
+            for flat in self._flats:
+                first = self._exchange.rank * flat.shard.numel()
+                flat.shard.copy_(flat.whole[first : first + flat.shard.numel()])
+
+    def give_back(self) -> None:
+        """Makes the whole values the parameters' own."""
+        assert self.whole
+        for member in self._members:
+            own = torch.empty_strided(
+                member.whole.shape,
+                member.whole.stride(),
+                dtype=member.whole.dtype,
+                device=member.whole.device,
+            )
+            member.parameter.data = own.copy_(member.whole)
+        for flat in self._flats:
+            flat.release()
+        self._members = []
+        self._flats = []
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory that :meth:`free` gives back."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._identities
+
+    def check(self) -> str | None:
+        """One sentence if somebody has given a parameter another dtype, device or shape, or data while there was none."""
+        for name, parameter, whole, _, placeholder in self._members:
+            if (
+                parameter.dtype is not whole.dtype
+                or parameter.device != whole.device
+                or parameter.shape != whole.shape
+            ):
+                return (
+                    f"parameter '{name}' has become {parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device} "
+                    f"after it was split over the ranks as {whole.dtype} of shape {tuple(whole.shape)} on {whole.device}; "
+                    "convert the model before DistributedOptimizer"
+                )
+            if self._state is not _State.WHOLE and parameter.untyped_storage()._cdata != placeholder:
+                return (
+                    f"parameter '{name}' was given data outside optimizer.gathered_parameters(), where only a part of it is on "
+                    "this rank; assign inside it"
+                )
+        return None
+
+
+def _placeholder(group: Group, shape: torch.Size) -> torch.Tensor:
+    """What reads as nan everywhere, in the memory of one element."""
+    inexact = group.dtype.is_floating_point or group.dtype.is_complex
+    value = torch.full((), float("nan") if inexact else 0, dtype=group.dtype, device=group.device)
+    return value.expand(shape)

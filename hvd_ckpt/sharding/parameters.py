@@ -1,0 +1,231 @@
+"""Stage 3: parameters are split over the ranks, and whole only while their unit runs (Rajbhandari et al., 2020)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .exchange import Exchange
+from .formats import FP32, WireFormat
+from .gathering import UnitParameters
+from .layout import Group, Layout
+from .passes import GatherStats, Passes, ShardedUnit
+
+__all__ = ["ShardedParameters", "Unit"]
+
+
+@dataclass
+class Unit:
+    """Modules that run one after the other, and the groups of their parameters."""
+
+    modules: list[nn.Module]
+    groups: list[Group]
+
+
+class ShardedParameters:
+    """The weights of stage 3.
+
+    Hooks on the model's modules do the work, and hold what they need: the model can be used, also for evaluation, after this
+    object is gone.
+
+    Args:
+        model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and nan.
+        layout: all of them, with their values.
+        units: as :func:`hvd_ckpt.sharding.units.find_units` and ``lay_out`` gave them; the last one is the model's own.
+        exchange, format: how the ranks' shards are gathered.
+
+    Attributes:
+        shards: by group: this rank's exact values, 1-D.
+        stats: gathers since the start.
+
+    Raises:
+        ValueError: two parameters share memory; one has gaps in its own, or none at all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        units: Sequence[Unit],
+        exchange: Exchange,
+        format: WireFormat = FP32,
+    ) -> None:
+        _check(layout)
+        self._model = weakref.ref(model)
+        self._layout, self._exchange, self._format = layout, exchange, format
+        own = [UnitParameters(layout, unit.groups, exchange, format) for unit in units]
+        self.shards: list[torch.Tensor] = [torch.empty(0)] * len(layout.groups)
+        for unit, parameters in zip(units, own):
+            for group, shard in zip(unit.groups, parameters.shards):
+                self.shards[group.position] = shard
+        owners = _owners(model, units[-1].groups, layout)
+        modules = [*(unit.modules for unit in units[:-1]), [model, *owners]]
+        self._passes = Passes([(one, len(used)) for one, used in zip(own, modules)])
+        self.stats: GatherStats = self._passes.stats
+        self._handles = _hook(self._passes, modules)
+
+    def publish(self, groups: Collection[Group] | None = None) -> None:
+        """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
+        self._passes.reset()
+        wanted = self._layout.groups if groups is None else groups
+        torch.autograd.graph.increment_version(
+            [self._layout.parameters[index] for group in wanted for index in group.indices]
+        )
+
+    def finish(self) -> None:
+        """The backward passes are over: nothing is whole now."""
+        self._passes.reset()
+
+    def adopt(self) -> None:
+        """What is written to parameters outside of :meth:`gathered` cannot be taken up.
+
+        Raises:
+            RuntimeError: a parameter has been given data, another dtype, device or shape.
+        """
+        moved = self.check()
+        if moved is not None:
+            raise RuntimeError(moved)
+
+    def check(self) -> str | None:
+        """One sentence if the parameters of the model are no longer those that were split, or their data is not; else None."""
+        model = self._model()
+        for name, parameter in () if model is None else model.named_parameters():
+            if self._layout.index(parameter) is None:
+                return (
+                    f"parameter '{name}' is another one than when the parameters were split over the ranks; change values in "
+                    "place inside optimizer.gathered_parameters(), or build the optimizer again"
+                )
+        return next(filter(None, (unit.parameters.check() for unit in self._passes.units)), None)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it all parameters are whole and exact, whatever the format; what is written to them is kept. Collective.
+
+        Raises:
+            RuntimeError: inside a backward pass.
+        """
+        self._passes.hold()
+        try:
+            yield
+        finally:
+            self._passes.let_go()
+
+    def remove(self) -> None:
+        """Gives the model whole parameters of its own and takes all hooks off. Collective."""
+        self._passes.hold()
+        for unit in self._passes.units:
+            unit.parameters.give_back()
+        self._passes.held = 0
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _check(layout: Layout) -> None:
+    """Whether the parameters' memory can be split."""
+    places = []
+    for name, parameter in zip(layout.names, layout.parameters):
+        if is_lazy(parameter) or parameter.device.type == "meta":
+            raise ValueError(
+                f"parameter '{name}' has no values yet ({type(parameter).__name__} on {parameter.device}); initialize the model "
+                "before its parameters are split"
+            )
+        if parameter.numel():
+            start = parameter.data_ptr()
+            places.append(
+                (str(parameter.device), start, start + parameter.numel() * parameter.element_size(), name)
+            )
+    places.sort()
+    for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(places):
+        if device == other_device and start < stop:
+            raise ValueError(
+                f"parameters '{name}' and '{other}' are two that share memory; make them one and the same nn.Parameter, or "
+                "use shard='gradients'"
+            )
+
+
+def _owners(model: nn.Module, groups: Sequence[Group], layout: Layout) -> list[nn.Module]:
+    """The modules, the model apart, that have parameters of these groups: they may be run by themselves."""
+    wanted = {id(layout.parameters[index]) for group in groups for index in group.indices}
+    return [
+        module
+        for module in model.modules()
+        if module is not model and any(id(parameter) in wanted for parameter in module._parameters.values())
+    ]
+
+
+def _hook(passes: Passes, modules: Sequence[Sequence[nn.Module]]) -> list[Any]:
+    handles: list[Any] = []
+    stateful: dict[nn.Module, None] = {}
+    for unit, used in zip(passes.units, modules):
+        for number, module in enumerate(used):
+            stateful[module] = None
+            handles += [
+                module.register_forward_pre_hook(
+                    _Before(passes, unit, number), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(_After(passes, unit, number), always_call=True),
+            ]
+    for module in stateful:
+        handles += [
+            module.register_state_dict_pre_hook(_WholeOnly(passes)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_WholeOnly(passes)),  # type: ignore[no-untyped-call]
+        ]
+    return handles
+
+
+class _Hook:
+    """A hook that belongs to one model: a copy of the model, which is whole, gets none.
+
+    Raises:
+        RuntimeError: the model is copied or pickled where it is not whole.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.require_whole("be copied")
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        self.require_whole("be pickled")
+        return "_nothing"
+
+    def require_whole(self, what: str) -> None:
+        if not self.passes.held:
+            raise RuntimeError(
+                f"The parameters of this model are split over the ranks, so it cannot {what} as it is; do it inside "
+                "'with optimizer.gathered_parameters():', on all ranks."
+            )
+
+
+class _Before(_Hook):
+    def __init__(self, passes: Passes, unit: ShardedUnit, number: int) -> None:
+        super().__init__(passes)
+        self.unit, self.number = unit, number
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return self.passes.begin(self.unit, self.number, args, kwargs)
+
+
+class _After(_Before):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.passes.end(self.unit, self.number, output)
+
+
+class _WholeOnly(_Hook):
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        self.require_whole("give or take a state_dict")
+
+
+def _nothing(*args: Any) -> None:
+    """What a copy of a model has in place of the hooks."""

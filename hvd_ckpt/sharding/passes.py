@@ -1,0 +1,334 @@
+"""When units are gathered and freed: around forward, and from the gradient of the output to that of the input.
+
+    forward pass     before the first module of a unit: gather it, begin to gather the next one
+                     after the last: free it
+    backward pass    a hook on its outputs' gradients: gather it, begin to gather the next one
+                     recomputation, gradients: find it there
+                     an identity on its inputs, whose backward pass comes after all of the unit's: free it
+
+The hook on the outputs runs before anything that is behind them, a recomputation included, so one gather serves both. A region
+that is recomputed reentrantly has no graph to hook; there it is the recomputation that finds the unit free and gathers it.
+What nothing frees (no input requires a gradient) goes at the end of the outermost backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hvd_ckpt.recompute.frames import is_recomputing
+
+from .gathering import UnitParameters
+from .order import Orders, Pass
+from .structures import tensors_within
+
+__all__ = ["GatherStats", "Passes", "ShardedUnit"]
+
+
+@dataclass
+class GatherStats:
+    """Gathers since the start, by unit.
+
+    Attributes:
+        forward, backward: those in forward and in backward passes.
+        early: those of them that were begun while another unit was at work.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    early: list[int]
+
+
+class Visit:
+    """One use of a unit: from its first module to its last, and the way back through them."""
+
+    __slots__ = ("left", "unit")
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self.unit = unit
+        self.left = list(range(unit.modules))
+
+
+@dataclass(eq=False)
+class ShardedUnit:
+    """A unit at run time.
+
+    Attributes:
+        number: its place among the units; the last one is that of the model itself.
+        modules: how many run, one after the other.
+        parameters: of the unit.
+        running: how many calls of its modules have begun and not ended.
+        visit: in which its modules run now.
+        returning: visits whose backward pass has begun and not ended.
+        lasting: its memory is needed beyond its backward pass (that pass is differentiated itself).
+    """
+
+    number: int
+    modules: int
+    parameters: UnitParameters
+    running: int = 0
+    visit: Visit | None = None
+    returning: set[Visit] = field(default_factory=set)
+    lasting: bool = False
+
+
+class Passes:
+    """The forward and backward passes of a model whose parameters are split.
+
+    Args:
+        units: in the model's order, that of the model last, each with the number of its modules.
+
+    Attributes:
+        held: nothing is freed while it is not 0.
+    """
+
+    def __init__(self, units: Sequence[tuple[UnitParameters, int]]) -> None:
+        self.units = [
+            ShardedUnit(number, modules, parameters) for number, (parameters, modules) in enumerate(units)
+        ]
+        self.root = self.units[-1]
+        self.stats = GatherStats(*([0] * len(units) for _ in range(3)))
+        self.held = 0
+        self._orders = Orders()
+        self._forward: Pass | None = None
+        self._backward: Pass | None = None
+
+    def begin(self, unit: ShardedUnit, module: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Module number ``module`` of the unit is about to run; returns what it is given instead."""
+        unit.running += 1
+        with _quietly():
+            if _in_backward():
+                self._turn_back()
+            elif self._backward is not None:  # that pass has failed
+                self.reset()
+                unit.running += 1
+            if unit is self.root and module == 0 and self._forward is None and not _in_backward():
+                self._forward = Pass("training" if torch._C.is_grad_enabled() else "evaluation")
+            self._need(unit)
+        if unit is self.root or (unit.visit is not None and module in unit.visit.left):
+            return None
+        unit.visit = Visit(unit)
+        return self._guarded(unit.visit, args, kwargs) if torch.is_grad_enabled() else None
+
+    def end(self, unit: ShardedUnit, module: int, output: Any) -> Any:
+        """The module has run, or failed, and then has no output; returns its output."""
+        unit.running = max(unit.running - 1, 0)
+        visit = unit.visit
+        if visit is not None:
+            if module in visit.left:
+                visit.left.remove(module)
+            if not visit.left:
+                unit.visit = None
+        awaited = False
+        if unit is not self.root or not unit.running:
+            awaited = self._watch(unit, visit, output)
+            output = _apart(unit.parameters, output)
+        if not _in_backward():
+            with _quietly():
+                if unit is self.root:
+                    self._end_of_root(module, awaited)
+                elif unit.visit is None and not awaited:
+                    self._free(unit)
+        return output
+
+    def reset(self) -> None:
+        """No forward and no backward pass is running now, whatever became of the last ones: all memory is given back."""
+        self._forward = self._backward = None
+        for unit in self.units:
+            unit.running = 0
+            unit.visit = None
+            unit.returning.clear()
+            unit.lasting = False
+            self._free(unit)
+            if unit.parameters.coming and not self.held:
+                unit.parameters.free()
+
+    def hold(self) -> None:
+        """Makes all units whole, exactly, until :meth:`let_go`.
+
+        Raises:
+            RuntimeError: a backward pass is running.
+        """
+        if self.root.running or any(unit.running for unit in self.units) or _in_backward():
+            raise RuntimeError(
+                "optimizer.gathered_parameters() does not work inside a forward or backward pass"
+            )
+        if not self.held:
+            self.reset()
+            with _quietly():
+                for unit in self.units:
+                    unit.parameters.launch(exactly=True)
+                for unit in self.units:
+                    unit.parameters.wait()
+        self.held += 1
+
+    def let_go(self) -> None:
+        """Keeps what was written to the whole parameters, and frees them.
+
+        Raises:
+            RuntimeError: a parameter has got another dtype, device or shape.
+        """
+        self.held -= 1
+        if self.held:
+            return
+        try:
+            with _quietly():
+                for unit in self.units:
+                    unit.parameters.keep_own()
+        finally:
+            self.reset()
+
+    def _end_of_root(self, module: int, awaited: bool) -> None:
+        """The model has run, or a module of it that has parameters of the last unit."""
+        if module == 0 and not self.root.running:
+            if self._forward is not None:
+                self._orders.end(self._forward)
+            self._forward = None
+            for unit in self.units[:-1]:  # whose last module did not run
+                if not unit.running and unit.visit is not None:
+                    unit.visit = None
+                    self._free(unit)
+        if not awaited:
+            self._free(self.root)
+
+    def _watch(self, unit: ShardedUnit, visit: Visit | None, output: Any) -> bool:
+        """Gathers the unit when a gradient comes back to its output.
+
+        Returns:
+            Whether it is better not to free the unit now: that of the model, which the backward pass needs first; and where the
+            output hides its tensors.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        with torch._C.DisableTorchFunction():
+            found = list(tensors_within(output))
+            watched = [
+                tensor
+                for tensor in found
+                if tensor.requires_grad and not isinstance(tensor.grad_fn, _Entrance._backward_cls)  # type: ignore[attr-defined]
+            ]
+            for tensor in watched:
+                tensor.register_hook(lambda gradient: self._return(unit, visit))  # type: ignore[no-untyped-call]
+        if not found and output is not None:
+            return True
+        return unit is self.root and bool(watched)
+
+    def _guarded(self, visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The inputs behind an identity that frees the unit in the backward pass."""
+        with torch._C.DisableTorchFunction():
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            wanted = [
+                place
+                for place, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            if not wanted:
+                return None
+            passed = _Entrance.apply(self, visit, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
+            for place, tensor in zip(wanted, passed):
+                leaves[place] = tensor
+            guarded: tuple[Any, Any] = pytree.tree_unflatten(leaves, structure)
+        return guarded
+
+    def _return(self, unit: ShardedUnit, visit: Visit | None) -> None:
+        """A gradient has come back to an output of the unit."""
+        differentiated = torch.is_grad_enabled()
+        with _quietly():
+            self._turn_back()
+            if visit is not None:
+                unit.returning.add(visit)
+            if differentiated and self._backward is not None:
+                self._backward.differentiated = True
+            self._need(unit)
+
+    def returned(self, visit: Visit) -> None:
+        """The backward pass of this visit is over."""
+        visit.unit.returning.discard(visit)
+        with _quietly():
+            self._free(visit.unit)
+
+    def _turn_back(self) -> None:
+        """A backward pass is running; its end will be heard of."""
+        if self._backward is None and torch._C._current_graph_task_id() != -1:
+            self._backward = Pass("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        finished, self._backward = self._backward, None
+        if finished is None:
+            return
+        self._orders.end(finished)
+        with _quietly():
+            for unit in self.units:
+                unit.returning.clear()
+                if not unit.running:
+                    unit.visit = None
+                unit.lasting = finished.differentiated and unit.parameters.whole
+                self._free(unit)
+
+    def _need(self, unit: ShardedUnit) -> None:
+        """Makes the unit whole, and begins with the next one."""
+        parameters = unit.parameters
+        if parameters.whole:
+            return
+        back = _in_backward()
+        (self.stats.backward if back else self.stats.forward)[unit.number] += 1
+        if parameters.coming:
+            self.stats.early[unit.number] += 1
+        else:
+            parameters.launch()
+        current = self._backward if back else self._forward
+        following = None if current is None else self._orders.next(current, unit.number)
+        if following is not None and self.units[following].parameters.free_now:
+            self.units[following].parameters.launch()
+        parameters.wait()
+
+    def _free(self, unit: ShardedUnit) -> None:
+        """Frees the unit unless somebody needs it."""
+        if self.held or unit.running or unit.returning or unit.lasting or not unit.parameters.whole:
+            return
+        if self._backward is not None and self._backward.differentiated:
+            return
+        unit.parameters.free()
+
+
+class _Entrance(torch.autograd.Function):
+    """Identity on the inputs of a unit; its backward pass runs after all of the unit's."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: Passes, visit: Visit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.passes, ctx.visit = passes, visit
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # no views: these may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.passes.returned(ctx.visit)
+        return (None, None, *gradients)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1 or is_recomputing()
+
+
+def _apart(parameters: UnitParameters, output: Any) -> Any:
+    """The output, with copies of those tensors that lie in the memory of the unit."""
+    with torch._C.DisableTorchFunction():
+        if not any(parameters.holds(tensor) for tensor in tensors_within(output)):
+            return output
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.clone() if parameters.holds(tensor) else tensor, output
+    )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """What runs in it is no work of the model's: what watches the model does not see it, and it has no gradient."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield

@@ -1,0 +1,164 @@
+"""Which parameters of a model are gathered together: its units.
+
+A unit should be what is recomputed as one piece. Then the parameters that the recomputation needs are those that the gradient
+needs, at the same time, and one gather serves both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import cast
+
+from torch import nn
+
+from hvd_ckpt.planning.blocks import proposed_blocks
+from hvd_ckpt.planning.treatment import treated_parts
+from hvd_ckpt.recompute.sequential import CheckpointSequential, split
+
+__all__ = ["UnitModules", "find_units"]
+
+
+@dataclass
+class UnitModules:
+    """A unit as the model has it.
+
+    Attributes:
+        modules: they run in this order; the first gathers the parameters and the last frees them.
+        parameters: what is gathered, without what a unit inside one of the modules has.
+    """
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+
+def find_units(
+    model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]] | None = None
+) -> list[UnitModules]:
+    """The units of a model.
+
+    By default: the segments of each :class:`hvd_ckpt.CheckpointSequential` and of each chain with a ``checkpoint_interval``, the
+    blocks, spans and segments of an applied plan, and else the children of ``nn.ModuleList`` and ``nn.Sequential`` that a planner
+    would take for blocks. What lies in none of them, and what several of them share, is the last unit, whose module is the model
+    itself: it is whole for as long as the model runs forward and backward.
+
+    Args:
+        model: all its parameters are in one unit each.
+        units: modules, or lists of modules that run one after the other, to be gathered together. One may lie in another, which
+            then has the rest.
+
+    Returns:
+        The units in the model's order, those without parameters left out, then that of the model, which is always there.
+
+    Raises:
+        TypeError: an entry of ``units`` is neither a module nor a list of modules.
+        ValueError: one is not part of the model, or is named twice.
+    """
+    chosen = _by_default(model) if units is None else _checked(model, units)
+    place = {id(module): place for place, module in enumerate(model.modules())}
+    chosen = _disjoint(chosen)
+    chosen.sort(key=lambda modules: place[id(modules[0])])
+    found = [UnitModules(modules) for modules in chosen]
+    whole = UnitModules([model])
+    for parameter, users in _users(model, chosen):
+        (found[users[0]] if len(users) == 1 and users[0] is not None else whole).parameters.append(parameter)
+    return [*(unit for unit in found if unit.parameters), whole]
+
+
+def _checked(model: nn.Module, units: Iterable[nn.Module | Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    names = {id(module): name for name, module in model.named_modules()}
+    taken: set[int] = set()
+    chosen: list[list[nn.Module]] = []
+    for number, unit in enumerate(units):
+        modules = list(unit) if isinstance(unit, (list, tuple)) else [cast(nn.Module, unit)]
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"units[{number}] must be a module of the model or a list of them, got {module!r} of type "
+                    f"{type(module).__name__}"
+                )
+            if id(module) not in names:
+                raise ValueError(
+                    f"units[{number}] has a {type(module).__name__} that is no part of this {type(model).__name__}; "
+                    "take modules from model.modules()"
+                )
+            if id(module) in taken:
+                raise ValueError(
+                    f"units[{number}] has module '{names[id(module)]}', which is in a unit already; name it once"
+                )
+            taken.add(id(module))
+        modules = [module for module in modules if module is not model]
+        if modules:
+            chosen.append(modules)
+    return chosen
+
+
+def _by_default(model: nn.Module) -> list[list[nn.Module]]:
+    recomputed = list(_recomputed(model))
+    inside = {id(inner) for modules in recomputed for module in modules for inner in module.modules()}
+    blocks = [
+        block.modules
+        for block in proposed_blocks(model)
+        if not any(id(module) in inside for module in block.modules)
+    ]
+    return recomputed + blocks
+
+
+def _disjoint(chosen: Iterable[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Units without the modules that stand in several of them."""
+    units = [list(modules) for modules in chosen]
+    counts = Counter(number for modules in units for number in {id(module) for module in modules})
+    kept = [[module for module in modules if counts[id(module)] == 1] for modules in units]
+    return [modules for modules in kept if modules]
+
+
+def _recomputed(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """What is recomputed, or treated by a plan, as one piece."""
+    parts = treated_parts(module)
+    if not parts and isinstance(module, nn.Sequential):
+        parts = list(_segments(module))
+    yield from parts
+    inside = {id(part) for modules in parts for part in modules}
+    if id(module) not in inside:
+        for child in module.children():
+            if id(child) not in inside:
+                yield from _recomputed(child)
+
+
+def _segments(chain: nn.Sequential) -> Iterator[list[nn.Module]]:
+    interval = getattr(chain, "checkpoint_interval", 0)
+    if isinstance(chain, CheckpointSequential):
+        lengths = split(len(chain), chain.segments)
+    elif isinstance(interval, int) and interval > 0:
+        lengths = [min(interval, len(chain) - start) for start in range(0, len(chain), interval)]
+    else:
+        return
+    layers = list(chain)
+    for length, end in zip(lengths, accumulate(lengths)):
+        yield layers[end - length : end]
+
+
+def _users(
+    model: nn.Module, chosen: Sequence[Sequence[nn.Module]]
+) -> Iterator[tuple[nn.Parameter, list[int | None]]]:
+    """Each parameter, and the units whose modules have it; None for the model beside them."""
+    unit_of = {id(module): number for number, modules in enumerate(chosen) for module in modules}
+    users: dict[int, dict[int | None, None]] = {}
+    seen: set[tuple[int, int | None]] = set()
+
+    def visit(module: nn.Module, unit: int | None) -> None:
+        unit = unit_of.get(id(module), unit)
+        if (id(module), unit) in seen:
+            return
+        seen.add((id(module), unit))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), {})[unit] = None
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, None)
+    for parameter in model.parameters():
+        yield parameter, list(users[id(parameter)])
