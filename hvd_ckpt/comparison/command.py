@@ -70,7 +70,10 @@ PRESETS = {
     help="What carries the ranks' words.",
 )
 @click.option(
-    "--engines", default=",".join(ENGINES), show_default=True, help="Engines, or module:Class of your own."
+    "--engines",
+    default=",".join(name for name, engine in ENGINES.items() if engine.by_default),
+    show_default=True,
+    help="Engines, or module:Class of your own.",
 )
 @click.option(
     "--workloads", default=",".join(WORKLOADS), show_default=True, help="Models on real data, or 'nothing'."

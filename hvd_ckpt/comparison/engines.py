@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hvd_ckpt.comparison.recording import Recording
+    from hvd_ckpt.comparison.workloads import Workload
     from hvd_ckpt.planning.plan import Plan
 
 __all__ = ["ENGINES", "Engine", "find_engine", "launched_rank_and_size"]
@@ -40,6 +41,7 @@ class Engine(ABC):
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
         plans: it has :meth:`plan`.
+        by_default: it is compared where no engines are named.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
     """
@@ -48,12 +50,17 @@ class Engine(ABC):
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
     plans: ClassVar[bool] = False
+    by_default: ClassVar[bool] = True
     rank: int
     size: int
 
     @classmethod
     def unavailable(cls) -> str | None:
         """Why it cannot run here, in a clause; None where it can."""
+        return None
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Why it cannot train this by design, in a clause; None where it can."""
         return None
 
     @abstractmethod
@@ -113,6 +120,10 @@ class Engine(ABC):
     def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
         """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
         return nullcontext()
+
+    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
         """Leave the other ranks."""
@@ -188,6 +199,55 @@ class HvdCkpt(HorovodFamily):
         from hvd_ckpt import precision
 
         return precision.GradScaler(device)
+
+
+class Sharded(HvdCkpt):
+    """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
+
+    by_default = False
+    stage: ClassVar[int]
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from hvd_ckpt import distributed
+
+        sharded = distributed.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
+            shard=self.stage,
+            model=model,
+            master_weights=False,
+        )
+        return model, sharded
+
+    def refuses(self, workload: Workload) -> str | None:
+        if workload.uneven:
+            return "sharded ranks need each other in every step"
+        if self.stage == 3 and not workload.alike:
+            return "where parameters are sharded, ranks gather each one together, so all must use the same layers"
+        return None
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        return nullcontext()  # a shard is no parameter's gradient
+
+    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+        with optimizer.gathered_parameters():
+            return {name: value.clone() for name, value in super().weights(model, optimizer).items()}
+
+
+class ShardedOptimizerState(Sharded):
+    title = "hvd_ckpt, stage 1"
+    stage = 1
+
+
+class ShardedGradients(Sharded):
+    title = "hvd_ckpt, stage 2"
+    stage = 2
+
+
+class ShardedParameters(Sharded):
+    title = "hvd_ckpt, stage 3"
+    stage = 3
 
 
 class Horovod(HorovodFamily):
@@ -303,6 +363,9 @@ class ApexDDP(DDP):
 
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
+    "shard-1": ShardedOptimizerState,
+    "shard-2": ShardedGradients,
+    "shard-3": ShardedParameters,
     "horovod": Horovod,
     "horovod-groups": HorovodGrouped,
     "ddp": DDP,

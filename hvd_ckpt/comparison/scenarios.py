@@ -81,6 +81,7 @@ class Unused(Scenario):
 
 class UnusedOnOneRank(Scenario):
     title = "layers that all ranks but the first use"
+    alike = False
 
     def run(self, step: Step) -> list[torch.Tensor]:
         return run_along(self, step, range(LAYERS - 2 if step.rank == 0 else LAYERS))
@@ -122,6 +123,7 @@ class Frozen(Scenario):
 class ChangingGraph(Scenario):
     title = "other layers in each step and on each rank, one of them several times"
     static = False
+    alike = False
 
     def run(self, step: Step) -> list[torch.Tensor]:
         first, repeats = step.number + step.rank, step.number % 3

@@ -32,13 +32,14 @@ class Trained:
     """What a training run left on one rank.
 
     Attributes:
-        model: the trained model, unwrapped.
+        model: the trained model, unwrapped; ``parameters``: its parameters, by name.
         losses: this rank's loss before each step; of several batches in a step, their mean.
         seconds: this rank's time for each step: zero_grad, forward, backward and update.
         recording: the reductions, if they were recorded.
     """
 
     model: nn.Module
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     recording: Recording | None = None
@@ -104,6 +105,7 @@ def train(
             if trained.recording is not None:
                 trained.recording.close_step()
             after_step(number)
+    trained.parameters = engine.weights(bare, optimizer)
     return trained
 
 

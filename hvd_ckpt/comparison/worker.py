@@ -30,6 +30,11 @@ from hvd_ckpt.memory import recording_peak
 
 __all__ = ["Worker", "work"]
 
+
+class LeftOut(Exception):
+    """The engine cannot train this by design; the message says why."""
+
+
 Prepare = Callable[[nn.Module], object]
 
 
@@ -52,13 +57,16 @@ class Worker:
             self._events.write("cell", cell=key, small=self._is_small(Cell.from_key(key)))
             try:
                 self._run(key)
-            except NoPlan as error:
+            except (LeftOut, NoPlan) as error:
                 self._events.write("left out", cell=key, reason=str(error))
             gc.collect()
             self._events.write("finished", cell=key)
 
     def _run(self, key: str) -> None:
         cell = Cell.from_key(key)
+        refused = self._engine.refuses(self._workloads[cell.workload])
+        if refused is not None:
+            raise LeftOut(refused)
         if not self._job.checks:
             trained = self._train(key, self._planned(cell))
             self._events.write("timed", cell=key, seconds=trained.seconds, **self._hashes(trained))
@@ -121,14 +129,14 @@ class Worker:
 
     def _hashes(self, trained: Trained) -> dict[str, str]:
         return {
-            "weights": fingerprint(trained.model.named_parameters()),
+            "weights": fingerprint(trained.parameters.items()),
             "buffers": fingerprint(trained.model.named_buffers()),
         }
 
     def _outcome(self, key: str, trained: Trained) -> dict[str, object]:
         """This rank's result beside the reference: hashes, differences, losses."""
         reference = self._references[Cell.from_key(key).workload]
-        parameters = {name: tensor.detach().cpu() for name, tensor in trained.model.named_parameters()}
+        parameters = {name: tensor.cpu() for name, tensor in trained.parameters.items()}
         buffers = {name: tensor.detach().cpu() for name, tensor in trained.model.named_buffers()}
         names = ("difference", "relative", "worst")
         weights_apart = largest_difference(parameters, reference.parameters, reference.start)

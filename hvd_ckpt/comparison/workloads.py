@@ -75,6 +75,7 @@ class Workload(ABC):
         static: the same graph in every step, so that each gradient takes part in exactly one reduction.
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
         uneven: ranks have unequal numbers of steps.
+        alike: all ranks use the same layers in the same order.
         small: a step takes milliseconds.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
@@ -89,6 +90,7 @@ class Workload(ABC):
     static: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
     uneven: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
     small: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more

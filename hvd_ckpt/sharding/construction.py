@@ -199,6 +199,7 @@ def shard_optimizer(
         members,
     )
     exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
+    forms = {id(parameter): Form.of(parameter) for _, parameter in named}
     layout, store = _stored(named, options, exchange, bucket_bytes(bucket_cap_mb))
     groups = [list(group["params"]) for group in optimizer.param_groups]
     device = named[0][1].device if named else torch.device("cpu")
@@ -211,7 +212,7 @@ def shard_optimizer(
         exchange,
         store,
         offload,
-        [Form.of(parameter) for parameter in layout.parameters],
+        [forms[id(parameter)] for parameter in layout.parameters],
         groups,
         bucket_bytes(bucket_cap_mb),
         masters,

@@ -30,7 +30,7 @@ class FlatParameters:
     def __init__(self, layout: Layout, exchange: Exchange, format: WireFormat) -> None:
         self._layout, self._exchange, self._format = layout, exchange, format
         self._flats: list[torch.Tensor] = []
-        self._forms: list[Form] = []
+        self._forms: dict[int, Form] = {}
         self.shards: list[torch.Tensor] = []
         self.add_groups(layout.groups)
 
@@ -41,8 +41,8 @@ class FlatParameters:
             self._flats.append(flat)
             for index, offset in zip(group.indices, group.offsets):
                 parameter = self._layout.parameters[index]
-                self._forms.append(Form.of(parameter))
-                self._place(parameter, flat, offset, self._forms[index])
+                form = self._forms[index] = Form.of(parameter)
+                self._place(parameter, flat, offset, form)
             own = self._own(group)
             self.shards.append(own.clone() if self._format.changes(group.dtype) else own)
 
