@@ -42,9 +42,10 @@ class _Fingerprint:
 def check_equal_weights(model: torch.nn.Module, process_set: Any = global_process_set) -> None:
     """Raises on every rank if a parameter of the model differs between ranks. Collective; changes nothing.
 
-    All parameters count, frozen ones too; one that is used in several places counts once; buffers, which may differ, do not. Bytes
-    are hashed on the CPU (SHA-256), as many parameters at a time as torch has threads; those on a GPU are copied first. Where all
-    is well ranks then exchange 32 bytes each.
+    All parameters count, frozen ones too; one that is used in several places counts once; buffers, which may differ, do not. Where
+    parameters are split over the ranks (stage 3), each element is on one rank, so there is nothing that could differ: only names,
+    shapes and dtypes are compared. Bytes are hashed on the CPU (SHA-256), as many parameters at a time as torch has threads; those
+    on a GPU are copied first. Where all is well ranks then exchange 32 bytes each.
 
     Args:
         model: the module, the same on every rank.
@@ -77,12 +78,21 @@ def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
     dtype = str(parameter.dtype).removeprefix("torch.")
     try:
         with torch.no_grad():
-            data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            data = _distinct(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         values: Any = data.numpy()
         hashed = hashlib.sha256(values).digest()
         return _Fingerprint(name, tuple(parameter.shape), dtype, hashed)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         return _Fingerprint(name, (), dtype, b"", str(error).partition("\n")[0])
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor, those that share memory once: what stands for a parameter that is elsewhere holds one."""
+    repeated = [dimension for dimension, stride in enumerate(tensor.stride()) if stride == 0]
+    for dimension in repeated:
+        if tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _digest(table: Sequence[_Fingerprint]) -> bytes:

@@ -192,7 +192,7 @@ def _load(optimizer: Any, state: Mapping[str, Any]) -> None:
                 piece.weights.copy_(master)
     if sharding.offload is not None:
         sharding.offload.adopt(optimizer)
-    if state.get("master_weights"):
+    if sharding.masters.by_group:  # on every rank alike: one may have no piece of a small group
         sharding.store.publish(sharding.layout.groups)
 
 

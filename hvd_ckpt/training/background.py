@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.peers import host_name
 from hvd_ckpt.training.hashed_file import SnapshotError
+from hvd_ckpt.training.shards import OwnShard
 from hvd_ckpt.training.snapshot import prune
 from hvd_ckpt.training.snapshot_folder import (
     Warn,
@@ -143,11 +145,13 @@ class SnapshotWriter:
         common: Any,
         own: Any,
         changing: Collection[str] = (),
+        shard: OwnShard | None = None,
     ) -> None:
         """Begins to write a snapshot. Returns at once, unless the one before is not on the disk yet: then it waits for that.
 
-        Weights and the tensors of ``common`` must stay as they are until :meth:`before_update` returns. All values that are no
-        tensors, tensors of at most 4 KiB, and ``own`` may change at once. For trees see :func:`hvd_ckpt.training.snapshot.write`.
+        Weights and the tensors of ``common`` and ``shard`` must stay as they are until :meth:`before_update` returns. All values
+        that are no tensors, tensors of at most 4 KiB, and ``own`` may change at once. For trees see
+        :func:`hvd_ckpt.training.snapshot.write`.
 
         Args:
             step: training steps taken.
@@ -155,6 +159,7 @@ class SnapshotWriter:
             common: what is the same on every rank; rank 0's is written.
             own: what is this rank's own.
             changing: names of weights that may change at once, such as the buffers of a batch norm.
+            shard: this rank's part of what is split over the ranks; None where nothing is.
 
         Raises:
             SnapshotError: the step is none.
@@ -165,7 +170,7 @@ class SnapshotWriter:
             raise RuntimeError("SnapshotWriter.begin: the writer is closed: make a new one")
         start = time.perf_counter()
         try:
-            self._begin(step, weights, common, own, changing)
+            self._begin(step, partial(content_of, self._rank, weights, common, own, shard), changing)
         finally:
             self.stalled += time.perf_counter() - start
         if self._blocking:
@@ -230,9 +235,7 @@ class SnapshotWriter:
             self._job = None
         self.check()
 
-    def _begin(
-        self, step: int, weights: Mapping[str, Tensor], common: Any, own: Any, changing: Collection[str]
-    ) -> None:
+    def _begin(self, step: int, encode: Callable[[], Content], changing: Collection[str]) -> None:
         try:
             check_step(step)
         except Wrong as error:
@@ -247,7 +250,7 @@ class SnapshotWriter:
             self._settle()
             if self._rank == 0 and not made:  # perhaps there is room now
                 self._makes_folder(job)
-            self._prepare(job, weights, common, own, changing)
+            self._prepare(job, encode, changing)
             if self._blocking:
                 self._run(job)
             else:
@@ -269,13 +272,11 @@ class SnapshotWriter:
         job.fault = ""
         return True
 
-    def _prepare(
-        self, job: _Job, weights: Mapping[str, Tensor], common: Any, own: Any, changing: Collection[str]
-    ) -> None:
+    def _prepare(self, job: _Job, encode: Callable[[], Content], changing: Collection[str]) -> None:
         if job.fault:
             return
         try:
-            job.content = content_of(self._rank, weights, common, own)
+            job.content = encode()
             if not self._blocking:
                 job.copying = self._staged(job.content, changing)
         except _TROUBLE as error:
@@ -286,13 +287,11 @@ class SnapshotWriter:
         now = [(content.own.tensors, name) for name in content.own.tensors]
         later: list[tuple[dict[str, Tensor], str]] = []
         hasty = {content.aliases.get(name, name) for name in changing}
-        for tensors, at_once in (
-            (content.common.tensors if content.common else {}, ()),
-            (content.weights or {}, hasty),
-        ):
+        for tensors in content.lasting:
             for name, tensor in tensors.items():
-                small = tensor.numel() * tensor.itemsize <= SMALL
-                (now if small or name in at_once else later).append((tensors, name))
+                at_once = tensor.numel() * tensor.itemsize <= SMALL
+                at_once = at_once or (tensors is content.weights and name in hasty)
+                (now if at_once else later).append((tensors, name))
         pairs = []
         for places, staging in ((now, self._at_once), (later, self._meanwhile)):
             sources = [tensors[name] for tensors, name in places]

@@ -12,53 +12,69 @@ import math
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
+from hvd_ckpt.training import structure
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.manifest import MAX_RANKS
+from hvd_ckpt.training.structure import Check
 
-__all__ = ["check_buffers", "check_common", "check_optimizer", "check_own", "check_weights"]
+__all__ = [
+    "FLAT",
+    "after_a_step",
+    "check_buffers",
+    "check_common",
+    "check_optimizer",
+    "check_own",
+    "check_state",
+    "check_weights",
+    "is_like",
+]
 
-MOST = 2**62
-Check = Callable[[Any, str], None]
+FLAT = 7  # elements of a piece that stands for any
 
 
-def check_common(common: Any, settings: tuple[str, ...], progress: type) -> None:
+def check_common(common: Any, settings: tuple[str, ...], progress: type, sharded: bool = False) -> None:
     """Raises Wrong unless it is what a run has in common with all its ranks; keys beyond those that are known may be there.
 
     Args:
         settings: names that the run's configuration must have.
         progress: the dataclass of its progress.
+        sharded: whether the optimizer's state is split over the ranks, and so not here.
     """
     checks: dict[str, Check] = {
         "config": lambda value, place: _config(value, place, settings),
-        "steps": _whole(0),
+        "steps": structure.whole(0),
         "progress": lambda value, place: _fields(value, place, progress, ("step", "position")),
-        "optimizer": _optimizer,
+        "optimizer": _nothing if sharded else check_state,
         "scaler": _scaler,
         "plan": _plan,
-        "samples": _whole(1),
-        "threads": _whole(1),
+        "samples": structure.whole(1),
+        "threads": structure.whole(1),
     }
-    _each(common, "common", checks)
+    structure.each(common, "common", checks)
     if "ranks" in common:  # with which the run began; earlier versions did not say
-        _whole(1, MAX_RANKS)(common["ranks"], "common.ranks")
+        structure.whole(1, MAX_RANKS)(common["ranks"], "common.ranks")
 
 
-def check_own(own: Any) -> None:
-    """Raises Wrong unless it is what a rank of a run has of its own."""
+def check_own(own: Any, stage: int = 0) -> None:
+    """Raises Wrong unless it is what a rank of a run has of its own.
+
+    Args:
+        stage: what was split over the ranks, from 0 to 3; where gradients were, their reducer's state is checked by that itself.
+    """
     checks: dict[str, Check] = {
-        "random": _texts_as_keys,
-        "reduction": _reduction,
-        "buffers": _tensors,
+        "random": structure.texts_as_keys,
+        "reduction": structure.texts_as_keys if stage >= 2 else _reduction,
+        "buffers": structure.tensors,
         "logged": _logged,
     }
-    _each(own, "own", checks)
+    structure.each(own, "own", checks)
 
 
 def check_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -84,7 +100,7 @@ def check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
     if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
         counts = " and ".join(str(len(group["params"])) for group in there)
         raise Wrong(f"common.optimizer has {counts} parameters in its groups: it is of another model")
-    usual = _after_a_step(optimizer)
+    usual = after_a_step(optimizer)
     numbers = [number for group in there for number in group["params"]]
     for expected, number in zip(usual, numbers):
         kept, place = state["state"].get(number), f"common.optimizer.state[{number}]"
@@ -93,18 +109,25 @@ def check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
         for name, value in expected.items():
             if name not in kept:
                 raise Wrong(f"{place} has no {name}, which this optimizer with its options needs")
-            if isinstance(value, Tensor) and not _is_like(kept[name], value):
-                raise Wrong(f"{place}.{name} is {_described(kept[name])}, and must be {_described(value)}")
+            if isinstance(value, Tensor) and not is_like(kept[name], value):
+                raise Wrong(
+                    f"{place}.{name} is {structure.described(kept[name])}, and must be {structure.described(value)}"
+                )
 
 
-def _is_like(value: Any, expected: Tensor) -> bool:
+def is_like(value: Any, expected: Tensor) -> bool:
+    """Whether a part of an optimizer's state has the shape of another, and is of its kind."""
     if not isinstance(value, Tensor):  # a count of steps may be a number
-        return expected.dim() == 0 and _is_number(value)
+        return expected.dim() == 0 and structure.is_number(value)
     return value.shape == expected.shape and (value.is_complex() == expected.is_complex())
 
 
-def _after_a_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the optimizer keeps of each parameter once it has taken a step, as tensors without values."""
+def after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[dict[str, Any]]:
+    """What the optimizer keeps of each parameter once it has taken a step, as tensors without values.
+
+    Args:
+        flat: as if each parameter had one dimension with ``FLAT`` elements.
+    """
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     parameters = []
@@ -113,7 +136,10 @@ def _after_a_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
         if isinstance(options.get("lr"), Tensor):
             options["lr"] = float(options["lr"])
-        alike = [torch.empty_like(one, device="meta").requires_grad_() for one in group["params"]]
+        alike = [
+            torch.empty(FLAT if flat else one.shape, dtype=one.dtype, device="meta").requires_grad_()
+            for one in group["params"]
+        ]
         for one in alike:
             one.grad = torch.empty_like(one)
         parameters += alike
@@ -136,34 +162,15 @@ def _same_tensors(
         expected = known[name]
         floats = value.is_floating_point() and expected.is_floating_point()
         if value.shape != expected.shape or not (floats or value.dtype == expected.dtype):
-            wanted = f"{_described(value)}, and must be {_described(expected)}"
+            wanted = f"{structure.described(value)}, and must be {structure.described(expected)}"
             raise Wrong(f"{place}[{shown(name)}] is {wanted}: the snapshot is of another model")
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return f"a {type(value).__name__}"
 
 
 # ------------------------------------------------------------------------------------ structure
 
 
-def _each(value: Any, place: str, checks: Mapping[str, Check]) -> None:
-    _texts_as_keys(value, place)
-    for name, check in checks.items():
-        if name not in value:
-            raise Wrong(f"{place} has no {name}")
-        check(value[name], f"{place}.{name}")
-
-
-def _texts_as_keys(value: Any, place: str) -> None:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise Wrong(f"{place} is {_described(value)}, and must be a dict with texts as keys")
-
-
 def _config(value: Any, place: str, settings: tuple[str, ...]) -> None:
-    _texts_as_keys(value, place)
+    structure.texts_as_keys(value, place)
     for name in settings:
         if name not in value:
             raise Wrong(f"{place} has no {name}")
@@ -173,13 +180,13 @@ def _config(value: Any, place: str, settings: tuple[str, ...]) -> None:
         raise Wrong(f"{place}: {error}") from None
     for name, setting in made.as_dict().items():
         if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
-            raise Wrong(f"{place}.{name} is {_one(value[name])}, which no run writes")
+            raise Wrong(f"{place}.{name} is {structure.in_words(value[name])}, which no run writes")
 
 
 def _fields(value: Any, place: str, kind: type, needed: tuple[str, ...]) -> None:
     """The keyword arguments of a dataclass whose fields are whole numbers from 0, other numbers, texts or truth values; those that
     are not needed may be missing, since an earlier version may not have had them."""
-    _texts_as_keys(value, place)
+    structure.texts_as_keys(value, place)
     hints = typing.get_type_hints(kind)
     for name in value:
         if name not in hints:
@@ -195,61 +202,66 @@ def _fields(value: Any, place: str, kind: type, needed: tuple[str, ...]) -> None
             continue
         kinds = [one for one in inner if one is not types.NoneType]
         if int in kinds and float not in kinds:
-            _whole(0)(value[name], f"{place}.{name}")
+            structure.whole(0)(value[name], f"{place}.{name}")
         elif float in kinds:
-            _number(-math.inf)(value[name], f"{place}.{name}")
+            structure.number(-math.inf)(value[name], f"{place}.{name}")
         elif type(value[name]) not in kinds:
-            raise Wrong(f"{place}.{name} is {_one(value[name])}, and must be a {kinds[0].__name__}")
+            raise Wrong(
+                f"{place}.{name} is {structure.in_words(value[name])}, and must be a {kinds[0].__name__}"
+            )
 
 
-def _optimizer(value: Any, place: str) -> None:
-    _each(value, place, {"state": _dict, "param_groups": _groups})
+def check_state(value: Any, place: str) -> None:
+    """Raises Wrong unless it has the structure of an optimizer's state."""
+    structure.each(value, place, {"state": structure.dictionary, "param_groups": _groups})
     numbers = [number for group in value["param_groups"] for number in group["params"]]
     if len(set(numbers)) < len(numbers):
         raise Wrong(f"{place}.param_groups have a parameter twice")
     for number, kept in value["state"].items():
-        here = f"{place}.state[{_one(number)}]"
+        here = f"{place}.state[{structure.in_words(number)}]"
         if type(number) is not int or number not in numbers:
             raise Wrong(f"{here} is of no parameter of its groups")
-        _texts_as_keys(kept, here)
+        structure.texts_as_keys(kept, here)
         for name, one in kept.items():
-            if not (one is None or isinstance(one, (Tensor, bool)) or _is_number(one)):
-                raise Wrong(f"{here}.{name} is {_one(one)}, and must be a tensor or a number")
+            if not (one is None or isinstance(one, (Tensor, bool)) or structure.is_number(one)):
+                raise Wrong(f"{here}.{name} is {structure.in_words(one)}, and must be a tensor or a number")
+
+
+def _nothing(value: Any, place: str) -> None:
+    if value is not None:
+        raise Wrong(f"{place} is {structure.in_words(value)}, and must be None where ranks have parts of it")
 
 
 def _groups(value: Any, place: str) -> None:
     if not isinstance(value, list) or not value:
-        raise Wrong(f"{place} is {_one(value)}, and must be a list of groups")
+        raise Wrong(f"{place} is {structure.in_words(value)}, and must be a list of groups")
     for at, group in enumerate(value):
         here = f"{place}[{at}]"
-        _texts_as_keys(group, here)
+        structure.texts_as_keys(group, here)
         numbers = group.get("params")
         if not isinstance(numbers, list) or not all(type(one) is int for one in numbers):
-            raise Wrong(f"{here}.params is {_one(numbers)}, and must be a list of whole numbers")
-
-
-def _dict(value: Any, place: str) -> None:
-    if not isinstance(value, dict):
-        raise Wrong(f"{place} is {_one(value)}, and must be a dict")
+            raise Wrong(
+                f"{here}.params is {structure.in_words(numbers)}, and must be a list of whole numbers"
+            )
 
 
 def _scaler(value: Any, place: str) -> None:
     if value is not None:
         checks: dict[str, Check] = {
-            "scale": _number(0, above=True),
-            "growth_factor": _number(1, above=True),
-            "backoff_factor": _number(0, 1, above=True),
-            "growth_interval": _whole(1, 2**31 - 1),
-            "_growth_tracker": _whole(0, 2**31 - 1),
+            "scale": structure.number(0, above=True),
+            "growth_factor": structure.number(1, above=True),
+            "backoff_factor": structure.number(0, 1, above=True),
+            "growth_interval": structure.whole(1, 2**31 - 1),
+            "_growth_tracker": structure.whole(0, 2**31 - 1),
         }
-        _each(value, place, checks)
+        structure.each(value, place, checks)
 
 
 def _plan(value: Any, place: str) -> None:
     if value is None:
         return
     if not isinstance(value, str) or len(value) > MAX_BYTES:
-        raise Wrong(f"{place} is {_one(value)}, and must be the text of a plan")
+        raise Wrong(f"{place} is {structure.in_words(value)}, and must be the text of a plan")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -257,76 +269,24 @@ def _plan(value: Any, place: str) -> None:
 
 
 def _reduction(value: Any, place: str) -> None:
-    _texts_as_keys(value, place)
+    structure.texts_as_keys(value, place)
     if value:
         checks: dict[str, Check] = {
-            "version": _whole(0),
-            "order": _names,
-            "sparse": _counts,
-            "densified": _names,
-            "bucket_cap_bytes": _number(0, above=True),
-            "counts": lambda counts, here: None if counts is None else _counts(counts, here),
+            "version": structure.whole(0),
+            "order": structure.names,
+            "sparse": structure.counts,
+            "densified": structure.names,
+            "bucket_cap_bytes": structure.number(0, above=True),
+            "counts": lambda counts, here: None if counts is None else structure.counts(counts, here),
         }
-        _each(value, place, checks)
+        structure.each(value, place, checks)
         twice = set(value["order"]) & set(value["sparse"])
         if twice:
             raise Wrong(f"{place} has {shown(min(twice))} both in a bucket and in none")
 
 
-def _names(value: Any, place: str) -> None:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise Wrong(f"{place} is {_one(value)}, and must be a list of names")
-    if len(set(value)) < len(value):
-        raise Wrong(f"{place} has a name twice")
-
-
-def _counts(value: Any, place: str) -> None:
-    _texts_as_keys(value, place)
-    for name, count in value.items():
-        _whole(0)(count, f"{place}[{shown(name)}]")
-
-
-def _tensors(value: Any, place: str) -> None:
-    _texts_as_keys(value, place)
-    for name, one in value.items():
-        if not isinstance(one, Tensor):
-            raise Wrong(f"{place}[{shown(name)}] is {_one(one)}, and must be a tensor")
-
-
 def _logged(value: Any, place: str) -> None:
     """The loss may be nan or infinite, and what it is the sum of is a count."""
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not isinstance(value[0], float):
-        raise Wrong(f"{place} is {_one(value)}, and must be a loss and a number of terms")
-    _number(0)(value[1], f"{place}[1]")
-
-
-def _whole(least: int, most: int = MOST) -> Check:
-    def check(value: Any, place: str) -> None:
-        if type(value) is not int or not least <= value <= most:
-            raise Wrong(f"{place} is {_one(value)}, and must be a whole number from {least}")
-
-    return check
-
-
-def _number(least: float, most: float = math.inf, *, above: bool = False) -> Check:
-    def check(value: Any, place: str) -> None:
-        if not _is_number(value) or value < least or value > most or (above and value == least):
-            wanted = "a finite number" + (
-                "" if least == -math.inf else f" {'above' if above else 'from'} {least:g}"
-            )
-            raise Wrong(f"{place} is {_one(value)}, and must be {wanted}")
-
-    return check
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= MOST if isinstance(value, int) else math.isfinite(value)
-
-
-def _one(value: Any) -> str:
-    """A value in a message: what it is if it is short and plain, else its kind."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return shown(value)
-    return str(value) if isinstance(value, float) else _described(value)
+        raise Wrong(f"{place} is {structure.in_words(value)}, and must be a loss and a number of terms")
+    structure.number(0)(value[1], f"{place}[1]")

@@ -25,6 +25,7 @@ def evaluate(
     batches: int | None = None,
     device: torch.device | str = "cpu",
     autocast: Callable[[], AbstractContextManager[Any]],
+    in_step: bool = False,
 ) -> dict[str, float]:
     """Loss and metrics over the samples of ``data``, each seen by one rank; means over all their terms, the same on every rank.
 
@@ -34,6 +35,8 @@ def evaluate(
         batch: samples of a batch.
         batches: the most batches that each rank looks at; None for all samples.
         autocast: gives the context of the forward pass.
+        in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
+            samples left runs it on one that counts nothing.
 
     Returns:
         ``{"loss": ..., ...}`` with what :meth:`Objective.metrics` names.
@@ -46,12 +49,15 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for first in range(0, len(own), batch):
-                indices = own[first : first + batch]
+            most = -(-samples // hvd.size())  # of one rank
+            for first in range(0, most if in_step else len(own), batch):
+                indices = own[first : first + batch] or range(1)
                 one = data.batch(indices, [0] * len(indices)).to(torch.device(device))
                 with autocast():
                     output = model(*one.inputs, **one.shared)
                     means = {"loss": objective.loss(output, one), **objective.metrics(output, one)}
+                if first >= len(own):
+                    continue
                 weight = objective.weight(one)
                 terms += weight
                 for name, mean in means.items():

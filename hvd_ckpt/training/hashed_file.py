@@ -112,6 +112,16 @@ class HashedReader:
             self._hash.update(part)
         self.left -= len(view)
 
+    def skip(self, size: int) -> None:
+        """Reads the next bytes, which are only checked.
+
+        Raises:
+            Wrong: there are fewer.
+        """
+        rest = memoryview(bytearray(min(size, CHUNK)))
+        for start in range(0, size, CHUNK):
+            self.fill(rest[: size - start])
+
     def check(self) -> None:
         """To be called when all is read, and before any of it is used.
 

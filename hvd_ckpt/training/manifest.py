@@ -21,11 +21,24 @@ import torch
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps, loads, shown
 from hvd_ckpt.training.hashed_file import DAMAGED, FileFacts
+from hvd_ckpt.training.shards import Shards, parse_shards
 
-__all__ = ["COMMON", "MANIFEST", "MODEL", "Manifest", "new_manifest", "own_name", "parse_manifest", "text_of"]
+__all__ = [
+    "COMMON",
+    "MANIFEST",
+    "MODEL",
+    "Manifest",
+    "files_of",
+    "new_manifest",
+    "own_name",
+    "parse_manifest",
+    "shard_name",
+    "text_of",
+    "weights_name",
+]
 
 FORMAT = "hvd_ckpt snapshot"
-VERSIONS = (1,)
+VERSIONS = (1, 2)  # the second is that of a sharded run
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
@@ -48,6 +61,7 @@ class Manifest:
         libraries: versions of what wrote it.
         files: every other file of the snapshot.
         aliases: names of tied weights, and the name each is stored under.
+        shards: which rank has which part of what is split over the ranks; None if nothing is.
     """
 
     step: int
@@ -56,6 +70,7 @@ class Manifest:
     libraries: dict[str, str]
     files: dict[str, FileFacts]
     aliases: dict[str, str]
+    shards: Shards | None = None
 
 
 def own_name(rank: int) -> str:
@@ -63,7 +78,35 @@ def own_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def new_manifest(step: int, ranks: int, files: dict[str, FileFacts], aliases: dict[str, str]) -> Manifest:
+def shard_name(rank: int) -> str:
+    """The name of a rank's part of the optimizer's state, without its ending."""
+    return f"shard-{rank:05d}"
+
+
+def weights_name(rank: int) -> str:
+    """The name of the file with a rank's part of the weights."""
+    return f"weights-{rank:05d}.safetensors"
+
+
+def files_of(rank: int, optimizer: bool, weights: bool) -> list[str]:
+    """Names of the files that any rank writes, sorted.
+
+    Args:
+        optimizer: whether the optimizer's state is split over the ranks.
+        weights: whether weights are.
+    """
+    parts = [own_name(rank)] + [shard_name(rank)] * optimizer
+    names = [f"{part}.{ending}" for part in parts for ending in ("json", "safetensors")]
+    return names + [weights_name(rank)] * weights
+
+
+def new_manifest(
+    step: int,
+    ranks: int,
+    files: dict[str, FileFacts],
+    aliases: dict[str, str],
+    shards: Shards | None = None,
+) -> Manifest:
     """A manifest of now, by this process."""
     libraries = {
         "python": platform.python_version(),
@@ -72,7 +115,7 @@ def new_manifest(step: int, ranks: int, files: dict[str, FileFacts], aliases: di
         "horovod": str(horovod.__version__),
     }
     return Manifest(
-        step, ranks, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), libraries, files, aliases
+        step, ranks, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), libraries, files, aliases, shards
     )
 
 
@@ -82,7 +125,11 @@ def text_of(manifest: Manifest) -> bytes:
     Raises:
         Wrong: it is larger than it may be.
     """
-    document = {"format": FORMAT, "version": VERSIONS[-1], **dataclasses.asdict(manifest)}
+    document = {"format": FORMAT, "version": VERSIONS[0], **dataclasses.asdict(manifest)}
+    if manifest.shards is None:
+        del document["shards"]
+    else:
+        document.update(version=VERSIONS[1], shards=manifest.shards.plain())
     text = dumps({**document, "sha256": _checksum(document)}).encode()
     if len(text) > MAX_BYTES:
         raise Wrong(f"the manifest would be larger than {MAX_BYTES >> 20} MiB: tie fewer weights")
@@ -106,13 +153,16 @@ def parse_manifest(content: bytes) -> Manifest:
             f"that wrote it"
         )
     fields = {field.name for field in dataclasses.fields(Manifest)}
+    if version == VERSIONS[0]:
+        fields.remove("shards")
     if set(document) != fields | {"format", "version", "sha256"}:
         odd = sorted(set(document) ^ (fields | {"format", "version", "sha256"}))
         raise _wrong(f"the key {shown(odd[0])} is missing or too many")
     if document.pop("sha256") != _checksum(document):
         raise _wrong("its content is not what was written (its SHA-256 differs)")
     ranks = _whole(document["ranks"], "ranks", 1, MAX_RANKS)
-    files = _files(document["files"], ranks)
+    shards = _shards(document["shards"], ranks) if version == VERSIONS[1] else None
+    files = _files(document["files"], ranks, shards)
     aliases = _texts(document["aliases"], "aliases")
     return Manifest(
         step=_whole(document["step"], "step", 0, MAX_STEP),
@@ -121,14 +171,24 @@ def parse_manifest(content: bytes) -> Manifest:
         libraries=_texts(document["libraries"], "libraries"),
         files=files,
         aliases=aliases,
+        shards=shards,
     )
 
 
-def _files(value: Any, ranks: int) -> dict[str, FileFacts]:
-    if not isinstance(value, dict) or len(value) != 3 + 2 * ranks:
-        raise _wrong(f"files are not the {3 + 2 * ranks} that a snapshot of {ranks} ranks has")
-    parts = [COMMON, *(own_name(rank) for rank in range(ranks))]
-    expected = {MODEL} | {f"{part}.{ending}" for part in parts for ending in ("json", "safetensors")}
+def _shards(value: Any, ranks: int) -> Shards:
+    try:
+        return parse_shards(value, ranks)
+    except Wrong as error:
+        raise _wrong(str(error)) from None
+
+
+def _files(value: Any, ranks: int, shards: Shards | None) -> dict[str, FileFacts]:
+    split = (shards is not None, shards is not None and shards.weights is not None)
+    count = 3 + len(files_of(0, *split)) * ranks
+    if not isinstance(value, dict) or len(value) != count:
+        raise _wrong(f"files are not the {count} that a snapshot of {ranks} ranks has")
+    expected = {MODEL, f"{COMMON}.json", f"{COMMON}.safetensors"}
+    expected.update(name for rank in range(ranks) for name in files_of(rank, *split))
     for name, facts in value.items():
         if name not in expected:
             raise _wrong(f"files has {shown(name)}, which is no file of a snapshot of {ranks} ranks")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.precision import GradScaler
+from hvd_ckpt.sharding.state import load_parts
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.random_state import set_random_state
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.snapshot import Snapshot
 
-__all__ = ["load_weights", "restore", "with_options"]
+__all__ = ["load_weights", "restore", "restore_optimizer", "with_options"]
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], resume: str | None) -> None:
@@ -35,22 +36,34 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], resume: str | 
         raise ConfigError(f"resume {resume}: the snapshot is of another model: {reason}") from None
 
 
+def restore_optimizer(resumed: Snapshot, parts: Sequence[Mapping[str, Any]] | None, optimizer: Any) -> None:
+    """Takes up the optimizer's state; the options of its groups stay as they are. Collective.
+
+    Args:
+        parts: what :func:`~hvd_ckpt.training.resharding.read_parts` gave, if the state was split over the ranks.
+        optimizer: a ``DistributedOptimizer``.
+    """
+    options = [dict(group) for group in optimizer.param_groups]
+    if parts is None:
+        optimizer.load_state_dict(resumed.common["optimizer"])
+    else:
+        load_parts(optimizer, parts)
+    with_options(optimizer, options)
+
+
 def restore(
     resumed: Snapshot, model: nn.Module, optimizer: Any, scaler: GradScaler | None, report: Report
 ) -> None:
     """Takes up all else; what is a rank's own only where as many ranks wrote it as there are.
 
     Args:
-        optimizer: a ``DistributedOptimizer``; the options of its groups stay as they are.
+        optimizer: a ``DistributedOptimizer``, with its state.
         report: goes on with the open entry of its log.
 
     Raises:
         ValueError: the state does not belong to this run.
     """
     common, own = resumed.common, resumed.own
-    options = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(common["optimizer"])
-    with_options(optimizer, options)
     if scaler is not None and common["scaler"] is not None:
         scaler.load_state_dict(common["scaler"])
     if resumed.ranks != hvd.size() or own is None:
@@ -65,7 +78,8 @@ def restore(
     with torch.no_grad():
         for name, value in own["buffers"].items():
             buffers[name].copy_(value)
-    optimizer.load_reduction_state_dict(own["reduction"])
+    if getattr(optimizer, "shard_stage", 0) == (resumed.shards.stage if resumed.shards is not None else 0):
+        optimizer.load_reduction_state_dict(own["reduction"])
     report.go_on(own["logged"])
     set_random_state(own["random"])
 

@@ -14,6 +14,7 @@ from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.training import contents
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.hashed_file import DAMAGED
+from hvd_ckpt.training.resharding import check_shards
 from hvd_ckpt.training.snapshot import Snapshot
 from hvd_ckpt.training.snapshot_folder import Warn, list_snapshots, remove_all, step_of
 
@@ -52,10 +53,11 @@ class Progress:
 
 def check_contents(resumed: Snapshot) -> None:
     """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
+    stage = 0 if resumed.shards is None else resumed.shards.stage
     with _naming(resumed, DAMAGED):
-        contents.check_common(resumed.common, tuple(dict.fromkeys(FIXED + PLANNED)), Progress)
+        contents.check_common(resumed.common, tuple(dict.fromkeys(FIXED + PLANNED)), Progress, stage > 0)
         if resumed.own is not None:
-            contents.check_own(resumed.own)
+            contents.check_own(resumed.own, stage)
 
 
 def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +70,10 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
     """
     with _naming(resumed, "give the settings that the run had, or another snapshot"):
         contents.check_weights(resumed.weights, model)
-        contents.check_optimizer(resumed.common["optimizer"], optimizer)
+        if resumed.shards is None:
+            contents.check_optimizer(resumed.common["optimizer"], optimizer)
+        else:
+            check_shards(resumed.shards, model, optimizer)
         if resumed.own is not None:
             contents.check_buffers(resumed.own["buffers"], model)
 

@@ -4,7 +4,9 @@
         model.safetensors                         weights and buffers as rank 0 has them
         common.json      common.safetensors       all else that is the same on every rank
         rank-00000.json  rank-00000.safetensors   what is this rank's own, written by that rank; so for every rank
-        manifest.json                             step, ranks, sizes and checksums: written last
+        shard-00000.json  shard-00000.safetensors where state is split over the ranks: this rank's part of the optimizer's
+        weights-00000.safetensors                 where weights are split, too: this rank's, by the parameters' names
+        manifest.json                             step, ranks, parts, sizes and checksums: written last
 
 A ``.json`` file holds a tree of plain values (:mod:`hvd_ckpt.training.tree`), the ``.safetensors`` file beside it its tensors.
 Nothing in a snapshot is executed when it is loaded; every size, name, number and checksum is verified, and no link is followed.
@@ -17,25 +19,22 @@ Of all functions only :func:`write` is collective.
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hvd_ckpt.json_file import MAX_BYTES, Wrong, loads, shown
-from hvd_ckpt.training.hashed_file import DAMAGED, SnapshotError, open_regular, reading
-from hvd_ckpt.training.manifest import COMMON, MANIFEST, MODEL, Manifest, own_name, parse_manifest
+from hvd_ckpt.json_file import Wrong, shown
+from hvd_ckpt.training.hashed_file import DAMAGED, SnapshotError
+from hvd_ckpt.training.manifest import COMMON, MANIFEST, MODEL, Manifest, own_name, weights_name
 from hvd_ckpt.training.random_state import random_state, set_random_state
-from hvd_ckpt.training.snapshot_folder import SNAPSHOT, Warn, is_left_over, list_snapshots, names_in, remove
-from hvd_ckpt.training.snapshot_parts import TOO_LARGE
+from hvd_ckpt.training.shards import Shards
+from hvd_ckpt.training.snapshot_files import SnapshotFiles, naming, opened
+from hvd_ckpt.training.snapshot_folder import Warn, is_left_over, list_snapshots, names_in, remove
 from hvd_ckpt.training.snapshot_write import rank_and_size, write
-from hvd_ckpt.training.tensor_file import read_tensors
-from hvd_ckpt.training.tree import decode
 
 __all__ = [
     "Snapshot",
@@ -61,6 +60,7 @@ class Snapshot:
         common: what is the same on every rank.
         own: what is this rank's own; None if fewer ranks wrote the snapshot.
         manifest: its files, and when and by what they were written; None if it never was on the disk.
+        path: where it is; None if it never was on the disk.
     """
 
     step: int
@@ -69,6 +69,12 @@ class Snapshot:
     common: Any
     own: Any
     manifest: Manifest | None
+    path: Path | None = None
+
+    @property
+    def shards(self) -> Shards | None:
+        """Which rank had which part of what was split over the ranks; None if nothing was."""
+        return None if self.manifest is None else self.manifest.shards
 
 
 def read(path: Path, rank: int | None = None) -> Snapshot:
@@ -83,30 +89,40 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
     path = Path(path)
     if rank is None:
         rank, _ = rank_and_size()
-    with _opened(path) as (folder, manifest):
-
-        def tensors(name: str) -> dict[str, Tensor]:
-            with _naming(path, name), reading(folder, name, manifest.files[name]) as file:
-                return read_tensors(file)
-
-        def tree(name: str) -> Any:
-            found = tensors(f"{name}.safetensors")
-            facts = manifest.files[f"{name}.json"]
-            with _naming(path, f"{name}.json"), reading(folder, f"{name}.json", facts) as file:
-                if facts.bytes > MAX_BYTES:
-                    raise Wrong(f"it {TOO_LARGE}")
-                content = file.read(facts.bytes)
-                file.check()
-                return decode(loads(content, DAMAGED, DAMAGED), found)
-
-        weights = tensors(MODEL)
-        with _naming(path, MANIFEST):
+    with opened(path) as files:
+        manifest = files.manifest
+        weights = files.tensors(MODEL)
+        if manifest.shards is not None and manifest.shards.weights is not None:
+            weights.update(_whole_weights(files, manifest.shards))
+        with naming(path, MANIFEST):
             for alias, name in manifest.aliases.items():
                 if alias in weights or name not in weights or name in manifest.aliases:
                     raise Wrong(f"the alias {shown(alias)} of {shown(name)} cannot be one: {DAMAGED}")
             weights.update({alias: weights[name] for alias, name in manifest.aliases.items()})
-        own = tree(own_name(rank)) if rank < manifest.ranks else None
-        return Snapshot(manifest.step, manifest.ranks, weights, tree(COMMON), own, manifest)
+        own = files.tree(own_name(rank)) if rank < manifest.ranks else None
+        return Snapshot(manifest.step, manifest.ranks, weights, files.tree(COMMON), own, manifest, path)
+
+
+def _whole_weights(files: SnapshotFiles, shards: Shards) -> dict[str, Tensor]:
+    """The parameters of which each rank has written a part."""
+    assert shards.weights is not None
+    dtypes = {name: getattr(torch, whole.dtype) for name, whole in shards.parameters.items()}
+    flats: dict[str, Tensor] = {}
+    for rank, ranges in enumerate(shards.weights):
+        name = weights_name(rank)
+        pieces = files.tensors(name)
+        with naming(files.path, name):
+            if set(pieces) != {parameter for parameter, _, _ in ranges}:
+                raise Wrong(f"it has other parameters than the manifest says: {DAMAGED}")
+            for parameter, start, stop in ranges:
+                piece = pieces.pop(parameter)
+                if piece.dtype != dtypes[parameter] or piece.shape != (stop - start,):
+                    raise Wrong(f"{shown(parameter)} is not what the manifest says: {DAMAGED}")
+                if parameter not in flats:
+                    flats[parameter] = torch.empty(shards.parameters[parameter].numel, dtype=piece.dtype)
+                flats[parameter][start:stop] = piece
+    empty = {name: torch.empty(0, dtype=dtype) for name, dtype in dtypes.items()}
+    return {name: whole.unflatten(flats.get(name, empty[name])) for name, whole in shards.parameters.items()}
 
 
 def find(folder: Path) -> Path | None:
@@ -164,56 +180,16 @@ def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
 
 
 def _verify(path: Path) -> None:
-    with _opened(path) as (folder, manifest):
-        buffer = memoryview(bytearray(1 << 20))
-        for name, facts in manifest.files.items():
-            with _naming(path, name), reading(folder, name, facts) as file:
-                while file.left:
-                    file.fill(buffer[: file.left])
+    with opened(path) as files:
+        for name in files.manifest.files:
+            with files.reading(name) as file:
+                file.skip(file.left)
                 file.check()
 
 
 def _looks_whole(path: Path) -> bool:
     try:
-        with _opened(path):
+        with opened(path):
             return True
     except SnapshotError:
         return False
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, Manifest]]:
-    """The descriptor of a snapshot's folder, and its manifest, when all files are there at their sizes and no others."""
-    with _naming(path, ""):
-        if path.is_symlink():
-            raise Wrong("it is a link: name the folder itself")
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with _naming(path, MANIFEST), open_regular(folder, MANIFEST) as file:
-            manifest = parse_manifest(file.read(MAX_BYTES + 1))
-            named = SNAPSHOT.fullmatch(path.name)
-            if named and int(named[1]) != manifest.step:
-                raise Wrong(f"it says step {manifest.step}: give the folder its name back")
-        with _naming(path, ""):
-            odd = set(os.listdir(folder)) ^ {*manifest.files, MANIFEST}
-            if odd:
-                raise Wrong(f"the file {shown(min(odd))} is missing or too many: {DAMAGED}")
-        for name, facts in manifest.files.items():
-            with _naming(path, name), reading(folder, name, facts):
-                pass
-        yield folder, manifest
-    finally:
-        os.close(folder)
-
-
-@contextmanager
-def _naming(path: Path, name: str) -> Iterator[None]:
-    """Turns what is wrong with a file of a snapshot into one sentence."""
-    where = f"{name}: " if name else ""
-    try:
-        yield
-    except Wrong as error:
-        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{error}.") from None
-    except OSError as error:
-        reason = f"{os.strerror(error.errno) if error.errno else error}: use another snapshot"
-        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{reason}.") from None

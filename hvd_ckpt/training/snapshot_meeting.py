@@ -18,9 +18,9 @@ from pathlib import Path
 from hvd_ckpt.json_file import Wrong, dumps, read_json
 from hvd_ckpt.peers import host_name
 from hvd_ckpt.training.hashed_file import FileFacts
-from hvd_ckpt.training.manifest import own_name
+from hvd_ckpt.training.manifest import files_of, own_name
 from hvd_ckpt.training.snapshot_folder import names_in
-from hvd_ckpt.training.snapshot_parts import Part, not_shared, reason_of
+from hvd_ckpt.training.snapshot_parts import Part, Split, not_shared, reason_of
 
 __all__ = ["await_folder", "parts_of_others", "send_part"]
 
@@ -70,7 +70,7 @@ def send_part(temporary: Path, rank: int, part: Part) -> str | None:
     whole = place.with_suffix(".new")
     try:
         if part.fault:
-            for name in _files_of(rank):
+            for name in files_of(rank, True, True):
                 (temporary / name).unlink(missing_ok=True)
         whole.write_text(dumps(dataclasses.asdict(part)), encoding="utf-8")
         whole.rename(place)
@@ -119,18 +119,16 @@ def _part_name(rank: int) -> str:
     return f"{own_name(rank)}.part"
 
 
-def _files_of(rank: int) -> list[str]:
-    """Names of the files that a rank other than 0 writes."""
-    return [f"{own_name(rank)}.{ending}" for ending in ("json", "safetensors")]
-
-
 def _received(temporary: Path, rank: int) -> Part:
     """What a rank has told of its part, which is removed."""
     path = temporary / _part_name(rank)
     try:
         told = read_json(path, "write it again", "write it again")
-        part = Part(**{**told, "files": {name: FileFacts(**facts) for name, facts in told["files"].items()}})
-        if not part.fault and sorted(part.files) != _files_of(rank):
+        files = {name: FileFacts(**facts) for name, facts in told["files"].items()}
+        split = None if told["split"] is None else Split(**told["split"])
+        part = Part(**{**told, "files": files, "split": split})
+        weights = split is not None and split.ranges["weights"] is not None
+        if not part.fault and sorted(part.files) != files_of(rank, split is not None, weights):
             raise Wrong("it names other files")
     except (Wrong, TypeError, KeyError, AttributeError):
         part = Part("?", fault=f"it could not say what it has written to '{temporary}': make room there")

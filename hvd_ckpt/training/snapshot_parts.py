@@ -26,8 +26,11 @@ from hvd_ckpt.training.manifest import (
     new_manifest,
     own_name,
     parse_manifest,
+    shard_name,
     text_of,
+    weights_name,
 )
+from hvd_ckpt.training.shards import OwnShard, Shards, Whole
 from hvd_ckpt.training.snapshot_folder import Warn, discard, make_folder, name_of, put_in_place, sync_folder
 from hvd_ckpt.training.tensor_file import check_tensor, write_tensors
 from hvd_ckpt.training.tree import encode
@@ -71,25 +74,55 @@ class Content:
     """What a rank writes.
 
     Attributes:
+        rank: whose it is.
         own: what is the rank's own.
         common: what is the same on every rank; None where another rank writes it.
         weights: each once; None where another rank writes them.
         aliases: further names of weights.
+        shard: the rank's part of the optimizer's state; None where that is in common.
+        pieces: the rank's part of the weights, by the parameters' names; None where they are in weights.
+        split: which these parts are; None where nothing is split over the ranks.
     """
 
+    rank: int
     own: Tree
     common: Tree | None = None
     weights: dict[str, Tensor] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
+    shard: Tree | None = None
+    pieces: dict[str, Tensor] | None = None
+    split: Split | None = None
+
+    @property
+    def lasting(self) -> list[dict[str, Tensor]]:
+        """The tensors that only an optimizer's step changes; these, and not copies of them, are to be replaced."""
+        trees = [tree.tensors for tree in (self.common, self.shard) if tree is not None]
+        return trees + [tensors for tensors in (self.weights, self.pieces) if tensors is not None]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which parts of what is split over the ranks a rank has.
+
+    Attributes:
+        stage: of the run.
+        ranges: of its ``optimizer`` state and its ``weights``, as lists for JSON; None where rank 0 has whole weights.
+        parameters: of the model; only rank 0 tells them.
+    """
+
+    stage: int
+    ranges: dict[str, Any]
+    parameters: dict[str, Whole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank tells rank 0 after it has written: its files, or a fault."""
+    """What a rank tells rank 0 after it has written: its files and what is in them, or a fault."""
 
     host: str
     files: dict[str, FileFacts] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    split: Split | None = None
     fault: str = ""
 
 
@@ -105,16 +138,26 @@ def make_temporary(temporary: Path) -> None:
     temporary.mkdir()
 
 
-def content_of(rank: int, weights: Mapping[str, Tensor], common: Any, own: Any) -> Content:
+def content_of(
+    rank: int, weights: Mapping[str, Tensor], common: Any, own: Any, shard: OwnShard | None = None
+) -> Content:
     """What a rank writes, encoded; nothing is copied.
 
     Raises:
         Wrong: something in it cannot be stored.
     """
-    content = Content(_tree(own_name(rank), "own", own))
+    content = Content(rank, _tree(own_name(rank), "own", own))
     if rank == 0:
         content.common = _tree(COMMON, "common", common)
         content.weights, content.aliases = _without_aliases(weights)
+    if shard is not None:
+        content.shard = _tree(shard_name(rank), "shard", shard.state)
+        if shard.weights is not None:
+            content.pieces = {name: values.detach() for name, _, _, values in shard.weights}
+            for name, values in content.pieces.items():
+                _check_weight(name, values)
+            content.aliases.update(shard.aliases if rank == 0 else {})
+        content.split = Split(shard.stage, shard.ranges, dict(shard.parameters) if rank == 0 else {})
     return content
 
 
@@ -126,14 +169,15 @@ def write_content(temporary: Path, content: Content) -> Part:
         Wrong: it is too large.
     """
     files: dict[str, FileFacts] = {}
-    for tree in (content.own, content.common):
+    for tree in (content.own, content.common, content.shard):
         if tree is not None:
             _write_tree(temporary, tree, files)
-    if content.weights is not None:
-        with writing(temporary / MODEL) as file:
-            write_tensors(content.weights, file)
-        files[MODEL] = file.facts
-    return Part(host_name(), files, content.aliases)
+    for name, tensors in ((MODEL, content.weights), (weights_name(content.rank), content.pieces)):
+        if tensors is not None:
+            with writing(temporary / name) as file:
+                write_tensors(tensors, file)
+            files[name] = file.facts
+    return Part(host_name(), files, content.aliases, content.split)
 
 
 def finish(temporary: Path, step: int, parts: Sequence[Part], warn: Warn | None = None) -> str | None:
@@ -158,7 +202,8 @@ def finish(temporary: Path, step: int, parts: Sequence[Part], warn: Warn | None 
                         )
                     )
             files.update(part.files)
-        text = text_of(new_manifest(step, len(parts), dict(sorted(files.items())), parts[0].aliases))
+        shards = _shards([part.split for part in parts])
+        text = text_of(new_manifest(step, len(parts), dict(sorted(files.items())), parts[0].aliases, shards))
         parse_manifest(text)  # what ranks told of themselves may be damaged
         with writing(temporary / MANIFEST) as file:
             file.write(text)
@@ -168,6 +213,17 @@ def finish(temporary: Path, step: int, parts: Sequence[Part], warn: Warn | None 
     except Exception as error:  # the other ranks wait for an answer
         discard(temporary)
         return str(error) if isinstance(error, Wrong) else f"rank 0: {reason_of(error)}"
+
+
+def _shards(splits: Sequence[Split | None]) -> Shards | None:
+    first = splits[0]
+    if first is None:
+        return None
+    if any(one is None or one.stage != first.stage for one in splits):
+        raise Wrong("ranks split different things: give every rank the same settings")
+    ranges = [one.ranges for one in splits if one is not None]
+    weights = None if first.ranges["weights"] is None else tuple(one["weights"] for one in ranges)
+    return Shards(first.stage, first.parameters, tuple(one["optimizer"] for one in ranges), weights)
 
 
 def not_shared(what: str) -> str:
@@ -208,11 +264,7 @@ def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
     for name, tensor in weights.items():
-        if type(name) is not str or name == "__metadata__" or not name.isprintable():
-            raise Wrong(f"weights has the name {ascii(name)[:60]}: give printable texts as names")
-        reason = check_tensor(tensor) if isinstance(tensor, Tensor) else "is no tensor: put it into common"
-        if reason is not None:
-            raise Wrong(f"weights[{name!r}] {reason}")
+        _check_weight(name, tensor)
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         first = names.setdefault(memory, name) if tensor.numel() else name
         if first == name:
@@ -220,3 +272,11 @@ def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
         else:
             aliases[name] = first
     return stored, aliases
+
+
+def _check_weight(name: Any, tensor: Any) -> None:
+    if type(name) is not str or name == "__metadata__" or not name.isprintable():
+        raise Wrong(f"weights has the name {ascii(name)[:60]}: give printable texts as names")
+    reason = check_tensor(tensor) if isinstance(tensor, Tensor) else "is no tensor: put it into common"
+    if reason is not None:
+        raise Wrong(f"weights[{name!r}] {reason}")

@@ -6,8 +6,9 @@ told how they fared: each brings its files' sizes and checksums, or what went wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from
 from hvd_ckpt.training.hashed_file import SnapshotError
+from hvd_ckpt.training.shards import OwnShard
 from hvd_ckpt.training.snapshot_folder import discard, name_of, temporary_name, under_way
 from hvd_ckpt.training.snapshot_parts import (
+    Content,
     Part,
     check_step,
     content_of,
@@ -34,7 +37,15 @@ from hvd_ckpt.training.snapshot_parts import (
 __all__ = ["rank_and_size", "write"]
 
 
-def write(folder: Path, step: int, *, weights: Mapping[str, Tensor], common: Any, own: Any) -> Path:
+def write(
+    folder: Path,
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    common: Any,
+    own: Any,
+    shard: OwnShard | None = None,
+) -> Path:
     """Writes a snapshot; it is on the disk, whole, when this returns. Collective where Horovod runs with several ranks.
 
     ``common`` and ``own`` are trees of dict, list, tuple, str, int, float, bool, None, bytes and tensors.
@@ -45,6 +56,7 @@ def write(folder: Path, step: int, *, weights: Mapping[str, Tensor], common: Any
         weights: ``model.state_dict()``; rank 0's are written.
         common: what is the same on every rank; rank 0's is written.
         own: what is this rank's own.
+        shard: this rank's part of what is split over the ranks; None where nothing is.
 
     Returns:
         The snapshot's folder.
@@ -59,7 +71,8 @@ def write(folder: Path, step: int, *, weights: Mapping[str, Tensor], common: Any
     temporary = Path(folder) / begun.name
     with under_way(temporary):
         try:
-            part = _write_part(temporary, begun.step, step, rank, weights, common, own)
+            encode = partial(content_of, rank, weights, common, own, shard)
+            part = _write_part(temporary, begun.step, step, encode)
             parts = _gathered(part, "parts")
             fault = _from_rank_0(finish(temporary, step, parts) if rank == 0 else None, "end")
         except BaseException:
@@ -90,22 +103,14 @@ def _begin(folder: Path, step: Any) -> _Begun:
         return _Begun(None, fault=reason_of(error))
 
 
-def _write_part(
-    temporary: Path,
-    step: int,
-    step_here: Any,
-    rank: int,
-    weights: Mapping[str, Tensor],
-    common: Any,
-    own: Any,
-) -> Part:
+def _write_part(temporary: Path, step: int, step_here: Any, encode: Callable[[], Content]) -> Part:
     host = host_name()
     try:
         if step_here != step:
             raise Wrong(f"step is {step_here!r} here and {step} on rank 0: write the same step on every rank")
         if not temporary.is_dir():
             raise Wrong(not_shared(f"'{temporary}', which rank 0 made, is not there on host {host}"))
-        return write_content(temporary, content_of(rank, weights, common, own))
+        return write_content(temporary, encode())
     except Exception as error:  # the other ranks wait for an answer
         return Part(host, fault=reason_of(error))
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -19,7 +19,18 @@ from torch import Tensor
 from hvd_ckpt.json_file import Wrong, loads, shown
 from hvd_ckpt.training.hashed_file import DAMAGED, HashedReader, HashedWriter
 
-__all__ = ["check_tensor", "read_tensors", "write_tensors"]
+__all__ = [
+    "Cut",
+    "Kind",
+    "check_tensor",
+    "checked_entry",
+    "dtype_called",
+    "read_header",
+    "read_tensors",
+    "write_tensors",
+]
+
+Cut = Callable[[str, list[int]], tuple[int, int] | None]
 
 MAX_HEADER = 64 << 20  # bytes
 
@@ -50,6 +61,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # What the format has no name for is written as pairs of another dtype, with a note under the tensor's name in the metadata.
 _PAIRS = {"complex128": torch.float64, "complex32": torch.float16}
 _NOTE = "dtype of "
+
+
+def dtype_called(name: str) -> torch.dtype | None:
+    """The dtype of a name such as "float32", if files hold tensors of it."""
+    dtype = getattr(torch, name, None)
+    known = isinstance(dtype, torch.dtype) and (dtype in _DTYPE_NAMES or name in _PAIRS)
+    return dtype if known else None
 
 
 def check_tensor(tensor: Tensor) -> str | None:
@@ -100,17 +118,55 @@ def write_tensors(tensors: Mapping[str, Tensor], file: HashedWriter) -> None:
         file.write(_buffer(tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()))
 
 
-def read_tensors(file: HashedReader) -> dict[str, Tensor]:
+def read_tensors(file: HashedReader, cut: Cut | None = None) -> dict[str, Tensor]:
     """The tensors of a file, on the CPU; the whole file is read and checked.
+
+    Args:
+        cut: takes a tensor's name and shape, and gives the elements to keep of one with one dimension, as start and stop; None for
+            all of it.
 
     Raises:
         Wrong: it is damaged, or no file that :func:`write_tensors` wrote.
         OSError: it cannot be read.
     """
-    if file.left > (memory := psutil.virtual_memory().total):
+    if cut is None and file.left > (memory := psutil.virtual_memory().total):
         raise Wrong(
             f"its {file.left >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
         )
+    header, notes = read_header(file)
+    tensors: dict[str, Tensor] = {}
+    size, position = file.left, 0
+    for name, entry in header.items():
+        kind = checked_entry(name, entry, notes.get(_NOTE + name), position, size)
+        position = kind.stop
+        start, stop = 0, math.prod(kind.shape)
+        kept = None if cut is None or len(kind.shape) != 1 else cut(name, kind.shape)
+        if kept is not None:
+            start, stop = kept
+        try:
+            tensor = torch.empty(kind.shape if kept is None else [stop - start], dtype=kind.dtype)
+        except (RuntimeError, TypeError, MemoryError) as error:
+            reason = str(error).splitlines()[0]
+            raise Wrong(f"there is no room for its tensor {shown(name)} ({reason}): {DAMAGED}") from None
+        file.skip(start * kind.dtype.itemsize)
+        file.fill(_buffer(tensor))
+        file.skip(kind.stop - kind.start - stop * kind.dtype.itemsize)
+        if kind.stored == torch.bool and (tensor.view(torch.uint8) > 1).any():
+            raise _wrong(f"its tensor {shown(name)} has truth values that are neither true nor false")
+        tensors[name] = tensor
+    if file.left:
+        raise _wrong("it has bytes that belong to no tensor")
+    file.check()
+    return tensors
+
+
+def read_header(file: HashedReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a file's tensors, unchecked, and its metadata; the file's tensors are read next.
+
+    Raises:
+        Wrong: there is none.
+        OSError: it cannot be read.
+    """
     length = int.from_bytes(file.read(8), "little")
     if length > min(MAX_HEADER, file.left):
         raise _wrong("its header is longer than it may be")
@@ -120,28 +176,25 @@ def read_tensors(file: HashedReader) -> dict[str, Tensor]:
     notes = header.pop("__metadata__", None)
     if not isinstance(notes, dict):
         raise _wrong("its header has no metadata")
-    tensors: dict[str, Tensor] = {}
-    size, position = file.left, 0
-    for name, entry in header.items():
-        dtype, stored, shape, position = _checked_entry(name, entry, notes.get(_NOTE + name), position, size)
-        try:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-        except (RuntimeError, TypeError, MemoryError) as error:
-            reason = str(error).splitlines()[0]
-            raise Wrong(f"there is no room for its tensor {shown(name)} ({reason}): {DAMAGED}") from None
-        file.fill(_buffer(tensors[name]))
-        if stored == torch.bool and (tensors[name].view(torch.uint8) > 1).any():
-            raise _wrong(f"its tensor {shown(name)} has truth values that are neither true nor false")
-    if file.left:
-        raise _wrong("it has bytes that belong to no tensor")
-    file.check()
-    return tensors
+    return header, notes
 
 
-def _checked_entry(
-    name: str, entry: Any, note: Any, position: int, size: int
-) -> tuple[torch.dtype, torch.dtype, list[int], int]:
-    """A tensor's dtype, the dtype it is stored in, its shape, and where it ends; it must begin at ``position``."""
+class Kind(NamedTuple):
+    """An entry of a header: a tensor's dtype, that in which it is stored, its shape, and its bytes from the first on."""
+
+    dtype: torch.dtype
+    stored: torch.dtype
+    shape: list[int]
+    start: int
+    stop: int
+
+
+def checked_entry(name: str, entry: Any, note: Any, position: int, size: int) -> Kind:
+    """An entry that must begin at ``position``, in a file with ``size`` bytes of tensors.
+
+    Raises:
+        Wrong: it does not, or is none.
+    """
     place = f"the entry of {shown(name)} in its header"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _wrong(f"{place} is none of a tensor")
@@ -156,10 +209,10 @@ def _checked_entry(
     if math.prod(shape) * stored_dtype.itemsize != offsets[1] - position:
         raise _wrong(f"{place} has a shape of another size than its data")
     if note is None:
-        return stored_dtype, stored_dtype, shape, offsets[1]
+        return Kind(stored_dtype, stored_dtype, shape, *offsets)
     if not isinstance(note, str) or _PAIRS.get(note) != stored_dtype or shape[-1:] != [2]:
         raise _wrong(f"{place} has the note {shown(note)}, which does not fit")
-    return getattr(torch, note), stored_dtype, shape[:-1], offsets[1]
+    return Kind(getattr(torch, note), stored_dtype, shape[:-1], *offsets)
 
 
 def _naturals(value: Any) -> bool:

@@ -21,18 +21,17 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 
-from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.recompute import commit_batch_norm
 from hvd_ckpt.reduction import (
-    Compression,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.drift import check_equal_weights
+from hvd_ckpt.sharding.optimizer import clip_grad_norm_
 from hvd_ckpt.training import guards, optimizers, snapshot
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.background import SnapshotWriter
@@ -48,7 +47,8 @@ from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.random_state import seed_all
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
-from hvd_ckpt.training.restoring import load_weights, restore
+from hvd_ckpt.training.resharding import read_parts, state_of_pieces, wanted_by
+from hvd_ckpt.training.restoring import load_weights, restore, restore_optimizer
 from hvd_ckpt.training.resuming import (
     Progress,
     check_contents,
@@ -59,7 +59,8 @@ from hvd_ckpt.training.resuming import (
     remove_abandoned,
 )
 from hvd_ckpt.training.schedules import Schedule
-from hvd_ckpt.training.snapshot import SnapshotError
+from hvd_ckpt.training.sharded import RunShards, check_job, distributed
+from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
 from hvd_ckpt.training.stopping import StopRequest
 
 __all__ = ["Outcome", "Trainer"]
@@ -115,6 +116,7 @@ class Trainer:
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
         with errors_everywhere("hvd_ckpt.train.settings"):
+            check_job(config)
             self.device = device_of(config)
             self.stream = SampleStream(len(train), config.seed, config.epochs)
             self.precision = precision_of(config, self.device)
@@ -137,6 +139,7 @@ class Trainer:
                 check_resumed(config, len(train), resumed)
                 check_fits(resumed, self.model, optimizer)
                 load_weights(self.model, resumed.weights, config.resume)
+            kept = {} if resumed is None else state_of_pieces(optimizer, self.model)
             self.progress = Progress(**resumed.common["progress"]) if resumed is not None else Progress()
             self.steps = self._steps()
             self._first_ranks: int = (
@@ -152,21 +155,17 @@ class Trainer:
         self.plan, self._plan_text = plan_of_run(
             self.model, config, train, objective, self.device, self.folder, plan_text(config, resumed)
         )
-        self._optimizer: Any = DistributedOptimizer(
-            optimizer,
-            named_parameters=self.model.named_parameters(),
-            compression=getattr(Compression, config.compression),
-            bucket_cap_mb=config.bucket_cap_mb,
-        )
+        self._shards = RunShards(self.model, config)
+        self._optimizer: Any = distributed(optimizer, self.model, config)
         if is_elastic():  # where ranks have made different numbers of optimizers
             self._optimizer.agree_on_naming()
         self.model, self._optimizer = self.precision.prepare(self.model, self._optimizer)
-        broadcast_optimizer_state(self._optimizer, root_rank=0)
+        if not config.stage:
+            broadcast_optimizer_state(self._optimizer, root_rank=0)
         seed_all(_seed_of_rank(config.seed, self.progress.step))
         self.report = Report(self.folder, config, self.steps, objective.unit, self.progress.step, self.device)
         if resumed is not None:
-            with errors_everywhere("hvd_ckpt.train.resume"):
-                restore(resumed, self.model, self._optimizer, self.precision.scaler, self.report)
+            self._go_on_from(resumed, kept)
 
     @property
     def optimizer(self) -> Any:
@@ -272,7 +271,7 @@ class Trainer:
             return Accumulated(torch.zeros(()), 0.0)
         if config.clip is not None:
             self.precision.unscale(self._optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+            clip_grad_norm_(self.model.parameters(), config.clip)
         if self._writer is not None:
             self._writer.check()
             self._writer.before_update()
@@ -290,17 +289,20 @@ class Trainer:
             batches=self.config.eval_batches,
             device=self.device,
             autocast=self.precision.autocast,
+            in_step=self.config.stage == 3,
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything that the run needs to go on, as ``weights``, ``common`` and ``own`` of a snapshot; tensors are not copied."""
+        """Everything that the run needs to go on, as ``weights``, ``common``, ``own`` and ``shard`` of a snapshot; tensors are not
+        copied."""
         scaler = self.precision.scaler
+        shard = self._shards.own(self._optimizer)
         common = {
             "config": self.config.as_dict(),
             "steps": self.steps,
             "ranks": self._first_ranks,
             "progress": dataclasses.asdict(self.progress),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict() if shard is None else None,
             "scaler": None if scaler is None else scaler.state_dict(),
             "plan": self._plan_text,
             "samples": len(self.train),
@@ -312,7 +314,8 @@ class Trainer:
             "buffers": dict(self.model.named_buffers()),
             "logged": self.report.open_entry(),
         }
-        return {"weights": self.model.state_dict(), "common": common, "own": own}
+        weights = self._shards.weights(self.model)
+        return {"weights": weights, "common": common, "own": own, "shard": shard}
 
     def snapshot(self) -> Path:
         """Writes :meth:`state`, and is back when it is on the disk; the newest ``keep_snapshots`` stay. Collective.
@@ -344,7 +347,8 @@ class Trainer:
                 hvd.rank(),
                 hvd.size(),
                 lambda text: self.report.say(f"Warning: {text}"),
-                blocking=self.config.blocking_snapshots,
+                blocking=self.config.blocking_snapshots
+                or self.config.offload is not None,  # a copy would have no room
                 written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
             ) as self._writer,
         ):
@@ -406,7 +410,8 @@ class Trainer:
 
     def _micro_batches(self) -> int:
         """As many on every rank where each of them communicates: no more than the smallest part of a short batch has samples."""
-        if self.config.batch_norm != "synchronized" or self.stream.length is None:
+        communicates = self.config.batch_norm == "synchronized" or self.config.stage == 3
+        if not communicates or self.stream.length is None:
             return self.config.accumulate
         ranks: int = hvd.size()
         left = min(self.stream.length - self.progress.position, self.config.batch * ranks)
@@ -420,6 +425,22 @@ class Trainer:
         self.precision.backward(loss, self._optimizer, last)
 
     # -------------------------------------------------------------------------------- before the first step
+
+    def _go_on_from(self, resumed: Snapshot, kept: dict[str, dict[str, Any]]) -> None:
+        """Takes up all but the weights. Collective.
+
+        Args:
+            kept: what the optimizer keeps of pieces of parameters.
+        """
+        parts = None
+        with errors_everywhere("hvd_ckpt.train.parts"):
+            if resumed.shards is not None:
+                wanted = wanted_by(self._optimizer, self.model)
+                parts = read_parts(resumed, wanted, kept, len(self._optimizer.param_groups))
+        restore_optimizer(resumed, parts, self._optimizer)
+        self._shards.publish(self._optimizer)
+        with errors_everywhere("hvd_ckpt.train.resume"):
+            restore(resumed, self.model, self._optimizer, self.precision.scaler, self.report)
 
     def _loader(self) -> Loader:
         return Loader(

@@ -352,7 +352,7 @@ def test_a_manifest_is_checked_for_what_it_says(folder: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_bytes())
     evil = {name.replace("common.json", "../common.json"): facts for name, facts in manifest["files"].items()}
     for changes, says in [
-        ({"version": 2}, "is of version 2, and this library reads version 1"),
+        ({"version": 3}, "is of version 3, and this library reads version 1 and 2"),
         ({"format": "a plan"}, '"format": "hvd_ckpt snapshot"'),
         ({"more": 1}, 'the key "more"'),
         ({"step": 2.0}, "step is 2.0"),
