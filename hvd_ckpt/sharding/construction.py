@@ -25,9 +25,11 @@ from .layout import Layout, lay_out
 from .masters import Masters
 from .offload import OptimizerOffload
 from .optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces, own
+from .parameters import ShardedParameters, Unit
 from .pieces import Form
 from .reducer import ShardReducer
 from .stages import stage_of
+from .units import find_units
 
 __all__ = ["ShardOptions", "check_shard_options", "shard_optimizer"]
 
@@ -248,9 +250,6 @@ def _stored(
     if options.stage < 3:
         layout, _ = lay_out(named, exchange.ranks, cap)
         return layout, FlatParameters(layout, exchange, options.parameters)
-    from .parameters import ShardedParameters, Unit
-    from .units import find_units
-
     assert options.model is not None
     names = {id(parameter): name for name, parameter in named}
     found = find_units(options.model, options.units)
