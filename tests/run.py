@@ -143,6 +143,8 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
     # Without it a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
     environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **run.environment, **os.environ}
+    if run.controller and mpi_works():
+        environment["HVD_CKPT_TESTS_MPI_WORKS"] = "1"  # tests/parallel/conftest.py tells why
     process = subprocess.Popen(
         command,
         cwd=ROOT,

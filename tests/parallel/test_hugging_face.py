@@ -20,7 +20,7 @@ from hvd_ckpt.models import bert, gpt2, xlnet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated"),
-    pytest.mark.skipif(hc.size() > 2, reason="two ranks show what four would"),
+    pytest.mark.skipif(hc.size() != 2, reason="two ranks show what one and four would"),
 ]
 
 VOCABULARY, BATCH, LENGTH = 30, 2, 8
@@ -91,7 +91,7 @@ def test_recomputed_models_of_transformers(name: str, reentrant: bool) -> None:
     """Ranks agree, each bucket left once in each step, and after the first no gradient was late: see ``train_distributed``."""
     scenario = trained(name, reentrant)
     model, optimizer = train_distributed(scenario)
-    assert hc.size() == 1 or len(optimizer.reduction_stats.last.launches) > 3
+    assert len(optimizer.reduction_stats.last.launches) > 3
     for other in kept(name):
         assert difference(model, other) <= scenario.tolerance
     assert difference(model, seeded_build(scenario)) > 100 * scenario.tolerance
