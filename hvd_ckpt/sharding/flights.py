@@ -112,9 +112,9 @@ class Flights:
         self._scale = scale
         self._flying: deque[Flight] = deque()
 
-    def launch(self, group: Group, flat: torch.Tensor, position: int, turn: int) -> None:
-        """Sends a group's buffer; ``turn``: how often the group has left in this step."""
-        what = f"gradients.{group.position}.{turn}"
+    def launch(self, group: Group, flat: torch.Tensor, position: int, number: int) -> None:
+        """Sends a group's buffer at a position of the sequence, its launch ``number`` in this step."""
+        what = f"gradients.{group.position}.{number}"
         transfer = self._exchange.reduce_scatter(flat, what, self._scale, self._format)
         self._flying.append(Flight(group, transfer, flat.nbytes, position))
 

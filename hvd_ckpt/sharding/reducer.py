@@ -76,7 +76,9 @@ class ShardReducer:
         self._rounds = Rounds(layout, passes)
         self._lock = threading.RLock()
         self._step = StepStats()
-        self._sent: set[int] = set()  # parameters that had a gradient when their group left
+        self._sent: dict[
+            int, int
+        ] = {}  # parameters that had a gradient when their group left -> in which round last
         self._agreed = len(self._rounds.order)  # position that every rank will come to before they meet
         self._may_wait = True
         self._hooks = GradientHooks(self, layout.parameters, frozenset())
@@ -128,9 +130,9 @@ class ShardReducer:
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
         flat, used = self._packer.pack(group)
-        self._sent.update(used)
-        turn = self._rounds.launched[group.position]
-        self._flights.launch(group, flat, self._rounds.position, turn)
+        number = self._rounds.launched[group.position]
+        self._sent.update(dict.fromkeys(used, number))
+        self._flights.launch(group, flat, self._rounds.position, number)
         self._rounds.has_left(group, in_sequence)
         self._step.launch_order.append(group.position)
 
@@ -190,15 +192,17 @@ class ShardReducer:
         has a notice; number of a parameter that was converted; position; had to launch in ``synchronize``.
         """
         rounds, layout = self._rounds, self._layout
+        due = rounds.due
         states = [0.0] * len(layout.parameters)
         needs = [float(launched) for launched in rounds.launched]
         for index, parameter in enumerate(layout.parameters):
+            position = layout.group_of[index].position
+            last = self._sent.get(index, -1)
             if parameter.grad is not None:
-                position = layout.group_of[index].position
-                states[index] = LATE if rounds.launched[position] >= rounds.done else USED
-                needs[position] = rounds.launched[position] + 1.0
-            elif index in self._sent:
-                states[index] = USED
+                last = rounds.launched[position]
+                needs[position] = last + 1.0
+            if last >= 0:
+                states[index] = LATE if last >= due else USED
         leads = self._exchange.rank == 0
         last_fires = [float(leads and rounds.last_fire(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not self._packer.fits(index)]

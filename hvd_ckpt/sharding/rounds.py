@@ -104,8 +104,8 @@ class Rounds:
             self._fired[index] = 0
 
     @property
-    def done(self) -> int:
-        """Rounds that this rank's gradients are for: by its backward passes, which are the commonest number of fires."""
+    def due(self) -> int:
+        """Rounds that this rank's backward passes should take: their number is the commonest one of fires."""
         return max(1, -(-self._passes_done() // self._passes))
 
     def last_fire(self, group: Group) -> int:
