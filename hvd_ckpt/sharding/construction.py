@@ -23,7 +23,7 @@ from .flat import FlatParameters
 from .formats import FP32, WireFormat, wire_format
 from .layout import Layout, lay_out
 from .masters import Masters
-from .offload import OptimizerOffload
+from .offload import OptimizerOffload, raised_everywhere
 from .optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces, own
 from .parameters import ShardedParameters, Unit
 from .pieces import Form
@@ -206,8 +206,13 @@ def shard_optimizer(
     groups = [list(group["params"]) for group in optimizer.param_groups]
     device = named[0][1].device if named else torch.device("cpu")
     offload = OptimizerOffload(options.offload_folder, device) if options.offload else None
-    masters = Masters(options.master_weights, _empty if offload is None else offload.empty)
-    masters.add(layout.groups, store.shards)
+    if offload is None:
+        masters = Masters(options.master_weights, _empty, lambda _: None)
+        masters.add(layout.groups, store.shards)
+    else:
+        masters = Masters(options.master_weights, offload.empty, offload.release)
+        with raised_everywhere(exchange):
+            masters.add(layout.groups, store.shards)
     sharding = Sharding(
         options.stage,
         layout,
@@ -224,6 +229,9 @@ def shard_optimizer(
     optimizer._sharding = sharding
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [piece.parameter for piece in sharding.pieces if piece.group == number]
+    if offload is not None:
+        with raised_everywhere(exchange):
+            offload.reserve(optimizer)
     optimizer.state.clear()
     if before["state"]:
         state.load_parts(optimizer, [before])

@@ -236,8 +236,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _seed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
-    """State for a trial's parameter, as some parameter of the group has it: its tensors filled with their first element."""
-    for parameter in group["params"]:
+    """State for a trial's parameter, as some parameter has it, if possible of the group: its tensors filled with their first
+    element."""
+    for parameter in (*group["params"], *optimizer.state):
         state = optimizer.state.get(parameter)
         if state:
             return {

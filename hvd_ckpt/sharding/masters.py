@@ -22,11 +22,18 @@ class Masters:
     Args:
         wanted: whether half-precision groups get any.
         empty: makes the memory for them, of a number of elements and a dtype.
+        release: lets a tensor of it leave memory until it is used again.
     """
 
-    def __init__(self, wanted: bool, empty: Callable[[int, torch.dtype, torch.device], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        wanted: bool,
+        empty: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        release: Callable[[torch.Tensor], None],
+    ) -> None:
         self._wanted = wanted
         self._empty = empty
+        self._release = release
         self.by_group: dict[int, torch.Tensor] = {}
 
     def add(self, groups: Iterable[Group], shards: Sequence[torch.Tensor]) -> None:
@@ -35,6 +42,7 @@ class Masters:
             if self._wanted and group.dtype in HALF:
                 master = self._empty(group.shard_numel, torch.float32, group.device)
                 self.by_group[group.position] = master.copy_(shards[group.position])
+                self._release(master)
 
     def part(self, group: Group, span: Span) -> torch.Tensor | None:
         """The master weights of one span, or None."""
@@ -48,8 +56,10 @@ class Masters:
             same = master.to(shard.dtype) == shard
             if not bool(same.all()):
                 master.copy_(torch.where(same, master, shard.to(torch.float32)))
+            self._release(master)
 
     def round_into(self, shards: Sequence[torch.Tensor]) -> None:
         """Makes the weights what their masters round to."""
         for position, master in self.by_group.items():
             shards[position].copy_(master)
+            self._release(master)

@@ -24,7 +24,7 @@ from . import state
 from .exchange import Exchange
 from .layout import Group, Layout
 from .masters import Masters
-from .offload import OptimizerOffload
+from .offload import OffloadError, OptimizerOffload, raised_everywhere
 from .pieces import Form, Piece
 from .reducer import ShardReducer
 
@@ -232,6 +232,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         sharding = self._sharding
+        self._reserve()
         sharding.store.adopt()
         sharding.masters.follow(sharding.store.shards)
         if sharding.stage == 1:
@@ -256,6 +257,18 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding.publish(self._used())
         self._consume()
         return result
+
+    def _reserve(self) -> None:
+        """Takes the room that offloaded state will need, or raises on all ranks before any has changed a weight."""
+        sharding = self._sharding
+        if sharding.offload is None:
+            return
+        try:
+            with raised_everywhere(sharding.exchange):
+                sharding.offload.reserve(self)
+        except OffloadError:
+            self._synchronized = True  # the gradients are reduced: the step can be taken again
+            raise
 
     def _then_take(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if closure is None:
