@@ -16,7 +16,7 @@ __all__ = ["BF16", "FP16", "FP32", "INT8", "WIRE_FORMATS", "WireFormat", "sum_dt
 
 BLOCK = 256  # elements of an int8 block
 _LEVELS = 127.0
-_SLICE = 1 << 16  # elements; what is worked on at a time stays in a core's cache
+_SLICE = 1 << 17  # elements for each thread; what is worked on at a time stays in its core's cache
 _ROW_BYTES = 8  # rows are a whole number of these, so that one begins where any dtype may
 
 
@@ -128,11 +128,12 @@ class _Blockwise(WireFormat):
         parts = flat.view(rows, -1)
         numel = parts.shape[1]
         wire = torch.zeros(rows, self.row_bytes(numel, flat.dtype), dtype=torch.uint8, device=flat.device)
+        scratch = torch.empty(min(numel, _slice_numel(flat)), device=flat.device)
         for part, row in zip(parts, wire):
             scales, levels = self._fields(row, numel)
             for start, stop in _slices(part):
                 blocks = slice(start // BLOCK, -(-stop // BLOCK))
-                _quantize(part[start:stop], scales[blocks], levels[start:stop])
+                _quantize(part[start:stop], scales[blocks], levels[start:stop], scratch[: stop - start])
         return wire
 
     def _piece(
@@ -155,25 +156,27 @@ class _Blockwise(WireFormat):
         return row[:edge].view(torch.float32), row[edge : edge + numel].view(torch.int8)
 
 
-def _quantize(values: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> None:
+def _quantize(
+    values: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor, scratch: torch.Tensor
+) -> None:
     """Writes the ``levels`` of some ``values`` and the ``scales`` of their blocks, the last of which may be short."""
     values = values.float()
     whole = values.numel() // BLOCK * BLOCK
-    _quantize_blocks(values[:whole].view(-1, BLOCK), scales[: whole // BLOCK], levels[:whole])
-    if whole < values.numel():
-        _quantize_blocks(values[whole:].view(1, -1), scales[whole // BLOCK :], levels[whole:])
-
-
-def _quantize_blocks(blocks: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> None:
-    torch.amax(blocks.abs(), dim=1, out=scales)
-    scales.div_(_LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
-    nearest = (blocks * scales.reciprocal()[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
-    levels.view_as(blocks).copy_(nearest)
-    scales.masked_fill_(scales.isinf(), math.nan)
+    for elements, width in ((slice(0, whole), BLOCK), (slice(whole, None), values.numel() - whole)):
+        if width:
+            blocks, magnitudes = values[elements].view(-1, width), scratch[elements].view(-1, width)
+            own = scales[elements.start // BLOCK :][: len(blocks)]
+            torch.amax(torch.abs(blocks, out=magnitudes), dim=1, out=own)
+            own.div_(_LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
+            nearest = torch.mul(blocks, own.reciprocal()[:, None], out=magnitudes).round_()
+            levels[elements].view(-1, width).copy_(nearest)
+            own.masked_fill_(own.isinf(), math.nan)
 
 
 def _slice_numel(tensor: torch.Tensor) -> int:
-    return _SLICE if tensor.device.type == "cpu" else max(BLOCK, tensor.numel())
+    if tensor.device.type == "cpu":
+        return _SLICE * torch.get_num_threads()
+    return max(1, tensor.numel())
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
