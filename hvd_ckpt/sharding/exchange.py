@@ -111,13 +111,6 @@ class Transfer:
             mpi_ops._handle_map.pop(handle, None)
         self._pending, self._finish = (), None
 
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Transfer:
-        """The same with another result, ``change`` of this one's; to be waited for in place of this one."""
-        finish = self._finish
-        if finish is None:
-            raise RuntimeError("this transfer has been waited for")
-        return Transfer(self._pending, lambda results: change(finish(results)))
-
 
 class Exchange:
     """The collectives of one optimizer.
