@@ -325,7 +325,11 @@ class ShardedOptimizer(ReducedOptimizer):
         if fresh:
             sharding.store.add_groups(fresh)
             sharding.store.publish(fresh)  # rank by rank of each shard's owner: the same weights everywhere
-            sharding.masters.add(fresh, sharding.store.shards)
+            no_room = (
+                contextlib.nullcontext() if sharding.offload is None else raised_everywhere(sharding.exchange)
+            )
+            with no_room:
+                sharding.masters.add(fresh, sharding.store.shards)
         sharding.groups.append(whole)
         added = sharding.pieces_of(number)
         sharding.pieces.extend(added)
