@@ -48,6 +48,13 @@ class Scenario:
     clear: str = "none"  # how gradients are cleared: none | zero | model | never
     scale: float = 1.0  # of the averaged gradient
     steps: int = 5
+    _reference: torch.nn.Module | None = field(default=None, init=False, repr=False)
+
+    def reference(self) -> torch.nn.Module:
+        """Trained by one process with the batches of all ranks: once, however often it is compared with."""
+        if self._reference is None:
+            self._reference = train_one_process(self, hc.size())
+        return self._reference
 
 
 def clear_gradients(how: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -134,7 +141,7 @@ def fingerprint(model: torch.nn.Module) -> list[bytes]:
 def check(scenario: Scenario, **options: Any) -> Any:
     """Trains both ways: ranks must agree bit for bit, and with the reference within the tolerance."""
     model, optimizer = train_distributed(scenario, **options)
-    reference = train_one_process(scenario, hc.size())
+    reference = scenario.reference()
     distance = difference(model, reference)
     assert distance <= scenario.tolerance, f"differs from one process by {distance}"
     moved = difference(reference, seeded_build(scenario))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -363,8 +364,9 @@ def make(case: Any, reentrant: bool, **changes: Any) -> Scenario:
 def test_equals_one_process(case: Any, reentrant: bool) -> None:
     # On four ranks, where a step takes long, the harder of the two is enough.
     caps = getattr(case, "caps", (ONE_BUCKET, MANY_BUCKETS))
+    scenario = make(case, reentrant)
     for cap in caps if hc.size() < 4 else caps[1:]:
-        optimizer = check(make(case, reentrant), bucket_cap_mb=cap)
+        optimizer = check(scenario, bucket_cap_mb=cap)
         stats = optimizer.reduction_stats
         if hc.size() > 1 and cap == caps[1] and case in (Plain, Tied, Nested, Accumulation, Dropout):
             assert stats.last.launches_in_backward == len(stats.last.launch_order) - 1 >= 1
@@ -401,12 +403,22 @@ def test_any_way_to_clear_gradients(case: Any, clear: str) -> None:
 @pytest.mark.filterwarnings("ignore:Parameter `num_groups`")
 def test_horovods_arguments(case: Any, options: dict[str, Any]) -> None:
     hardest_on_four_ranks(case)
-    changes: dict[str, Any] = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.02)}
-    if "compression" in options:
-        changes.update(tolerance=1e-4, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3))
-    if options.get("op") == hc.Sum:
-        changes["scale"] = float(hc.size())
-    check(make(case, False, **changes), bucket_cap_mb=MANY_BUCKETS, **options)
+    scenario = lossy(case) if "compression" in options else summed(case) if "op" in options else exact(case)
+    check(scenario, bucket_cap_mb=MANY_BUCKETS, **options)
+
+
+@functools.cache
+def exact(case: Any) -> Scenario:
+    return make(case, False, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02))
+
+
+def summed(case: Any) -> Scenario:
+    return make(case, False, optimizer=exact(case).optimizer, scale=float(hc.size()))
+
+
+def lossy(case: Any) -> Scenario:
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.3)  # noqa: E731
+    return make(case, False, optimizer=optimizer, tolerance=1e-4)
 
 
 def test_groups_as_lists_of_parameters() -> None:
