@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     )
     from hvd_ckpt.reduction.drift import WeightsDiffer, check_equal_weights
     from hvd_ckpt.runtime import controller, init, mpi_communicator
+    from hvd_ckpt.sharding.estimate import MemoryEstimate, estimate_memory
     from hvd_ckpt.sharding.optimizer import clip_grad_norm_
     from hvd_ckpt.training.microbatch import accumulate
 
@@ -149,6 +150,10 @@ _OWN = {
         "mpi_communicator",
     ),
     "hvd_ckpt.sharding.optimizer": ("clip_grad_norm_",),
+    "hvd_ckpt.sharding.estimate": (
+        "MemoryEstimate",
+        "estimate_memory",
+    ),
     "hvd_ckpt.training.microbatch": ("accumulate",),
 }
 _HOMES = {name: module for module, names in _OWN.items() for name in names}
@@ -165,6 +170,7 @@ __all__ = [
     "GradScaler",
     "HorovodInternalError",
     "Max",
+    "MemoryEstimate",
     "Min",
     "Plan",
     "PlanError",
@@ -208,6 +214,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "estimate_memory",
     "functions",
     "global_process_set",
     "gloo_built",

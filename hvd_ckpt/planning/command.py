@@ -20,6 +20,7 @@ from rich.console import Console
 from hvd_ckpt.command_line import BadArgument, OneLineErrors, check_device, console_for_tables, output_folder
 from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.cluster import cluster_of, cluster_options
 from hvd_ckpt.planning.models import Job, build
 from hvd_ckpt.planning.peers import Form, Measured, Timeline, measure, peers_of
 from hvd_ckpt.planning.plan import Plan, PlanError, applied
@@ -87,6 +88,7 @@ below that you give.
 @click.option(
     "--peers", is_flag=True, help="Also measure what PyTorch's own checkpointing takes, for the picture."
 )
+@cluster_options
 @click.option(
     "--output", metavar="FOLDER", default=None, help="For plan and pictures.  [default: runs/plan-<time>]"
 )
@@ -99,13 +101,14 @@ def plan(
     file: str | None,
     peers: bool,
     output: str | None,
-    **sizes: int | None,
+    **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
     place = check_device(device)
+    cluster = cluster_of(others)
     _check_budget(budget)
     loaded = _load(file) if file is not None else None
-    given = {size: value for size, value in sizes.items() if value is not None}
+    given = {size: value for size, value in others.items() if value is not None}
     job = _job(name, given, _named(options), place)
     if loaded is not None:
         loaded = _fitting(loaded, job, budget, place)
@@ -120,6 +123,8 @@ def plan(
         step = Step(job.model, job.sample, job.kwargs, job.loss, autocast)
         chosen, found, failures = _measured(chosen, step, peers, loaded is not None, say)
     print_plan(chosen, console_for_tables(WIDTH), found[KEEP].cost if KEEP in found else None)
+    if cluster is not None:
+        cluster.show(job, chosen, precision, console_for_tables(WIDTH))
     for peer, reason in failures.items():
         click.echo(f"{peer} does not run: {reason}", err=True)
     chosen.save(folder / "plan.json")

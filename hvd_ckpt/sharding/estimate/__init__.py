@@ -10,6 +10,7 @@ estimator   all of it together
 """
 
 from .estimator import PRECISIONS, Estimator, estimate_memory
+from .optimizers import check_optimizer
 from .result import PARTS, MemoryEstimate
 
-__all__ = ["PARTS", "PRECISIONS", "Estimator", "MemoryEstimate", "estimate_memory"]
+__all__ = ["PARTS", "PRECISIONS", "Estimator", "MemoryEstimate", "check_optimizer", "estimate_memory"]

@@ -160,14 +160,16 @@ class Estimator:
             self._facts.check_elementwise()
         layout, units = self._lay_out(np, stage)
         flow = walk(self._trace, self._flow(np, stage, layout, units, gradients, weights))
-        states = ModelStates(self._named, layout, stage, self._facts, self._place, weights)
+        states = ModelStates(
+            self._named, layout, stage, self._facts, self._place, weights, offload is not None
+        )
         flow.step(states.temporaries, states.gradient_copies, states.sent, states.received)
         highest = flow.highest
         base = {
             "parameters": states.parameters,
             "buffers": self._buffers,
-            "optimizer_state": 0 if offload else states.optimizer_state,
-            "master_weights": 0 if offload else states.master_weights,
+            "optimizer_state": states.optimizer_state,
+            "master_weights": states.master_weights,
         }
         at_peak = {**base, **highest.parts()}
         return MemoryEstimate(
@@ -179,11 +181,11 @@ class Estimator:
             activations=flow.most_activations if self._has_sample else None,
             buckets=flow.most_buckets,
             temporaries=flow.most_temporaries,
-            offloaded=states.optimizer_state + states.master_weights if offload else 0,
+            offloaded=states.offloaded,
             peak=sum(at_peak.values()),
             peak_phase=highest.phase,
             at_peak=at_peak,
-            received=highest.received,
+            recorded_peak=sum(base.values()) + flow.recorded,
         )
 
     def _lay_out(self, ranks: int, stage: int) -> tuple[Layout, list[list[Group]]]:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.buckets import lay_out as lay_out_buckets
 
-from ..flights import IN_FLIGHT, SMALL_BYTES
+from ..flights import IN_FLIGHT
 from ..formats import WireFormat, sum_dtype
 from ..layout import Group, Layout
 from .trace import Stretch, completions, fires
@@ -66,6 +67,7 @@ class Flow:
     Attributes:
         now: what is held.
         highest: the moment at which most was held.
+        recorded: the most at a time without what Horovod's own threads hold.
         most_activations, most_buckets, most_temporaries: each at its own highest.
         reduced_gradients: when all are reduced.
     """
@@ -74,6 +76,7 @@ class Flow:
         self.parameters = parameters
         self.now = Moment()
         self.highest = Moment()
+        self.recorded = 0
         self.most_activations = self.most_buckets = self.most_temporaries = self.reduced_gradients = 0
 
     def see(self, extra: int = 0) -> None:
@@ -82,6 +85,7 @@ class Flow:
         self.most_activations = max(self.most_activations, now.activations)
         self.most_buckets = max(self.most_buckets, now.buckets + now.received)
         self.most_temporaries = max(self.most_temporaries, now.temporaries)
+        self.recorded = max(self.recorded, now.total - now.received)
         if now.total > self.highest.total:
             self.highest = now
 
@@ -138,15 +142,19 @@ class Reduced(Flow):
     def complete(self, number: int) -> None:
         bucket = self._of[number]
         bucket.waiting -= 1
-        if bucket.waiting or bucket is self._buckets[-1]:
-            return
+        if not bucket.waiting and bucket is not self._buckets[-1]:
+            self._leave(bucket)
+
+    def end(self) -> None:
+        if self._buckets:
+            self._leave(self._buckets[-1])
+        self.now.buckets = 0
+
+    def _leave(self, bucket: Bucket) -> None:
         self.now.buckets -= sum(map(self._waits, bucket.indices))
         if bucket.dtype is torch.bfloat16:  # which Horovod cannot add: it travels in float32
             self.now.buckets += 2 * bucket.nbytes
             self.see()
-
-    def end(self) -> None:
-        self.now.buckets = 0
 
     def _waits(self, number: int) -> int:
         """Bytes outside the bucket until it is complete: none of a gradient in several parts, which meet in the bucket."""
@@ -154,10 +162,9 @@ class Reduced(Flow):
 
 
 class _Flight(NamedTuple):
-    """Bytes of a group's buffer, of what it is encoded to, and of what arrives."""
+    """Bytes of a group's buffer and what it is encoded to, and of what arrives."""
 
-    flat: int
-    encoded: int
+    held: int
     received: int
 
 
@@ -195,7 +202,7 @@ class Scattered(Flow):
 
     def _leave(self, group: Group) -> None:
         flat = group.padded * group.dtype.itemsize
-        while len(self._flights) >= IN_FLIGHT and self._flying + flat > SMALL_BYTES:
+        while len(self._flights) >= IN_FLIGHT:
             self._land()
         self.see(flat)
         self.now.buckets += flat - self._held[group.position]
@@ -204,16 +211,12 @@ class Scattered(Flow):
         encoded = wire if self._format.changes(group.dtype) else 0
         self.now.buckets += encoded
         self.now.received += wire
-        self._flights.append(_Flight(flat, encoded, wire))
+        self._flights.append(_Flight(flat + encoded, wire))
         self.see()
-
-    @property
-    def _flying(self) -> int:
-        return sum(flight.flat for flight in self._flights)
 
     def _land(self) -> None:
         flight = self._flights.pop(0)
-        self.now.buckets -= flight.flat + flight.encoded
+        self.now.buckets -= flight.held
         self.now.received -= flight.received
 
 

@@ -19,7 +19,7 @@ from hvd_ckpt.names import unknown
 
 from ..elementwise import check_elementwise
 
-__all__ = ["OptimizerBytes", "OptimizerFacts"]
+__all__ = ["OptimizerBytes", "OptimizerFacts", "check_optimizer"]
 
 _NUMEL = 1 << 14
 _COUNTS = (1, 2, 3)  # of parameters
@@ -109,6 +109,15 @@ class OptimizerFacts:
             kind = getattr(self._instance, "_wrapped_class", type(self._instance))
             self._measured[key] = _measure(kind, options, dtype, device)
         return self._measured[key]
+
+
+def check_optimizer(name: str) -> None:
+    """Makes sure that there is an optimizer of that name whose state can be split.
+
+    Raises:
+        ValueError: there is none.
+    """
+    OptimizerFacts(name, nn.Linear(1, 1)).check_elementwise()
 
 
 def _class_named(name: str) -> Any:

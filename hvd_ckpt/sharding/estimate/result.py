@@ -44,7 +44,8 @@ class MemoryEstimate:
         peak: the most that is held at one time. Less than the sum of all parts, which are not at their highest together.
         peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, or ``"gather"`` (of stepped parameters).
         at_peak: what each part holds then; its values add up to the peak.
-        received: what of the peak Horovod's own threads allocate; on a CPU PyTorch's profiler does not see it.
+        recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
+            alltoalls until they are copied): what :func:`hvd_ckpt.memory.recording_peak` sees on a CPU.
     """
 
     ranks: int
@@ -62,7 +63,7 @@ class MemoryEstimate:
     peak: int
     peak_phase: str
     at_peak: dict[str, int] = field(default_factory=dict)
-    received: int = 0
+    recorded_peak: int = 0
 
     @property
     def model_state(self) -> int:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..flights import IN_FLIGHT
 from ..formats import FP32, WireFormat
 from ..layout import Group, Layout
 from ..masters import HALF
-from .optimizers import OptimizerFacts
+from ..offload import CHUNK_ELEMENTS
+from .optimizers import OptimizerBytes, OptimizerFacts
 
 __all__ = ["ModelStates"]
 
@@ -26,9 +28,10 @@ class ModelStates:
         facts: of the optimizer.
         device: where it steps.
         weights: format of parameters on the wire.
+        offload: the optimizer's state is kept elsewhere.
 
     Attributes:
-        parameters, optimizer_state, master_weights: bytes.
+        parameters, optimizer_state, master_weights, offloaded: bytes.
         temporaries: bytes that the step allocates for a while.
         gradient_copies: bytes of half-precision gradients that are converted for it.
         sent, received: bytes of encoded shards, and of what arrives, when stepped weights are gathered.
@@ -42,8 +45,10 @@ class ModelStates:
         facts: OptimizerFacts,
         device: torch.device,
         weights: WireFormat,
+        offload: bool,
     ) -> None:
-        self._layout, self._stage, self._facts, self._device = layout, stage, facts, device
+        self._layout, self._stage, self._facts = layout, stage, facts
+        self._device, self._offload = device, offload
         groups = layout.groups
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
         whole = sum(group.padded * group.dtype.itemsize for group in groups)
@@ -64,8 +69,15 @@ class ModelStates:
         )
         self.sent = self.received = 0
         if stage in (1, 2) and layout.ranks > 1:
-            self.sent = sum(_row(group, weights) for group in trained if weights.changes(group.dtype))
-            self.received = sum(layout.ranks * _row(group, weights) for group in trained)
+            rows = [(weights.changes(group.dtype), _row(group, weights)) for group in trained]
+            self.sent = _together([row if changes else 0 for changes, row in rows])
+            self.received = _together([layout.ranks * row for _, row in rows])
+        self.offloaded = 0
+        if offload:
+            self.offloaded, self.optimizer_state = self.optimizer_state, 0
+            if device.type != "cuda":  # where they are beside the device's own weights
+                self.offloaded += self.master_weights
+                self.master_weights = 0
 
     def _of_rank(self, rank: int, parameters: dict[str, torch.Tensor]) -> tuple[int, int]:
         """Bytes of state and of temporaries."""
@@ -84,8 +96,17 @@ class ModelStates:
             for dtype, sizes in numels.items():
                 taken = self._facts.bytes(number, dtype, self._device)
                 state += taken.state * sum(sizes) + taken.state_each * len(sizes)
-                temporaries = max(temporaries, taken.temporaries(sizes))
+                if self._offload:
+                    temporaries = max(temporaries, self._chunked(taken, sizes))
+                else:
+                    temporaries = max(temporaries, taken.temporaries(sizes))
         return state, temporaries
+
+    def _chunked(self, taken: OptimizerBytes, sizes: Sequence[int]) -> int:
+        """Temporaries of a step that takes so many elements at a time; on a CUDA device with the state of two chunks."""
+        chunk = min(sum(sizes), CHUNK_ELEMENTS)
+        here = 2 * taken.state * chunk if self._device.type == "cuda" else 0
+        return here + taken.temporaries([min(size, chunk) for size in sizes] if not taken.all else [chunk])
 
     def _stepped(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._stage and dtype in HALF else dtype
@@ -93,3 +114,8 @@ class ModelStates:
 
 def _row(group: Group, weights: WireFormat) -> int:
     return weights.row_bytes(group.shard_numel, group.dtype)
+
+
+def _together(sizes: Sequence[int]) -> int:
+    """The largest sum of what is in flight at a time, of sizes that follow one another."""
+    return max((sum(sizes[start : start + IN_FLIGHT]) for start in range(len(sizes))), default=0)
