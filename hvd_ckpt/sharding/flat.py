@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from .exchange import Exchange
+from .exchange import Exchange, Transfer
+from .flights import IN_FLIGHT
 from .formats import WireFormat
 from .layout import Group, Layout
 from .pieces import Form
@@ -49,17 +51,14 @@ class FlatParameters:
     def publish(self, groups: Collection[Group] | None = None) -> None:
         """Gathers the shards of these groups, or of all, into the parameters. Collective."""
         wanted = self._layout.groups if groups is None else groups
-        transfers = [
-            self._exchange.all_gather(
-                self.shards[group.position],
-                self._flats[group.position],
-                f"weights.{group.position}",
-                self._format,
-            )
-            for group in wanted
-        ]
-        for transfer in transfers:
-            transfer.wait()
+        flying: deque[Transfer] = deque()
+        for group in wanted:
+            if len(flying) == IN_FLIGHT:  # what arrives lies beside the parameters until it is waited for
+                flying.popleft().wait()
+            shard, flat = self.shards[group.position], self._flats[group.position]
+            flying.append(self._exchange.all_gather(shard, flat, f"weights.{group.position}", self._format))
+        while flying:
+            flying.popleft().wait()
         torch.autograd.graph.increment_version(
             [self._layout.parameters[index] for group in wanted for index in group.indices]
         )
