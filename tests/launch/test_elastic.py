@@ -28,7 +28,7 @@ from hvd_ckpt.training import logs, snapshot
 pytestmark = pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable()))
 
 LOOP = Path(__file__).parent / "scripts" / "elastic_loop.py"
-SECONDS = 120  # that a phase may take on a busy machine
+SECONDS = 240  # that a phase may take on a busy machine
 COMMIT_EVERY = 5
 BATCH, LR = 4, 3e-4
 SETTINGS = ["--model", "bert-tiny", "--model-option", "width=32", "--model-option", "layers=1"]

@@ -50,7 +50,7 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert result.returncode != 0
