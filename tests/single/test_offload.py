@@ -200,6 +200,7 @@ def held(*kinds: str) -> int:
 
 
 def test_a_state_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
+    train(adam, OptimizerOffload(tmp_path, CPU), 1)  # imports what a first step imports
     parameter = nn.Parameter(torch.ones(8 << 20))
     parameter.grad = torch.ones_like(parameter)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
