@@ -6,6 +6,7 @@ Autograd holds in place of a kept tensor what :meth:`Keeper.keep` gives back, an
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,18 @@ from torch import Tensor
 
 from hvd_ckpt.recompute.saved import Compressed
 
-__all__ = ["Keeper", "Kept", "Packed", "Plain", "changed_in_place", "memory_of", "version_of"]
+__all__ = ["Keeper", "Kept", "Packed", "Plain", "absent", "changed_in_place", "memory_of", "version_of"]
+
+absent: dict[int, Callable[[], None]] = {}
+"""Storages, by identity, that are without their contents now (parameters split over ranks), and what brings these back."""
+
+
+def _present(tensor: Tensor) -> Tensor:
+    if absent and tensor.layout is torch.strided:
+        bring = absent.get(tensor.untyped_storage()._cdata)
+        if bring is not None:
+            bring()
+    return tensor
 
 
 class Keeper:
@@ -41,7 +53,7 @@ class Keeper:
         if memory_of(tensor) is not None:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
         slot = self._slots.get(key)
-        if slot is None:
+        if slot is None or slot.elsewhere(tensor):
             slot = self._slots[key] = _Slot(tensor.detach(), version, tensor.stride() if key[1:] else None)
         return Kept(slot, user)
 
@@ -66,6 +78,10 @@ class _Slot:
         self.changed = version
         self.stride = stride
         self.node: Any = None
+
+    def elsewhere(self, tensor: Tensor) -> bool:
+        """Whether the memory is that of another tensor by now, because a split parameter has left it."""
+        return self.tensor is not None and memory_of(self.tensor) != memory_of(tensor)
 
     def save(self, root: Tensor) -> None:
         assert self.tensor is not None
@@ -130,7 +146,7 @@ class Kept(NamedTuple):
         """The tensor; an error if it was changed in place before the end of the forward pass."""
         if self.slot.changed != self.slot.version:
             raise changed_in_place(self.slot.version, self.slot.changed, self.user)
-        return self.slot.get()
+        return _present(self.slot.get())
 
 
 class Plain(NamedTuple):
@@ -148,7 +164,7 @@ class Plain(NamedTuple):
         """The tensor; an error if it was changed in place meanwhile."""
         if version_of(self.tensor) != self.version:
             raise changed_in_place(self.version, version_of(self.tensor), self.user)
-        return self.tensor
+        return _present(self.tensor)
 
 
 def changed_in_place(expected: int, version: int, user: str) -> RuntimeError:

@@ -244,10 +244,13 @@ class Tape(CallMode):
         if name == "__setitem__" or in_place(func, args, kwargs):
             changed.append(next(tensors_in(args, kwargs), None))
         for tensor in tensors_in(changed):
-            for reference, call in self._stored.pop(memory_of(tensor) or 0, ()):
+            memory = memory_of(tensor)
+            for reference, call in self._stored.pop(memory or 0, ()):
                 stored = reference()
+                if stored is None or memory_of(stored.kept.peek()) != memory:  # a split parameter has left it
+                    continue
                 # A view that nobody has used yet is no longer what it was either: nobody will want it.
-                if stored is not None and (call.read or call.wanted or not call.alias):
+                if call.read or call.wanted or not call.alias:
                     with torch.no_grad():
                         copy = stored.kept.peek().clone()
                     stored.kept = self.keeper.keep(copy, call_name(call.func))

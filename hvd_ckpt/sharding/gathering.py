@@ -9,10 +9,13 @@ PyTorch's FSDP frees memory this way.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from hvd_ckpt.recompute.keeper import absent
 
 from .exchange import Exchange, Transfer
 from .formats import FP32, WireFormat
@@ -35,7 +38,6 @@ class _Member(NamedTuple):
     parameter: torch.Tensor
     whole: torch.Tensor
     placeholder: torch.Tensor
-    storage: int  # identity of the placeholder's storage
 
 
 class _Flat:
@@ -43,6 +45,7 @@ class _Flat:
 
     Attributes:
         shard: this rank's exact values, 1-D.
+        identity, absence: of the storages of ``whole`` and of the placeholders.
         whole: all ranks' values, 1-D; without memory while the unit is free.
     """
 
@@ -60,19 +63,14 @@ class _Flat:
         for index, start, stop, offset in group.spans(rank):
             own = forms[index].flatten(layout.parameters[index])[start:stop]
             self.shard[offset : offset + stop - start].copy_(own)
+        nothing = _nothing(group)
+        self.absence = nothing.untyped_storage()._cdata
         self.members = []
         for index, offset in zip(group.indices, group.offsets):
             form = forms[index]
-            placeholder = _placeholder(group, form.shape)
-            self.members.append(
-                _Member(
-                    layout.names[index],
-                    layout.parameters[index],
-                    self.whole.as_strided(form.shape, form.stride, offset),
-                    placeholder,
-                    placeholder.untyped_storage()._cdata,
-                )
-            )
+            whole = self.whole.as_strided(form.shape, form.stride, offset)
+            name, parameter = layout.names[index], layout.parameters[index]
+            self.members.append(_Member(name, parameter, whole, nothing.expand(form.shape)))
         self.release()
 
     def allocate(self) -> None:
@@ -100,7 +98,10 @@ class UnitParameters:
         self._exchange, self._format = exchange, format
         self._flats = [_Flat(layout, group, exchange.rank) for group in groups]
         self._identities = {flat.identity for flat in self._flats}
+        self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
+        self._bring: Callable[[], None] = lambda: None
+        weakref.finalize(self, _forget, self._identities | self._absences)
         self._transfers: list[Transfer] = []
         self._state = _State.WHOLE
         self._detach()
@@ -145,31 +146,46 @@ class UnitParameters:
         Raises:
             RuntimeError: a parameter has got another dtype, device or shape meanwhile.
         """
-        assert self._state is _State.COMING
-        while self._transfers:
-            self._transfers.pop(0).wait()
+        self._arrive()
         moved = self.check()
-        self._state = _State.WHOLE
         if moved is not None:
-            self.free()
+            self.restore()
             raise RuntimeError(moved)
+        self._state = _State.WHOLE
         for member in self._members:
             member.parameter.data = member.whole
+        _forget(self._identities | self._absences)
+
+    def when_missed(self, bring: Callable[[], None]) -> None:
+        """Sets what is called when a recomputation is about to read parameters that are free."""
+        self._bring = bring
+        for identity in self._identities | self._absences:
+            absent[identity] = bring
+
+    def _arrive(self) -> None:
+        assert self._state is _State.COMING
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
 
     def free(self) -> None:
-        """Gives the memory back; what is on its way is waited for first, since Horovod writes to it."""
+        """Gives the memory back; what is on its way is waited for first, since it is written there."""
         if self._state is _State.COMING:
-            self.wait()
-        if self._state is _State.WHOLE:
+            self._arrive()
+        self.restore()
+
+    def restore(self) -> None:
+        """Makes the parameters placeholders, whatever they are now, unless they are on their way."""
+        if self._state is not _State.COMING or not self._transfers:
             self._detach()
 
     def _detach(self) -> None:
         self._state = _State.FREE
         for member in self._members:
-            if member.parameter.shape == member.placeholder.shape:
-                member.parameter.data = member.placeholder
+            member.parameter.data = member.placeholder
         for flat in self._flats:
             flat.release()
+        self.when_missed(self._bring)
 
     def keep_own(self) -> None:
         """Copies this rank's part of the whole parameters into the shards.
@@ -211,7 +227,7 @@ class UnitParameters:
 
     def check(self) -> str | None:
         """One sentence if somebody has given a parameter another dtype, device or shape, or data while there was none."""
-        for name, parameter, whole, _, placeholder in self._members:
+        for name, parameter, whole, _ in self._members:
             if (
                 parameter.dtype is not whole.dtype
                 or parameter.device != whole.device
@@ -222,7 +238,7 @@ class UnitParameters:
                     f"after it was split over the ranks as {whole.dtype} of shape {tuple(whole.shape)} on {whole.device}; "
                     "convert the model before DistributedOptimizer"
                 )
-            if self._state is not _State.WHOLE and parameter.untyped_storage()._cdata != placeholder:
+            if self._state is not _State.WHOLE and parameter.untyped_storage()._cdata not in self._absences:
                 return (
                     f"parameter '{name}' was given data outside optimizer.gathered_parameters(), where only a part of it is on "
                     "this rank; assign inside it"
@@ -230,8 +246,12 @@ class UnitParameters:
         return None
 
 
-def _placeholder(group: Group, shape: torch.Size) -> torch.Tensor:
-    """What reads as nan everywhere, in the memory of one element."""
+def _nothing(group: Group) -> torch.Tensor:
+    """One element for what reads as nan everywhere."""
     inexact = group.dtype.is_floating_point or group.dtype.is_complex
-    value = torch.full((), float("nan") if inexact else 0, dtype=group.dtype, device=group.device)
-    return value.expand(shape)
+    return torch.full((), float("nan") if inexact else 0, dtype=group.dtype, device=group.device)
+
+
+def _forget(identities: Iterable[int]) -> None:
+    for identity in identities:
+        absent.pop(identity, None)

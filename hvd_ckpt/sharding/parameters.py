@@ -198,7 +198,7 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         self.require_whole("be pickled")
-        return "_nothing"
+        return _nothing_more, ()
 
     def require_whole(self, what: str) -> None:
         if not self.passes.held:
@@ -219,7 +219,7 @@ class _Before(_Hook):
 
 class _After(_Before):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.passes.end(self.unit, self.number, output)
+        return self.passes.end(self.unit, self.number, module, output)
 
 
 class _WholeOnly(_Hook):
@@ -229,3 +229,7 @@ class _WholeOnly(_Hook):
 
 def _nothing(*args: Any) -> None:
     """What a copy of a model has in place of the hooks."""
+
+
+def _nothing_more() -> Any:
+    return _nothing

@@ -14,19 +14,23 @@ What nothing frees (no input requires a gradient) goes at the end of the outermo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hvd_ckpt.recompute.frames import is_recomputing
 
+from .entrance import Visit, enter, is_entrance, leave
 from .gathering import UnitParameters
 from .order import Orders, Pass
-from .structures import tensors_within
+from .structures import tensors_left_in, tensors_within
 
 __all__ = ["GatherStats", "Passes", "ShardedUnit"]
 
@@ -43,16 +47,6 @@ class GatherStats:
     forward: list[int]
     backward: list[int]
     early: list[int]
-
-
-class Visit:
-    """One use of a unit: from its first module to its last, and the way back through them."""
-
-    __slots__ = ("left", "unit")
-
-    def __init__(self, unit: ShardedUnit) -> None:
-        self.unit = unit
-        self.left = list(range(unit.modules))
 
 
 @dataclass(eq=False)
@@ -98,9 +92,12 @@ class Passes:
         self._orders = Orders()
         self._forward: Pass | None = None
         self._backward: Pass | None = None
+        missed = weakref.WeakMethod(self._missed)
+        for unit in self.units:
+            unit.parameters.when_missed(functools.partial(_tell, missed, unit.number))
 
-    def begin(self, unit: ShardedUnit, module: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Module number ``module`` of the unit is about to run; returns what it is given instead."""
+    def begin(self, unit: ShardedUnit, number: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A module of the unit, by its number there, is about to run; returns what it is given instead."""
         unit.running += 1
         with _quietly():
             if _in_backward():
@@ -108,31 +105,32 @@ class Passes:
             elif self._backward is not None:  # that pass has failed
                 self.reset()
                 unit.running += 1
-            if unit is self.root and module == 0 and self._forward is None and not _in_backward():
+            if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch._C.is_grad_enabled() else "evaluation")
             self._need(unit)
-        if unit is self.root or (unit.visit is not None and module in unit.visit.left):
+        if unit is self.root or (unit.visit is not None and number in unit.visit.left):
             return None
-        unit.visit = Visit(unit)
-        return self._guarded(unit.visit, args, kwargs) if torch.is_grad_enabled() else None
+        unit.visit = Visit(unit.number, unit.modules)
+        return enter(unit.visit, self.returned, args, kwargs) if torch.is_grad_enabled() else None
 
-    def end(self, unit: ShardedUnit, module: int, output: Any) -> Any:
+    def end(self, unit: ShardedUnit, number: int, module: nn.Module, output: Any) -> Any:
         """The module has run, or failed, and then has no output; returns its output."""
         unit.running = max(unit.running - 1, 0)
         visit = unit.visit
         if visit is not None:
-            if module in visit.left:
-                visit.left.remove(module)
+            leave(visit)
+            if number in visit.left:
+                visit.left.remove(number)
             if not visit.left:
                 unit.visit = None
         awaited = False
         if unit is not self.root or not unit.running:
-            awaited = self._watch(unit, visit, output)
+            awaited = self._watch(unit, visit, module, output)
             output = _apart(unit.parameters, output)
         if not _in_backward():
             with _quietly():
                 if unit is self.root:
-                    self._end_of_root(module, awaited)
+                    self._end_of_root(number, awaited)
                 elif unit.visit is None and not awaited:
                     self._free(unit)
         return output
@@ -184,9 +182,9 @@ class Passes:
         finally:
             self.reset()
 
-    def _end_of_root(self, module: int, awaited: bool) -> None:
+    def _end_of_root(self, number: int, awaited: bool) -> None:
         """The model has run, or a module of it that has parameters of the last unit."""
-        if module == 0 and not self.root.running:
+        if number == 0 and not self.root.running:
             if self._forward is not None:
                 self._orders.end(self._forward)
             self._forward = None
@@ -197,8 +195,8 @@ class Passes:
         if not awaited:
             self._free(self.root)
 
-    def _watch(self, unit: ShardedUnit, visit: Visit | None, output: Any) -> bool:
-        """Gathers the unit when a gradient comes back to its output.
+    def _watch(self, unit: ShardedUnit, visit: Visit | None, module: nn.Module, output: Any) -> bool:
+        """Gathers the unit when a gradient comes back to what its module has returned, or left in an attribute.
 
         Returns:
             Whether it is better not to free the unit now: that of the model, which the backward pass needs first; and where the
@@ -210,31 +208,14 @@ class Passes:
             found = list(tensors_within(output))
             watched = [
                 tensor
-                for tensor in found
-                if tensor.requires_grad and not isinstance(tensor.grad_fn, _Entrance._backward_cls)  # type: ignore[attr-defined]
+                for tensor in (*found, *tensors_left_in(module, unit))
+                if tensor.requires_grad and not is_entrance(tensor)
             ]
             for tensor in watched:
                 tensor.register_hook(lambda gradient: self._return(unit, visit))  # type: ignore[no-untyped-call]
         if not found and output is not None:
             return True
         return unit is self.root and bool(watched)
-
-    def _guarded(self, visit: Visit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The inputs behind an identity that frees the unit in the backward pass."""
-        with torch._C.DisableTorchFunction():
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            wanted = [
-                place
-                for place, leaf in enumerate(leaves)
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            ]
-            if not wanted:
-                return None
-            passed = _Entrance.apply(self, visit, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
-            for place, tensor in zip(wanted, passed):
-                leaves[place] = tensor
-            guarded: tuple[Any, Any] = pytree.tree_unflatten(leaves, structure)
-        return guarded
 
     def _return(self, unit: ShardedUnit, visit: Visit | None) -> None:
         """A gradient has come back to an output of the unit."""
@@ -249,9 +230,16 @@ class Passes:
 
     def returned(self, visit: Visit) -> None:
         """The backward pass of this visit is over."""
-        visit.unit.returning.discard(visit)
+        unit = self.units[visit.unit]
+        unit.returning.discard(visit)
         with _quietly():
-            self._free(visit.unit)
+            self._free(unit)
+
+    def _missed(self, number: int) -> None:
+        """A recomputation of operations apart from their modules reads parameters of the unit."""
+        with _quietly():
+            self._turn_back()
+            self._need(self.units[number])
 
     def _turn_back(self) -> None:
         """A backward pass is running; its end will be heard of."""
@@ -287,7 +275,13 @@ class Passes:
         following = None if current is None else self._orders.next(current, unit.number)
         if following is not None and self.units[following].parameters.free_now:
             self.units[following].parameters.launch()
-        parameters.wait()
+        try:
+            parameters.wait()
+        except RuntimeError:  # the model was converted, say: it is what it was before from here on
+            for other in self.units:
+                if not other.parameters.whole:
+                    other.parameters.restore()
+            raise
 
     def _free(self, unit: ShardedUnit) -> None:
         """Frees the unit unless somebody needs it."""
@@ -298,19 +292,10 @@ class Passes:
         unit.parameters.free()
 
 
-class _Entrance(torch.autograd.Function):
-    """Identity on the inputs of a unit; its backward pass runs after all of the unit's."""
-
-    @staticmethod
-    def forward(ctx: Any, passes: Passes, visit: Visit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.passes, ctx.visit = passes, visit
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # no views: these may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.passes.returned(ctx.visit)
-        return (None, None, *gradients)
+def _tell(missed: weakref.WeakMethod[Callable[[int], None]], number: int) -> None:
+    tell = missed()
+    if tell is not None:
+        tell(number)
 
 
 def _in_backward() -> bool:

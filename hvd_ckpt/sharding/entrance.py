@@ -1,0 +1,99 @@
+"""The way into a unit: an identity on its inputs, which is the last thing to happen in its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Visit", "enter", "is_entrance", "leave"]
+
+
+class Visit:
+    """One use of a unit: from its first module to its last, and the way back through them.
+
+    Attributes:
+        unit: its number.
+        left: modules that have not run yet.
+        entered: inputs of the first module that require a gradient, and what it was given in their place, while it runs.
+    """
+
+    __slots__ = ("entered", "left", "unit")
+
+    def __init__(self, unit: int, modules: int) -> None:
+        self.unit = unit
+        self.left = list(range(modules))
+        self.entered: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def enter(visit: Visit, returned: Callable[[Visit], None], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What the first module is given: the inputs behind the identity.
+
+    Args:
+        returned: called once the backward pass of the visit is over.
+
+    Returns:
+        The arguments, or None where none requires a gradient.
+    """
+    with torch._C.DisableTorchFunction():
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        wanted = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        if not wanted:
+            return None
+        passed = _Entrance.apply(returned, visit, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
+        for place, tensor in zip(wanted, passed):
+            visit.entered.append((leaves[place], tensor))
+            leaves[place] = tensor
+        given: tuple[Any, Any] = pytree.tree_unflatten(leaves, structure)
+    return given
+
+
+def is_entrance(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an input as the module was given it."""
+    return isinstance(tensor.grad_fn, _Entrance._backward_cls)  # type: ignore[attr-defined]
+
+
+def leave(visit: Visit) -> None:
+    """The first module has run. Where it changed an input in place, that is what whoever gave it has, too."""
+    entered, visit.entered = visit.entered, []
+    for given, tensor in entered:
+        with torch._C.DisableTorchFunction():
+            if not is_entrance(tensor):
+                with torch.autograd._unsafe_preserve_version_counter(given):
+                    _Changed.apply(given, tensor)  # type: ignore[no-untyped-call]
+
+
+class _Entrance(torch.autograd.Function):
+    """Identity."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, returned: Callable[[Visit], None], visit: Visit, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.returned, ctx.visit = returned, visit
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # no views: these may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.returned(ctx.visit)
+        return (None, None, *gradients)
+
+
+class _Changed(torch.autograd.Function):
+    """Gives a tensor the history of another one that lies in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(given)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, gradients[0]
