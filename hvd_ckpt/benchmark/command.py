@@ -38,7 +38,7 @@ class _Bench(click.Group):
     """The group, with the commands that have rooms of their own; each is imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "densenet", "faults", "recompute", "train"])
+        return sorted([*super().list_commands(ctx), "densenet", "faults", "recompute", "shard", "train"])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name == "densenet":
@@ -53,6 +53,10 @@ class _Bench(click.Group):
             from hvd_ckpt.benchmark.recompute.command import recompute
 
             return recompute
+        if name == "shard":
+            from hvd_ckpt.benchmark.shard.command import shard
+
+            return shard
         if name == "train":
             from hvd_ckpt.benchmark.train.command import train
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from hvd_ckpt.benchmark.job import Answer, Job
 from hvd_ckpt.probe import launcher_environment
 
-__all__ = ["JobError", "rank_environment", "run_job", "run_ranks"]
+__all__ = ["JobError", "error_line", "rank_environment", "run_job", "run_ranks"]
 
 WORKER = "hvd_ckpt.benchmark.worker"
 GRACE_SECONDS = 10.0
@@ -41,7 +41,7 @@ def run_job(job: Job, controller: str, environment: Mapping[str, str], timeout: 
     if status is None:
         raise JobError(f"no end after {timeout:.0f} s (log: {log_file})")
     if status != 0 or not all(job.answer_file(rank).exists() for rank in range(job.size)):
-        raise JobError(f"{_error_line(log_file)} (status {status}, log: {log_file})")
+        raise JobError(f"{error_line(log_file)} (status {status}, log: {log_file})")
     return [Answer.load(job.answer_file(rank)) for rank in range(job.size)]
 
 
@@ -88,7 +88,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(GRACE_SECONDS)
 
 
-def _error_line(log_file: Path) -> str:
+def error_line(log_file: Path) -> str:
     """The line of a log that says what went wrong: the end of a rank's first traceback, or else the last line."""
     text = log_file.read_text(errors="replace")
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in text.splitlines()]

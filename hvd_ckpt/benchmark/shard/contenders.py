@@ -1,0 +1,82 @@
+"""Who takes part: this library's stages, and PyTorch's and DeepSpeed's beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+__all__ = ["ENGINES", "OURS", "Contender", "contenders", "rivals"]
+
+OURS = "hvd_ckpt"
+ENGINES: dict[str, tuple[str, tuple[int, ...]]] = {
+    OURS: ("hvd_ckpt", (0, 1, 2, 3)),
+    "ddp": ("DDP", (0,)),
+    "zero": ("ZeroRedundancyOptimizer", (1,)),
+    "fsdp2": ("FSDP2", (2, 3)),
+    "deepspeed": ("DeepSpeed", (1, 2, 3)),
+}
+"""Their titles and stages."""
+
+_RECOMPUTE, _OFFLOAD = "recompute", "offload"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        engine: a name in :data:`ENGINES`.
+        stage: 0 to 3.
+        recompute: each block is recomputed in the backward pass.
+        offload: the optimizer's state is on disk.
+    """
+
+    engine: str
+    stage: int
+    recompute: bool = False
+    offload: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.engine == OURS
+
+    @property
+    def name(self) -> str:
+        """Unique, of letters that a file's name may have."""
+        parts = [self.engine, str(self.stage)]
+        return "-".join(parts + [_OFFLOAD] * self.offload + [_RECOMPUTE] * self.recompute)
+
+    @property
+    def title(self) -> str:
+        """For people, without the recomputation."""
+        return f"{ENGINES[self.engine][0]}, stage {self.stage}{' + offload' * self.offload}"
+
+    @classmethod
+    def of(cls, name: str) -> Contender:
+        """The contender that has this :attr:`name`."""
+        engine, stage, *flags = name.split("-")
+        return cls(engine, int(stage), _RECOMPUTE in flags, _OFFLOAD in flags)
+
+
+def contenders(stages: Collection[int], peers: Collection[str]) -> list[Contender]:
+    """This library and its ``peers`` at these stages, with and without recomputation; at stage 3 with its offload, too."""
+    found = []
+    for stage in sorted(stages):
+        found += [Contender(OURS, stage, recompute) for recompute in (False, True)]
+        if stage == 3:
+            found += [Contender(OURS, stage, recompute, offload=True) for recompute in (False, True)]
+        for engine, (_, known) in ENGINES.items():
+            if stage in known and engine in peers:
+                found += [Contender(engine, stage, recompute) for recompute in (False, True)]
+    return found
+
+
+def rivals(contender: Contender, all_of_them: Collection[Contender]) -> list[Contender]:
+    """Peers that do the same as this library's contender. Nobody is compared with its offload."""
+    if not contender.ours or contender.offload:
+        return []
+    return [
+        one
+        for one in all_of_them
+        if not one.ours and (one.stage, one.recompute) == (contender.stage, contender.recompute)
+    ]
