@@ -28,6 +28,11 @@ COMMANDS = {
     "compare": _Entry(
         "hvd_ckpt.comparison.command", "compare", "Compare engines and recomputation: results, time, memory."
     ),
+    "consolidate": _Entry(
+        "hvd_ckpt.training.consolidate_command",
+        "consolidate",
+        "Write the weights of a run, however split, as one safetensors file.",
+    ),
     "doctor": _Entry("hvd_ckpt.doctor", "doctor", "Say what is installed, what works and what is missing."),
     "plan": _Entry("hvd_ckpt.planning.command", "plan", "Fit a model's training step into a memory budget."),
     "plot": _Entry(

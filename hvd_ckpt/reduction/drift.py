@@ -92,7 +92,7 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     for dimension in repeated:
         if tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
+    return tensor.clone(memory_format=torch.contiguous_format) if repeated else tensor
 
 
 def _digest(table: Sequence[_Fingerprint]) -> bytes:

@@ -23,9 +23,10 @@ __all__ = [
     "Cut",
     "Kind",
     "check_tensor",
-    "checked_entry",
+    "checked_entries",
     "dtype_called",
-    "read_header",
+    "entry_of",
+    "header_of",
     "read_tensors",
     "write_tensors",
 ]
@@ -85,6 +86,47 @@ def check_tensor(tensor: Tensor) -> str | None:
     return None
 
 
+class Kind(NamedTuple):
+    """A tensor of a file: its dtype, that in which it is stored, its shape, and its bytes, counted from the first tensor's."""
+
+    dtype: torch.dtype
+    stored: torch.dtype
+    shape: list[int]
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: list[int]) -> Kind:
+        """Of a tensor that is the first in its file."""
+        return cls(dtype, _stored_dtype(dtype), shape, 0, math.prod(shape) * dtype.itemsize)
+
+
+def entry_of(name: str, kind: Kind, position: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The entry in a header of a tensor that begins at ``position``, and what its metadata say of it."""
+    end = position + kind.stop - kind.start
+    entry = {
+        "dtype": _DTYPE_NAMES[kind.stored],
+        "shape": kind.shape + [2] * (kind.stored != kind.dtype),
+        "data_offsets": [position, end],
+    }
+    return entry, {_NOTE + name: _short(kind.dtype)} if kind.stored != kind.dtype else {}
+
+
+def header_of(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a file, up to its first tensor.
+
+    Raises:
+        Wrong: it is larger than it may be.
+    """
+    text = json.dumps({"__metadata__": dict(metadata), **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise Wrong(
+            f"the names of {len(entries)} tensors do not fit in a header of {MAX_HEADER >> 20} MiB: store fewer"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_tensors(tensors: Mapping[str, Tensor], file: HashedWriter) -> None:
     """Writes tensors, each of which :func:`check_tensor` has passed.
 
@@ -97,23 +139,11 @@ def write_tensors(tensors: Mapping[str, Tensor], file: HashedWriter) -> None:
     names = sorted(tensors, key=lambda name: -_stored_dtype(tensors[name].dtype).itemsize)
     position = 0
     for name in names:
-        tensor = tensors[name]
-        stored = _stored_dtype(tensor.dtype)
-        shape = list(tensor.shape)
-        if stored != tensor.dtype:
-            metadata[_NOTE + name] = _short(tensor.dtype)
-            shape.append(2)
-        end = position + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[stored], "shape": shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise Wrong(
-            f"the names of {len(tensors)} tensors do not fit in a header of {MAX_HEADER >> 20} MiB: store fewer"
-        )
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
+        kind = Kind.of(tensors[name].dtype, list(tensors[name].shape))
+        header[name], note = entry_of(name, kind, position)
+        metadata.update(note)
+        position += kind.stop
+    file.write(header_of(header, metadata))
     for name in names:
         file.write(_buffer(tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()))
 
@@ -133,12 +163,8 @@ def read_tensors(file: HashedReader, cut: Cut | None = None) -> dict[str, Tensor
         raise Wrong(
             f"its {file.left >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
         )
-    header, notes = read_header(file)
     tensors: dict[str, Tensor] = {}
-    size, position = file.left, 0
-    for name, entry in header.items():
-        kind = checked_entry(name, entry, notes.get(_NOTE + name), position, size)
-        position = kind.stop
+    for name, kind in checked_entries(file).items():
         start, stop = 0, math.prod(kind.shape)
         kept = None if cut is None or len(kind.shape) != 1 else cut(name, kind.shape)
         if kept is not None:
@@ -154,17 +180,15 @@ def read_tensors(file: HashedReader, cut: Cut | None = None) -> dict[str, Tensor
         if kind.stored == torch.bool and (tensor.view(torch.uint8) > 1).any():
             raise _wrong(f"its tensor {shown(name)} has truth values that are neither true nor false")
         tensors[name] = tensor
-    if file.left:
-        raise _wrong("it has bytes that belong to no tensor")
     file.check()
     return tensors
 
 
-def read_header(file: HashedReader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of a file's tensors, unchecked, and its metadata; the file's tensors are read next.
+def checked_entries(file: HashedReader) -> dict[str, Kind]:
+    """The tensors of a file, which are read next, one after the other and without gaps.
 
     Raises:
-        Wrong: there is none.
+        Wrong: its header is none, or does not fit its size.
         OSError: it cannot be read.
     """
     length = int.from_bytes(file.read(8), "little")
@@ -176,25 +200,18 @@ def read_header(file: HashedReader) -> tuple[dict[str, Any], dict[str, Any]]:
     notes = header.pop("__metadata__", None)
     if not isinstance(notes, dict):
         raise _wrong("its header has no metadata")
-    return header, notes
+    kinds: dict[str, Kind] = {}
+    position = 0
+    for name, entry in header.items():
+        kinds[name] = _checked_entry(name, entry, notes.get(_NOTE + name), position, file.left)
+        position = kinds[name].stop
+    if position != file.left:
+        raise _wrong("it has bytes that belong to no tensor")
+    return kinds
 
 
-class Kind(NamedTuple):
-    """An entry of a header: a tensor's dtype, that in which it is stored, its shape, and its bytes from the first on."""
-
-    dtype: torch.dtype
-    stored: torch.dtype
-    shape: list[int]
-    start: int
-    stop: int
-
-
-def checked_entry(name: str, entry: Any, note: Any, position: int, size: int) -> Kind:
-    """An entry that must begin at ``position``, in a file with ``size`` bytes of tensors.
-
-    Raises:
-        Wrong: it does not, or is none.
-    """
+def _checked_entry(name: str, entry: Any, note: Any, position: int, size: int) -> Kind:
+    """An entry that must begin at ``position``, in a file with ``size`` bytes of tensors."""
     place = f"the entry of {shown(name)} in its header"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _wrong(f"{place} is none of a tensor")
