@@ -13,15 +13,19 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from hvd_ckpt.planning.budget import show_bytes
 
-__all__ = ["HostMemory", "MappedFiles", "OffloadError", "PinnedMemory"]
+if TYPE_CHECKING:
+    from .exchange import Exchange
+
+__all__ = ["HostMemory", "MappedFiles", "OffloadError", "PinnedMemory", "raised_everywhere"]
 
 _ALIGNMENT = 64  # bytes
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -181,6 +185,25 @@ class PinnedMemory:
     def nbytes(self) -> int:
         held = [reference() for reference in self._held]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+@contextmanager
+def raised_everywhere(exchange: Exchange) -> Iterator[None]:
+    """What one rank has no room for within it is an error on every rank. Collective.
+
+    Raises:
+        OffloadError, ValueError: the rank's own, or an OffloadError that points to the other rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (OffloadError, ValueError) as found:
+        error = found
+    if exchange.maximum(torch.tensor([float(error is not None)]), "room")[0] > 0:
+        raise error or OffloadError(
+            "another rank cannot offload its part of the optimizer's state: its message says why; nothing has changed, so the "
+            "step can be taken again"
+        )
 
 
 def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:

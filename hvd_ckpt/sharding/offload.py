@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .elementwise import StepFacts, probe
-from .host_memory import HostMemory, MappedFiles, OffloadError, PinnedMemory
+from .host_memory import HostMemory, MappedFiles, OffloadError, PinnedMemory, raised_everywhere
 from .layout import ALIGNMENT
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
 
 __all__ = ["CHUNK_ELEMENTS", "OffloadError", "OptimizerOffload", "raised_everywhere"]
 
@@ -295,25 +292,6 @@ class OptimizerOffload:
                     _used_on(beside, [optimizer.state.get(part.stand_in, {}) for part in chunk])
                     self._store(optimizer, chunk)
         beside.synchronize()
-
-
-@contextmanager
-def raised_everywhere(exchange: Exchange) -> Iterator[None]:
-    """What one rank has no room for within it is an error on every rank. Collective.
-
-    Raises:
-        OffloadError, ValueError: the rank's own, or an OffloadError that points to the other rank.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except (OffloadError, ValueError) as found:
-        error = found
-    if exchange.maximum(torch.tensor([float(error is not None)]), "room")[0] > 0:
-        raise error or OffloadError(
-            "another rank cannot offload its part of the optimizer's state: its message says why; nothing has changed, so the "
-            "step can be taken again"
-        )
 
 
 @contextmanager
