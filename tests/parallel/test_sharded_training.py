@@ -177,9 +177,10 @@ def test_ranks_with_fewer_batches_keep_step_and_a_skipped_step_leaves_nothing(
             folder, **values, output=str(folder / f"run-{stage}"), shard=stage, on_nan="skip"
         )
         assert trainer.test is not None and (len(trainer.train), len(trainer.test)) == (11, 3)
-        loss, calls = trainer.objective.loss, []
+        loss: Any = trainer.objective.loss
+        calls: list[int] = []
 
-        def spoilt(*arguments: Any, loss: Any = loss, calls: list[int] = calls) -> torch.Tensor:
+        def spoilt(*arguments: Any, loss: Any = loss, calls: list[int] = calls) -> Any:
             calls.append(1)
             return loss(*arguments) * (float("nan") if len(calls) == 2 and hc.rank() == 1 else 1.0)
 

@@ -1,0 +1,217 @@
+"""Snapshots of ranks that share out the state: put together again, cut anew, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+
+from hvd_ckpt.cli import main
+from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.training.background import SnapshotWriter
+from hvd_ckpt.training.consolidate import consolidate
+from hvd_ckpt.training.resharding import read_parts, state_of_pieces
+from hvd_ckpt.training.shards import OwnShard, names_of
+from hvd_ckpt.training.snapshot import SnapshotError
+
+RANKS = 3
+
+
+class Model(nn.Module):
+    """Two names for one weight, one that lies channels last, one that is empty, a buffer, and half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7, bias=False)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.images = nn.Conv2d(4, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.bf16 = nn.Parameter(torch.randn(11).bfloat16())
+        self.norm = nn.BatchNorm1d(2)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """In the order of memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def cuts(numel: int, ranks: int = RANKS) -> list[tuple[int, int]]:
+    """Unequal parts, of which the first may be empty."""
+    edges = [0, numel // 5, numel // 2, numel][: ranks + 1]
+    return list(zip(edges, [*edges[1:], numel]))
+
+
+def part_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+    """As a sharded optimizer of that rank would have it."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    pieces: list[Any] = []
+    groups: list[Any] = []
+    state: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        numbers = []
+        for parameter in group["params"]:
+            start, stop = cuts(parameter.numel())[rank]
+            if start == stop:
+                continue
+            numbers.append(len(pieces))
+            state[len(pieces)] = {
+                name: flat(value)[start:stop] if value.dim() else value
+                for name, value in optimizer.state[parameter].items()
+            }
+            pieces.append([names[parameter], start, stop])
+        groups.append({**{key: one for key, one in group.items() if key != "params"}, "params": numbers})
+    return {
+        "state": state,
+        "param_groups": groups,
+        "pieces": pieces,
+        "ranks": RANKS,
+        "rank": rank,
+        "stage": 3,
+    }
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
+    """Snapshots of steps 1 and 2, written by three ranks' writers."""
+    model = Model()
+    optimizer = optimizers.build("adamw", model, 1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    parameters, aliases = names_of(model)
+    buffers = dict(model.named_buffers())
+    told: list[str] = []
+    writers = [
+        SnapshotWriter(tmp_path / "snapshots", 9, "0" * 8, rank, RANKS, told.append) for rank in range(RANKS)
+    ]
+    for step in (1, 2):
+        for rank, writer in enumerate(writers):
+            weights = [
+                (name, *span, flat(parameter)[slice(*span)])
+                for name, parameter in model.named_parameters()
+                if (span := cuts(parameter.numel())[rank])[0] < span[1]
+            ]
+            shard = OwnShard(3, parameters, aliases, part_of(model, optimizer, rank), weights)
+            writer.begin(step, weights=buffers, common={"a": 1}, own=rank, changing=buffers, shard=shard)
+        for writer in writers:
+            writer.wait()
+    for writer in writers:
+        writer.close()
+    assert not told
+    return tmp_path / "snapshots" / "step-00000002", model, optimizer
+
+
+def test_what_ranks_have_shared_out_is_put_together(
+    made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    path, model, _ = made
+    found = snapshot.read(path, 1)
+    assert (found.own, found.common, found.ranks) == (1, {"a": 1}, RANKS)
+    assert found.shards is not None and found.shards.stage == 3
+    expected = model.state_dict()
+    written = consolidate(path, tmp_path / "whole.safetensors")
+    whole = load_file(tmp_path / "whole.safetensors")
+    assert (written.step, written.ranks, written.tensors) == (2, RANKS, len(expected))
+    assert written.bytes == os.path.getsize(tmp_path / "whole.safetensors")
+    for weights in (found.weights, whole):
+        assert weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert weights[name].dtype == weight.dtype and torch.equal(weights[name], weight), name
+    assert found.weights["images.weight"].stride() == model.state_dict()["images.weight"].stride()
+
+
+def test_any_rank_of_another_job_reads_what_it_wants(
+    made: tuple[Path, nn.Module, torch.optim.Optimizer],
+) -> None:
+    path, model, optimizer = made
+    found = snapshot.read(path, 0)
+    names = dict(model.named_parameters())
+    wanted = {"images.weight": [(20, 75)], "bf16": [(0, 2)], "first.weight": [(3, 4)]}
+    parts = read_parts(found, wanted, state_of_pieces(optimizer, model), len(optimizer.param_groups))
+    got: dict[str, dict[int, torch.Tensor]] = {name: {} for name in wanted}
+    for part in parts:
+        for number, state in part["state"].items():
+            name, start, stop = part["pieces"][number]
+            assert float(state["step"]) == 1 and state["exp_avg"].shape == (stop - start,)
+            got[name].update(zip(range(start, stop), state["exp_avg"]))
+    for name, spans in wanted.items():
+        for start, stop in spans:
+            values = torch.stack([got[name][element] for element in range(start, stop)])
+            assert torch.equal(values, flat(optimizer.state[names[name]]["exp_avg"])[start:stop])
+        assert len(got[name]) == sum(stop - start for start, stop in spans)
+
+
+def test_a_damaged_part_is_found_and_the_snapshot_before_taken(
+    made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    path, model, optimizer = made
+    found = snapshot.read(path)
+    file = path / "shard-00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    everything = {name: [(0, one.numel())] for name, one in model.named_parameters()}
+    with pytest.raises(SnapshotError, match=r"shard-00001\.safetensors: its content is not what was written"):
+        read_parts(found, everything, state_of_pieces(optimizer, model), len(optimizer.param_groups))
+    file.write_bytes(content)
+    file = path / "weights-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    for use in (snapshot.read, lambda path: consolidate(path, tmp_path / "new.safetensors")):
+        with pytest.raises(SnapshotError, match=r"weights-00002\.safetensors: its content is not what was"):
+            use(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]
+    result = CliRunner().invoke(main, ["consolidate", str(tmp_path), "--output", str(tmp_path / "new" / "w")])
+    assert result.exit_code == 0, result.output
+    assert "weights-00002.safetensors: its content" in result.output
+    assert "Weights of step 1, written by 3 ranks, 11 tensors" in result.output
+
+
+def test_what_cannot_be_consolidated_is_one_line(
+    made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    (tmp_path / "there").touch()
+    for arguments, says in (
+        ((str(made[0]), "--output", str(tmp_path / "there")), "there' is there: give another name"),
+        ((str(tmp_path / "none"),), "there is no snapshot in"),
+        ((str(made[0]), "--output", "/proc/none/file"), "--output: cannot write '/proc/none/file'"),
+    ):
+        result = CliRunner().invoke(main, ["consolidate", *arguments])
+        assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda shards: shards.update(stage=4), "shards.stage is 4"),
+        (lambda shards: shards["parameters"]["bf16"].update(dtype="qint8"), 'dtype is "qint8"'),
+        (lambda shards: shards["parameters"]["bf16"].update(shape=[12]), 'each element of "bf16" once'),
+        (lambda shards: shards["weights"][0].pop(), "do not have each element of"),
+        (lambda shards: shards["optimizer"].pop(), "shards.optimizer must be 3 lists"),
+        (lambda shards: shards["weights"][0][0].__setitem__(2, -1), "that it does not have"),
+        (lambda shards: shards["parameters"]["images.weight"].update(order=[0, 0, 1, 2]), "order is none"),
+        (lambda shards: shards["parameters"].update(more={"shape": [1], "order": None, "dtype": "float32"}),
+         'no part of "more"'),
+    ],
+)  # fmt: skip
+def test_a_manifest_whose_parts_are_no_whole_is_refused(
+    made: tuple[Path, nn.Module, torch.optim.Optimizer], change: Callable[[Any], None], says: str
+) -> None:
+    file = made[0] / "manifest.json"
+    document = json.loads(file.read_bytes())
+    change(document["shards"])
+    del document["sha256"]
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    file.write_text(json.dumps(document))
+    with pytest.raises(SnapshotError, match=f"manifest.json: .*{says}"):
+        snapshot.read(made[0])
