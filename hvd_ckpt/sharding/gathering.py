@@ -104,7 +104,7 @@ class UnitParameters:
         weakref.finalize(self, _forget, self._identities | self._absences)
         self._transfers: list[Transfer] = []
         self._state = _State.WHOLE
-        self._detach()
+        self.free()
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -148,10 +148,10 @@ class UnitParameters:
         """
         self._arrive()
         moved = self.check()
-        if moved is not None:
-            self.restore()
-            raise RuntimeError(moved)
         self._state = _State.WHOLE
+        if moved is not None:
+            self.free()
+            raise RuntimeError(moved)
         for member in self._members:
             member.parameter.data = member.whole
         _forget(self._identities | self._absences)
@@ -172,20 +172,16 @@ class UnitParameters:
         """Gives the memory back; what is on its way is waited for first, since it is written there."""
         if self._state is _State.COMING:
             self._arrive()
-        self.restore()
-
-    def restore(self) -> None:
-        """Makes the parameters placeholders, whatever they are now, unless they are on their way."""
-        if self._state is not _State.COMING or not self._transfers:
-            self._detach()
-
-    def _detach(self) -> None:
         self._state = _State.FREE
-        for member in self._members:
-            member.parameter.data = member.placeholder
+        self.restore()
         for flat in self._flats:
             flat.release()
         self.when_missed(self._bring)
+
+    def restore(self) -> None:
+        """Makes the parameters placeholders, whatever they are now."""
+        for member in self._members:
+            member.parameter.data = member.placeholder
 
     def keep_own(self) -> None:
         """Copies this rank's part of the whole parameters into the shards.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from .exchange import Exchange
 from .formats import FP32, WireFormat
@@ -133,10 +132,10 @@ def _check(layout: Layout) -> None:
     """Whether the parameters' memory can be split."""
     places = []
     for name, parameter in zip(layout.names, layout.parameters):
-        if is_lazy(parameter) or parameter.device.type == "meta":
+        if parameter.device.type == "meta":
             raise ValueError(
-                f"parameter '{name}' has no values yet ({type(parameter).__name__} on {parameter.device}); initialize the model "
-                "before its parameters are split"
+                f"parameter '{name}' has no values yet: it is on the meta device; initialize the model before its parameters are "
+                "split"
             )
         if parameter.numel():
             start = parameter.data_ptr()
