@@ -56,8 +56,8 @@ def DistributedOptimizer(
     of backward passes may precede a ``step()``, and a parameter may be used any number of times, in recomputed segments or not:
     what is to come is learned, and what comes late is reduced as well. Collective: to be called on every rank.
 
-    With ``shard`` the model's states are split over the ranks (ZeRO, Rajbhandari et al. 2020), weights (and buffers, where the
-    model is known) are rank 0's from the start, and ``param_groups`` hold this rank's pieces of the parameters.
+    With ``shard`` the model's states are split over the ranks (ZeRO, Rajbhandari et al. 2020), weights (of the whole model with its
+    buffers, where it is known) are rank 0's from the start, and ``param_groups`` hold this rank's pieces of the parameters.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on. To shard, one

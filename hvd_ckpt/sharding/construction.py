@@ -192,10 +192,12 @@ def shard_optimizer(
     """
     members = optimizer._process_set
     before: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
-    buffers = [] if options.model is None else [buffer for _, buffer in options.model.named_buffers()]
+    start: dict[int, torch.Tensor] = {id(parameter): parameter for _, parameter in named}
+    if options.model is not None:
+        start.update((id(one), one) for one in (*options.model.parameters(), *options.model.buffers()))
     root = members.ranks[0] if members.ranks else 0
     broadcast_tensors(
-        [*(parameter for _, parameter in named), *buffers],
+        start.values(),
         root,
         f"hvd_ckpt.{optimizer._identity}.start",
         members,

@@ -263,8 +263,14 @@ class _Sources:
         first = found[0][2][name]
         start, stop, _ = found[0]
         length = target.form.numel if stop is None else stop - start
-        if not isinstance(first, torch.Tensor) or first.numel() != length or first.dim() == 0:
-            return first.clone() if isinstance(first, torch.Tensor) else first
+        if not isinstance(first, torch.Tensor):
+            return first
+        if first.dim() == 0 or (first.numel() == 1 and length != 1):
+            return first.clone()
+        if first.numel() != length:
+            raise ValueError(
+                f"{name} of '{target.name}' in the state has {first.numel()} elements and not {length}; it is of another model"
+            )
         parts = [
             (
                 start,
