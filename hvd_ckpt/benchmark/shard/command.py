@@ -58,7 +58,7 @@ class Scale:
     steps: int
 
 
-FULL = Scale(256, 6, 8, 128, 4, 4.0, 6, 300)
+FULL = Scale(256, 6, 8, 128, 4, 4.0, 5, 300)
 QUICK = Scale(64, 2, 2, 32, 2, 0.25, 2, 10)
 FOR_WIRE = Scale(128, 4, 4, 64, 1, 1.0, 0, 300)
 

@@ -110,7 +110,10 @@ class FSDP2(Session):
 
 
 class DeepSpeed(Session):
-    """DeepSpeed's engine, with buckets as large as everyone's."""
+    """DeepSpeed's engine, with buckets as large as everyone's, and without the clipping that is its default.
+
+    Its defaults for stage 3 are for models of billions of parameters: it would hardly split one that is smaller.
+    """
 
     def __init__(
         self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
@@ -122,6 +125,7 @@ class DeepSpeed(Session):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": passes,
+            "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
@@ -129,6 +133,9 @@ class DeepSpeed(Session):
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
                 "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_live_parameters": bucket,
+                "stage3_max_reuse_distance": 0,
+                "stage3_param_persistence_threshold": 10_000,
             },
         }
         _recomputed(model, contender)
