@@ -16,7 +16,7 @@ import torch
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.buckets import lay_out as lay_out_buckets
 
-from ..flights import IN_FLIGHT
+from ..flights import IN_FLIGHT, SMALL_BYTES
 from ..formats import WireFormat, sum_dtype
 from ..layout import Group, Layout
 from .trace import Stretch, completions, fires
@@ -162,9 +162,10 @@ class Reduced(Flow):
 
 
 class _Flight(NamedTuple):
-    """Bytes of a group's buffer and what it is encoded to, and of what arrives."""
+    """Bytes of a group's buffer, of what it is encoded to, and of what arrives."""
 
-    held: int
+    flat: int
+    encoded: int
     received: int
 
 
@@ -202,7 +203,7 @@ class Scattered(Flow):
 
     def _leave(self, group: Group) -> None:
         flat = group.padded * group.dtype.itemsize
-        while len(self._flights) >= IN_FLIGHT:
+        while len(self._flights) >= IN_FLIGHT and self._flying + flat > SMALL_BYTES:
             self._land()
         self.see(flat)
         self.now.buckets += flat - self._held[group.position]
@@ -211,12 +212,16 @@ class Scattered(Flow):
         encoded = wire if self._format.changes(group.dtype) else 0
         self.now.buckets += encoded
         self.now.received += wire
-        self._flights.append(_Flight(flat + encoded, wire))
+        self._flights.append(_Flight(flat, encoded, wire))
         self.see()
+
+    @property
+    def _flying(self) -> int:
+        return sum(flight.flat for flight in self._flights)
 
     def _land(self) -> None:
         flight = self._flights.pop(0)
-        self.now.buckets -= flight.held
+        self.now.buckets -= flight.flat + flight.encoded
         self.now.received -= flight.received
 
 

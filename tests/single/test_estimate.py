@@ -1,0 +1,177 @@
+"""Estimates for clusters that are not there: the theory's bytes, thousands of ranks, bad arguments, the command's tables."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.planning import command
+from hvd_ckpt.planning.cluster import Cluster
+
+OWN = """
+import torch
+
+def make():
+    torch.manual_seed(1)
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU()) for _ in range(3)]
+    return torch.nn.Sequential(*layers), (torch.randn(64, 32),), lambda output: output.square().mean()
+"""
+
+
+def meta_model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+
+
+def numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 16), (1, 10), (2, 7), (3, 4)])
+def test_model_states_are_the_theorys(stage, bytes_per_parameter):
+    model = meta_model()
+    estimate = hc.estimate_memory(model, 4, stage, optimizer="adam")
+    assert estimate.model_state == pytest.approx(bytes_per_parameter * numel(model), rel=0.001)
+    assert estimate.activations is None and "without activations" in str(estimate)
+    assert estimate.peak >= estimate.model_state
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"),
+    [("sgd", 0), (torch.optim.RMSprop, 4), ("adamw", 8), ("amsgrad", 12), ("momentum", 4)],
+)
+def test_the_optimizers_class_and_options_decide_its_state(optimizer, bytes_per_parameter):
+    model = meta_model()
+    made = {
+        "amsgrad": lambda: torch.optim.Adam(model.parameters(), amsgrad=True),
+        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    }
+    if optimizer in made:
+        optimizer = made[optimizer]()
+    estimate = hc.estimate_memory(model, 1, optimizer=optimizer)
+    assert estimate.optimizer_state == pytest.approx(bytes_per_parameter * numel(model), rel=0.001)
+
+
+def test_half_precision_parameters_have_masters_where_they_are_split():
+    model = meta_model()
+    count = numel(model)
+    whole = hc.estimate_memory(model, 4, 0, precision="bf16-params")
+    split = hc.estimate_memory(model, 4, 2, precision="bf16-params")
+    offloaded = hc.estimate_memory(model, 4, 2, "optimizer", precision="bf16-params")
+    assert (whole.parameters, whole.master_weights) == (2 * count, 0)
+    assert split.master_weights == pytest.approx(count, rel=0.001)
+    assert split.optimizer_state == pytest.approx(2 * count, rel=0.001)
+    assert offloaded.optimizer_state == offloaded.master_weights == 0
+    assert offloaded.offloaded == split.optimizer_state + split.master_weights
+    assert offloaded.peak < split.peak
+
+
+def test_thousands_of_ranks_take_no_memory_here_and_little_there():
+    model = meta_model()
+    estimates = [hc.estimate_memory(model, 4096, stage) for stage in range(4)]
+    count = numel(model)
+    shares = [one.model_state / count for one in estimates]
+    assert shares == pytest.approx([16, 8, 4, 16 / 4096], rel=0.15)  # shards are padded
+    assert estimates[3].buckets < 0.6 * estimates[0].parameters
+
+
+def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
+    torch.manual_seed(0)
+    model = gpt(vocabulary=64, length=32, width=32, heads=2, layers=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = torch.zeros(8, 32, dtype=torch.long)
+    kept = hc.estimate_memory(model, 8, 3, sample=tokens)
+    lean = gpt(vocabulary=64, length=32, width=32, heads=2, layers=3, checkpoint_interval=1)
+    recomputed = hc.estimate_memory(lean, 8, 3, sample=tokens)
+    assert kept.activations > 1.5 * recomputed.activations
+    assert kept.model_state == recomputed.model_state
+    assert sum(kept.at_peak.values()) == kept.peak
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0,), {}, "np must be a number of ranks from 1, not 0"),
+        ((2.0,), {}, "np must be"),
+        ((2, 4), {}, "shard must be one of"),
+        ((2, 1, "weights"), {}, "offload must be None or 'optimizer', not 'weights'"),
+        ((2, 0, "optimizer"), {}, "needs shard='optimizer' or more"),
+        ((2,), {"optimizer": "adamv"}, "did you mean 'adam"),
+        ((2,), {"optimizer": 3}, "optimizer must be the name"),
+        ((2, 1), {"optimizer": "lbfgs"}, "does not work on each element by itself"),
+        ((2,), {"precision": "int4"}, "precision must be one of fp32, bf16, fp16, bf16-params, not 'int4'"),
+        ((2, 1), {"wire": "int8"}, "gradients travel in another format"),
+        ((2, 2), {"wire": "int3"}, "there is no wire format 'int3'"),
+        ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
+        ((2,), {"sample": torch.zeros(1, 1024)}, "meta device"),
+        ((2, 3), {"units": [nn.Linear(1, 1)]}, "units: a Linear in it is not a module of the model"),
+        ((2,), {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)}, "none of the model's"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        hc.estimate_memory(meta_model(), *arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    model = meta_model().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that is trained"):
+        hc.estimate_memory(model, 2)
+
+
+def test_sizes_are_powers_of_two_and_the_one_asked_for():
+    assert Cluster(12, 0, None, "adamw", "fp32").sizes() == [1, 2, 4, 8, 12]
+    assert Cluster(1, 0, None, "adamw", "fp32").sizes() == [1]
+    assert Cluster(4096, 0, None, "adamw", "fp32").sizes()[-2:] == [2048, 4096]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "own_model_to_estimate.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    monkeypatch.setattr(command, "ROUNDS", 1)
+    monkeypatch.setattr(command, "_draw", lambda *_: None)
+
+    def run(*options):
+        arguments = ["--model", "own_model_to_estimate:make", "--output", "made", *options]
+        return CliRunner().invoke(command.plan, arguments)
+
+    return run
+
+
+def test_the_command_shows_stages_and_sizes_and_one_of_them_in_its_parts(run):
+    result = run(
+        "--np", "4096", "--shard", "3", "--offload", "optimizer", "--optimizer", "sgd", "--wire", "int8"
+    )
+    assert result.exit_code == 0, result.output
+    rows = re.findall(r"^ *(\d+) ((?: +\*? *[\d.]+ \w+){5}) *$", result.output, re.MULTILINE)
+    assert [int(ranks) for ranks, _ in rows] == [1 << power for power in range(13)]
+    assert rows[-1][1].split("*")[0].count("iB") == 4  # the chosen one is the fifth
+    assert "shard 3 (parameters split), 4096 ranks, optimizer offloaded" in result.output
+    assert re.search(r"^peak, in the \w+ pass +[\d.]+ \w+$", result.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shard", "3"), "--shard 3: give --np"),
+        (("--np", "2", "--shard", "parameter"), "--shard: shard must be one of"),
+        (("--np", "2", "--offload", "optimizer"), "give --shard"),
+        (("--np", "2", "--wire", "int3"), "--wire: there is no wire format"),
+        (("--np", "2", "--optimizer", "adamv"), "--optimizer: no optimizer 'adamv'"),
+    ],
+)
+def test_the_command_refuses_what_is_wrong_before_it_plans(run, options, message):
+    result = run(*options)
+    assert result.exit_code == 2 and message in result.output
+    assert len(result.output.splitlines()) == 1
