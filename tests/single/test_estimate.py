@@ -78,7 +78,6 @@ def test_thousands_of_ranks_take_no_memory_here_and_little_there():
     count = numel(model)
     shares = [one.model_state / count for one in estimates]
     assert shares == pytest.approx([16, 8, 4, 16 / 4096], rel=0.15)  # shards are padded
-    assert estimates[3].buckets < 0.6 * estimates[0].parameters
 
 
 def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
