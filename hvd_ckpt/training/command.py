@@ -142,6 +142,8 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
                 values[name] = {**(values.get(name) or {}), **given}
         elif value is not None:
             values[name] = value
+    if flags["offload"] == "none" and flags["offload_folder"] is None:
+        values.pop("offload_folder", None)  # that of the run that goes on
     return Config.make(values)
 
 

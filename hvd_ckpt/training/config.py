@@ -154,8 +154,8 @@ class Config:
     )
     offload: str | None = _setting(
         None,
-        parsing.one_of("thing to offload", OFFLOADS),
-        "Keep it on disk (CPU) or in host memory (CUDA): optimizer.",
+        parsing.one_of_or_none("thing to offload", OFFLOADS),
+        "Keep it on disk (CPU) or in host memory (CUDA): optimizer, none.",
     )
     offload_folder: str | None = _setting(
         None, parsing.text, "For offloaded state on a CPU.  [default: the temporary folder]"
@@ -231,7 +231,7 @@ class Config:
     def _check_sharding(self) -> None:
         if self.offload is not None and not self.stage:
             raise ConfigError(
-                f"offload {self.offload}: it is of sharded runs, give shard {STAGES[1]} or more as well"
+                f"offload {self.offload}: it is of sharded runs, give shard {STAGES[1]} or more as well, or offload none"
             )
         if self.offload_folder is not None and self.offload is None:
             raise ConfigError(

@@ -10,7 +10,18 @@ from hvd_ckpt.names import unknown
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.sharding.stages import STAGES
 
-__all__ = ["Parser", "budget", "mapping", "number", "one_of", "stage", "text", "truth", "whole"]
+__all__ = [
+    "Parser",
+    "budget",
+    "mapping",
+    "number",
+    "one_of",
+    "one_of_or_none",
+    "stage",
+    "text",
+    "truth",
+    "whole",
+]
 
 NESTED = 20
 
@@ -69,6 +80,12 @@ def one_of(what: str, known: tuple[str, ...]) -> Parser:
         return str(value)
 
     return parse
+
+
+def one_of_or_none(what: str, known: tuple[str, ...]) -> Parser:
+    """As :func:`one_of`; "none" is None, so that a flag can take back what a file says."""
+    parse = one_of(what, ("none", *known))
+    return lambda value: None if parse(value) == "none" else value
 
 
 def budget(value: Any) -> str | int:

@@ -69,6 +69,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"resume": "a", "output": "b"}, "output b: a resumed run goes on in its own folder"),
         ({"shard": 4}, "shard 4: give none, optimizer, gradients or parameters, or 0 to 3"),
         ({"offload": "optimizer"}, "offload optimizer: it is of sharded runs, give shard optimizer or more"),
+        ({"shard": 1, "offload": "optimiser"}, "no thing to offload 'optimiser': did you mean 'optimizer'?"),
         ({"offload_folder": "a"}, "offload_folder a: nothing is offloaded, give offload as well"),
         (
             {"shard": 1, "wire": "int8"},
