@@ -21,7 +21,15 @@ import hvd_ckpt as hc
 
 HANG_SECONDS = 120
 # Built on the reducer, whose own tests run over MPI too; what a training run adds is tried there once.
-OVER_GLOO_ONLY = ("test_hugging_face.py", "test_microbatch.py", "test_plan.py", "test_training.py")
+OVER_GLOO_ONLY = (
+    "test_estimate.py",
+    "test_hugging_face.py",
+    "test_microbatch.py",
+    "test_offload.py",
+    "test_plan.py",
+    "test_sharded_training.py",
+    "test_training.py",
+)
 OVER_MPI_TOO = ("test_a_run_that_goes_on_ends_in_the_bits_of_one_never_stopped[fp32]",)
 FOUR_RANKS_OVER_GLOO_ONLY = (*OVER_GLOO_ONLY, "test_snapshot.py")
 # Rules that hold whoever carries the messages: where MPI works, two ranks try them over one controller, four over the other.
@@ -33,6 +41,9 @@ EITHER_CONTROLLER = (
     "test_optimizer.py",
     "test_precision.py",
     "test_scenarios.py",
+    "test_shard_reducer.py",
+    "test_sharded_parameters.py",
+    "test_sharding.py",
     "test_stopping.py",
     "test_sync_batch_norm.py",
 )
@@ -40,6 +51,7 @@ EITHER_CONTROLLER = (
 OVER_BOTH = (
     "test_scenarios.py::test_equals_one_process",
     "test_scenarios.py::test_late_gradients",
+    "test_sharding.py::test_ends_in_the_weights",
     "::test_adasum",
 )
 OVER_WHICH = {2: "gloo", 4: "mpi"}
