@@ -172,12 +172,10 @@ def main(job_file: str) -> None:
     init()
     try:
         measure(job).save(job.answer_file(hvd.rank()))
-        hvd.barrier()
+        hvd.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(
-            0
-        )  # with this many optimizers of several engines, an orderly end takes long and tells nothing
+        os._exit(0)  # the orderly end of several engines in one process takes long
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
