@@ -245,7 +245,7 @@ class Passes:
         """A backward pass is running; its end will be heard of."""
         if self._backward is None and torch._C._current_graph_task_id() != -1:
             self._backward = Pass("backward")
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         finished, self._backward = self._backward, None
@@ -292,7 +292,7 @@ class Passes:
         unit.parameters.free()
 
 
-def _tell(missed: weakref.WeakMethod[Callable[[int], None]], number: int) -> None:
+def _tell(missed: Callable[[], Callable[[int], None] | None], number: int) -> None:
     tell = missed()
     if tell is not None:
         tell(number)

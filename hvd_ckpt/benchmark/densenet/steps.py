@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hvd_ckpt.benchmark.densenet.contenders import CLASSES, Contender, loss_of
 from hvd_ckpt.benchmark.densenet.job import Entry, Job
+from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.planning.measure import no_collection, now
-from hvd_ckpt.distributed import DistributedOptimizer
 
 __all__ = ["Training", "random_batch"]
 

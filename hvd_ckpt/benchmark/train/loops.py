@@ -18,9 +18,9 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.assembly import Assembly
