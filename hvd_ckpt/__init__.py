@@ -103,8 +103,8 @@ if TYPE_CHECKING:
     )
     from hvd_ckpt.reduction.drift import WeightsDiffer, check_equal_weights
     from hvd_ckpt.runtime import controller, init, mpi_communicator
+    from hvd_ckpt.sharding.clipping import clip_grad_norm_
     from hvd_ckpt.sharding.estimate import MemoryEstimate, estimate_memory
-    from hvd_ckpt.sharding.optimizer import clip_grad_norm_
     from hvd_ckpt.training.microbatch import accumulate
 
 # Names are imported when they are first used: `hvd-ckpt --help` then needs no PyTorch, and `hvd-ckpt doctor` no working Horovod.
@@ -149,7 +149,7 @@ _OWN = {
         "init",
         "mpi_communicator",
     ),
-    "hvd_ckpt.sharding.optimizer": ("clip_grad_norm_",),
+    "hvd_ckpt.sharding.clipping": ("clip_grad_norm_",),
     "hvd_ckpt.sharding.estimate": (
         "MemoryEstimate",
         "estimate_memory",

@@ -16,6 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
+from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
@@ -59,9 +60,16 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             return
         optimizer.reduce_once()
-        with optimizer.unscaling():
-            super().unscale_(optimizer)
+        error: Exception | None = None
+        try:
+            with optimizer.unscaling():
+                super().unscale_(optimizer)
+        except ValueError as exception:  # float16 gradients, which another rank may have none of
+            error = exception
+            if not (self._enabled and optimizer.finds_overflow_alone):
+                raise
         if self._enabled and optimizer.finds_overflow_alone:
+            raise_together(error, optimizer._process_set, "hvd_ckpt.unscale")
             # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             anywhere = torch.tensor([float(any(bool(value) for value in found.values()))])

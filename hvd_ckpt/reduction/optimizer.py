@@ -52,6 +52,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _scaling_agreed: bool
     _wrapped_supports_amp_scaling: bool
     _notice = _noticed = False  # where there is no reducer
+    _announced = False  # this step's gradients were reduced for a caller whose step() is to follow
     backward_passes_per_step: int
 
     # -------------------------------------------------------------------------------- Horovod's public methods
@@ -62,12 +63,18 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         ``step()`` does it too. Call it yourself to change the reduced gradients (clipping, say) before
         ``step()`` within :meth:`skip_synchronize`. Collective.
         """
+        self._reduce()
+
+    def _reduce(self) -> bool:
+        """Reduces, and returns whether there was anything to reduce on any rank."""
         reducer = self._reducer if self._op != Adasum else None
-        if reducer is not None and (not self._synchronized or self._gradients_since()):
+        reduces = reducer is not None and (not self._synchronized or self._gradients_since())
+        if reducer is not None and reduces:
             reducer.synchronize()
         else:
             self._take_note()
         self._synchronized = True
+        return reduces
 
     def _take_note(self) -> None:
         """What the reducer does with notices, where there is none."""
@@ -118,7 +125,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if closure is not None:
             closure = self._reduced_closure(closure)
         elif self._should_synchronize:
-            if self._synchronized:
+            if self._synchronized and not self._announced:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
@@ -126,7 +133,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                     stacklevel=2,
                 )
             self.synchronize()
-        self._synchronized = False
+        self._synchronized = self._announced = False
         return self._local_step(closure, *args, **kwargs)
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -207,6 +214,21 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     # -------------------------------------------------------------------------------- beyond Horovod
 
     @property
+    def shard_stage(self) -> int:
+        """0: nothing is split over the ranks."""
+        return 0
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Within it every parameter is whole, as it always is where nothing is split."""
+        yield
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """``state_dict()`` on rank 0, None on other ranks: what a sharded optimizer gives."""
+        state: dict[str, Any] = self.state_dict()
+        return state if self._process_set.rank() == 0 else None
+
+    @property
     def reduction_stats(self) -> ReductionStats:
         """Launches per bucket, launches during the backward pass, late gradients: since the start and in the last step."""
         return self._reducer.stats if self._reducer is not None else ReductionStats()
@@ -262,6 +284,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if not self._synchronized:
             self.synchronize()
 
+    def reduce_for_caller(self) -> None:
+        """Reduces this step's gradients, unless that is done, for a caller that changes them before a plain ``step()``."""
+        if not self.reduces_updates:
+            self.reduce_once()
+            self._announced = True
+
     @contextmanager
     def reduced_by_caller(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
@@ -311,6 +339,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     step.hooked = True  # type: ignore[attr-defined]
 
 
+_live: list[weakref.ref[ReducedOptimizer]] = []
+
+
 def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer]) -> Any:
     """An optimizer with everything of the given one, of a class that is its class with the methods of ``methods_of``."""
     wrapped = type(optimizer)
@@ -340,11 +371,14 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
 
 
 def register(optimizer: ReducedOptimizer) -> None:
-    """Has :func:`join` know this optimizer."""
+    """Has :func:`live_optimizers` know this one."""
     _live.append(weakref.ref(optimizer))
 
 
-_live: list[weakref.ref[ReducedOptimizer]] = []
+def live_optimizers() -> list[ReducedOptimizer]:
+    """Those of this process that are in use, the oldest first."""
+    _live[:] = [reference for reference in _live if reference() is not None]
+    return [optimizer for reference in _live if (optimizer := reference()) is not None]
 
 
 def join(device: int = -1) -> int:
@@ -362,17 +396,17 @@ def join(device: int = -1) -> int:
     Raises:
         ValueError: an optimizer is sharded; on every rank.
     """
-    for optimizer in [reference() for reference in _live]:
-        if getattr(optimizer, "shard_stage", 0):
+    optimizers = live_optimizers()
+    for optimizer in optimizers:
+        if optimizer.shard_stage:
             raise ValueError(
                 "join() cannot be used while an optimizer is sharded: each rank holds a part that the others need in every step; "
                 "give every rank as many batches"
             )
     last: int = mpi_ops.join(device)
-    _live[:] = [reference for reference in _live if reference() is not None]
     reducers = {}
-    for optimizer in [reference() for reference in _live]:
-        if optimizer is not None and optimizer._process_set == global_process_set and optimizer._reducer:
+    for optimizer in optimizers:
+        if optimizer._process_set == global_process_set and optimizer._reducer:
             reducers[optimizer._identity] = optimizer._reducer
     # A rank may have collected an optimizer that others still have.
     known = [

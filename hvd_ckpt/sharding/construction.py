@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,10 @@ from .elementwise import check_elementwise
 from .exchange import Exchange
 from .flat import FlatParameters
 from .formats import FP32, WireFormat, wire_format
-from .layout import Layout, lay_out
+from .layout import Layout, is_packed, lay_out
 from .masters import Masters
 from .offload import OptimizerOffload, raised_everywhere
-from .optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces, own
+from .optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces
 from .parameters import ShardedParameters, Unit
 from .pieces import Form
 from .reducer import ShardReducer
@@ -195,6 +194,9 @@ def shard_optimizer(
     start: dict[int, torch.Tensor] = {id(parameter): parameter for _, parameter in named}
     if options.model is not None:
         start.update((id(one), one) for one in (*options.model.parameters(), *options.model.buffers()))
+    for _, parameter in named:
+        if not is_packed(parameter):
+            parameter.data = parameter.data.contiguous()
     root = members.ranks[0] if members.ranks else 0
     broadcast_tensors(
         start.values(),
@@ -247,7 +249,6 @@ def shard_optimizer(
             optimizer.backward_passes_per_step,
         )
         optimizer._reducer.rename(optimizer._identity, 0)
-        own(optimizer, itertools.chain.from_iterable(groups))
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
@@ -28,11 +26,7 @@ from .offload import OffloadError, OptimizerOffload, raised_everywhere
 from .pieces import Form, Piece
 from .reducer import ShardReducer
 
-__all__ = ["ShardedOptimizer", "Sharding", "clip_grad_norm_"]
-
-_owner: Any = (
-    WeakTensorKeyDictionary()
-)  # a parameter whose gradients are split -> weak reference to the optimizer
+__all__ = ["ShardedOptimizer", "Sharding"]
 
 
 @dataclass
@@ -173,11 +167,16 @@ class ShardedOptimizer(ReducedOptimizer):
 
         Collective.
         """
-        ReducedOptimizer.synchronize(self)
-        if self._sharding.stage > 1:
+        if self._reduce() and self._sharding.stage > 1:
             assert isinstance(self._reducer, ShardReducer)
             self._sharding.take_gradient_shards(self._reducer)
             self._sharding.store.finish()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes are added up on each rank before they are reduced (stages 2 and 3), from the next step on."""
+        ReducedOptimizer.set_backward_passes_per_step(self, passes)
+        if isinstance(self._reducer, ShardReducer):
+            self._reducer.set_passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of parameters and pieces.
@@ -197,15 +196,21 @@ class ShardedOptimizer(ReducedOptimizer):
         self._consume()
 
     def _consume(self) -> None:
+        self._sharding.drop_gradients()
         if isinstance(self._reducer, ShardReducer):
             self._reducer.consume()
-            self._sharding.drop_gradients()
 
     @contextlib.contextmanager
     def reduced_by_caller(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
-        with ReducedOptimizer.reduced_by_caller(self):
-            yield
+        try:
+            with ReducedOptimizer.reduced_by_caller(self):
+                yield
+        except OffloadError:
+            raise  # the step can be taken again
+        except BaseException:
+            self._consume()
+            raise
         self._consume()
 
     @contextlib.contextmanager
@@ -336,7 +341,6 @@ class ShardedOptimizer(ReducedOptimizer):
         self.param_groups[-1]["params"] = [piece.parameter for piece in added]
         if isinstance(self._reducer, ShardReducer):
             self._reducer.add_groups()
-            own(self, whole)
         elif self._reducer is not None:
             self._reducer.add_parameters(named)
 
@@ -349,10 +353,10 @@ class ShardedOptimizer(ReducedOptimizer):
         return state.own_part(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded.
+        """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded. Collective.
 
         Raises:
-            ValueError: it is the part of another rank or layout, or does not fit.
+            ValueError: it is the part of another rank or layout, or does not fit; on every rank.
         """
         state.load(self, state_dict)
 
@@ -386,12 +390,6 @@ class ShardedOptimizer(ReducedOptimizer):
     )
 
 
-def own(optimizer: ShardedOptimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Notes that the gradients of these parameters are split over the ranks by this optimizer."""
-    for parameter in parameters:
-        _owner[parameter] = weakref.ref(optimizer)
-
-
 def new_pieces(sharding: Sharding) -> list[Piece]:
     """The pieces of all parameter groups."""
     return [piece for number in range(len(sharding.groups)) for piece in sharding.pieces_of(number)]
@@ -400,82 +398,3 @@ def new_pieces(sharding: Sharding) -> list[Piece]:
 def bucket_bytes(bucket_cap_mb: float) -> float:
     """The largest group, in bytes."""
     return bucket_cap_mb * MEBIBYTE
-
-
-def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` that knows gradients which are split over the ranks.
-
-    Where they are (stages 2 and 3), gradients not reduced yet are reduced first, the norm takes one more reduction, and this is
-    collective. Elsewhere it is torch's.
-
-    Args:
-        parameters: parameters of the model, one parameter, or an optimizer: all of its parameters.
-        max_norm, norm_type, error_if_nonfinite: as in torch.
-
-    Returns:
-        The norm of all gradients together, before they were clipped; the same on every rank.
-
-    Raises:
-        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
-        ValueError: only some of the parameters' gradients are split, or by several optimizers.
-    """
-    if isinstance(parameters, ShardedOptimizer):
-        chosen = list(itertools.chain.from_iterable(parameters._sharding.groups))
-    elif isinstance(parameters, torch.optim.Optimizer):
-        chosen = [parameter for group in parameters.param_groups for parameter in group["params"]]
-    elif isinstance(parameters, torch.Tensor):
-        chosen = [parameters]
-    else:
-        chosen = list(parameters)
-    owners = {id(one): one for one in map(_owner_of, chosen)}
-    if set(owners) <= {id(None)}:
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
-    if len(owners) > 1:
-        raise ValueError(
-            "clip_grad_norm_: the gradients of these parameters are not all split by one optimizer; clip those of each optimizer "
-            "by themselves"
-        )
-    (optimizer,) = owners.values()
-    assert optimizer is not None
-    return _clip_shards(optimizer, chosen, float(max_norm), float(norm_type), error_if_nonfinite)
-
-
-def _owner_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
-    reference = _owner.get(parameter)
-    return None if reference is None else reference()
-
-
-def _clip_shards(
-    optimizer: ShardedOptimizer,
-    chosen: Sequence[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> torch.Tensor:
-    optimizer.reduce_once()
-    sharding = optimizer._sharding
-    wanted = {sharding.layout.index(parameter) for parameter in chosen}
-    gradients = [
-        piece.parameter.grad
-        for piece in sharding.pieces
-        if piece.index in wanted and piece.parameter.grad is not None
-    ]
-    norms = [torch.linalg.vector_norm(one, norm_type, dtype=torch.float64).item() for one in gradients]
-    if norm_type == float("inf"):
-        largest = torch.tensor([max(norms, default=0.0)], dtype=torch.float64)
-        total = sharding.exchange.maximum(largest, "norm")[0]
-    else:
-        powers = torch.tensor([sum(norm**norm_type for norm in norms)], dtype=torch.float64)
-        total = sharding.exchange.total(powers, "norm")[0] ** (1.0 / norm_type)
-    result = torch.tensor(total, dtype=torch.float32)
-    if error_if_nonfinite and not torch.isfinite(result):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
-        )
-    coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else float("nan")
-    if gradients:
-        torch._foreach_mul_(gradients, coefficient)
-    return result

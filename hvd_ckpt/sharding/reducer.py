@@ -90,6 +90,10 @@ class ShardReducer:
         """Counts the gradients of parameters that have been unfrozen, too."""
         self._hooks.attach()
 
+    def set_passes(self, passes: int) -> None:
+        """Another number of backward passes in a round, from the next step on. To be called on every rank."""
+        self._rounds.set_passes(passes)
+
     def add_groups(self) -> None:
         """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
         for index in range(len(self.used), len(self._layout.parameters)):

@@ -41,6 +41,12 @@ class Rounds:
         self._shared: set[int] = set()  # groups with a parameter that another optimizer reduces, too
         self.reset()
 
+    def set_passes(self, passes: int) -> None:
+        """Another number of backward passes in a round, from the next step on."""
+        self._passes = passes
+        if not any(self._fired):
+            self.begin_step()
+
     def reset(self) -> None:
         """Forgets the order and everything learned."""
         groups = self._layout.groups

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.reduction.wire import wait
 
+from .elementwise import probe
 from .pieces import Form, key
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ __all__ = ["load_parts"]
 
 def own_part(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """See ``ShardedOptimizer.state_dict``."""
+    own = {id(piece.parameter) for piece in optimizer.pieces}
+    for parameter in [one for one, values in optimizer.state.items() if not values and id(one) not in own]:
+        del optimizer.state[parameter]  # somebody has asked for the state of a parameter of the model
     part: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
     part["pieces"] = key(optimizer.pieces)
     part["stage"] = optimizer.shard_stage
@@ -45,16 +49,17 @@ def load(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
         return
     mine = key(optimizer.pieces)
     theirs = [list(piece) for piece in state["pieces"]]
+    error = None
     if theirs != mine:
-        raise ValueError(
+        error = ValueError(
             f"this state is the part of rank {state.get('rank')} of {state.get('ranks')} at stage {state.get('stage')}, and the "
             f"pieces of this rank are others; give hvd_ckpt.sharding.state.load_parts the parts of all ranks"
         )
-    _load(optimizer, state)
+    _load(optimizer, state, error)
 
 
 def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Takes up the state of a job of any size and stage, sharded or not. To be called on every rank.
+    """Takes up the state of a job of any size and stage, sharded or not. Collective, where the optimizer is sharded.
 
     Args:
         optimizer: a ``DistributedOptimizer``, sharded or not.
@@ -62,10 +67,27 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
             read where this rank's pieces are, so they may be mapped from files.
 
     Raises:
-        ValueError: the parts do not cover this rank's pieces, or are of an optimizer with other parameter groups.
+        ValueError: the parts do not cover a rank's pieces, or are of an optimizer with other parameter groups; on every rank.
     """
+    error: Exception | None = None
+    merged: dict[str, Any] = {}
+    try:
+        merged = _merged(optimizer, parts)
+    except Exception as exception:  # whatever it is, the other ranks must hear of it
+        error = exception
+    if hasattr(optimizer, "_sharding"):
+        _load(optimizer, merged, error)
+    elif error is not None:
+        raise error
+    else:
+        optimizer.load_state_dict(merged)
+
+
+def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
     targets = _targets(optimizer)
-    sources = _Sources(parts, _names(optimizer))
+    counters = _counters(optimizer) if any(target.form.shape == () for target in targets) else ()
+    sources = _Sources(parts, _names(optimizer), counters)
     if sources.empty:
         state: dict[int, dict[str, Any]] = {}
     else:
@@ -91,10 +113,7 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
     masters = sources.masters(targets)
     if masters:
         merged["master_weights"] = masters
-    if hasattr(optimizer, "_sharding"):
-        _load(optimizer, merged)
-    else:
-        optimizer.load_state_dict(merged)
+    return merged
 
 
 def full(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
@@ -132,7 +151,7 @@ def full(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
         _Target(sharding.layout.names[index], 0, sharding.forms[index].numel, sharding.forms[index], True)
         for index in whole
     ]
-    sources = _Sources(parts, [])
+    sources = _Sources(parts, [], ())
     state = {
         number: found
         for number, target in enumerate(targets)
@@ -175,7 +194,8 @@ def load_weight_pieces(
     sharding.store.publish(sharding.layout.groups)
 
 
-def _load(optimizer: Any, state: Mapping[str, Any]) -> None:
+def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> None:
+    """Loads a state of this rank's pieces, or raises on all ranks, where one could not make it up."""
     sharding: Sharding = optimizer._sharding
     if optimizer._reducer is not None:
         optimizer._reducer.abandon()
@@ -183,7 +203,16 @@ def _load(optimizer: Any, state: Mapping[str, Any]) -> None:
     optimizer._should_synchronize = True
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
     bare = {name: value for name, value in state.items() if name not in extra}
-    optimizer._wrapped_class.load_state_dict(optimizer, bare)
+    groups = optimizer.param_groups
+    if error is None:
+        try:
+            optimizer._wrapped_class.load_state_dict(optimizer, bare)
+        except Exception as exception:  # whatever it is, the other ranks must hear of it
+            error = exception
+    raise_together(error, optimizer._process_set, f"hvd_ckpt.{optimizer._identity}.load")
+    for group, loaded in zip(groups, optimizer.param_groups):  # a schedule may hold these very groups
+        group.update(loaded)
+    optimizer.param_groups = groups
     with torch.no_grad():
         for number, master in state.get("master_weights", {}).items():
             piece = sharding.pieces[number]
@@ -217,6 +246,14 @@ def _targets(optimizer: Any) -> list[_Target]:
     ]
 
 
+def _counters(optimizer: torch.optim.Optimizer) -> Sequence[str]:
+    """Names of the state that is not of a parameter's elements."""
+    try:
+        return probe(optimizer).scalar_keys
+    except ValueError:
+        return ("step",)
+
+
 def _names(optimizer: Any) -> list[str]:
     """Of the whole parameters, in the order of the groups."""
     if hasattr(optimizer, "_sharding"):
@@ -229,7 +266,10 @@ def _names(optimizer: Any) -> list[str]:
 class _Sources:
     """States of pieces or of whole parameters, found by name."""
 
-    def __init__(self, parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    def __init__(
+        self, parts: Sequence[Mapping[str, Any]], names: Sequence[str], counters: Sequence[str]
+    ) -> None:
+        self._counters = counters  # which of the state of a 0-dim parameter are no elements
         self._found: dict[str, list[tuple[int, int | None, dict[str, Any]]]] = {}
         self._masters: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
         self.empty = not any(part["state"] for part in parts)
@@ -265,7 +305,8 @@ class _Sources:
         length = target.form.numel if stop is None else stop - start
         if not isinstance(first, torch.Tensor):
             return first
-        if first.dim() == 0 or (first.numel() == 1 and length != 1):
+        element = stop is None and target.form.shape == () and name not in self._counters
+        if (first.dim() == 0 and not element) or (first.numel() == 1 and length != 1):
             return first.clone()
         if first.numel() != length:
             raise ValueError(

@@ -31,7 +31,7 @@ from hvd_ckpt.reduction import (
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.drift import check_equal_weights
-from hvd_ckpt.sharding.optimizer import clip_grad_norm_
+from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.training import guards, optimizers, snapshot
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.background import SnapshotWriter

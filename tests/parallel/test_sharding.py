@@ -280,10 +280,86 @@ def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> 
     hc.barrier()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.filterwarnings("error:optimizer.step:UserWarning")
+def test_clipping_needs_no_more_than_a_call_before_the_step(stage: int) -> None:
+    def run(stage: int) -> dict[str, torch.Tensor]:
+        model = Model().to(torch.bfloat16)  # whose gradients are no views of a float32 shard
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # no frozen ones
+        options = {"master_weights": False} if stage else {}
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(trained, lr=0.1),
+            model.named_parameters(),
+            shard=stage,
+            bucket_cap_mb=0.002,
+            **options,
+        )
+        hc.broadcast_parameters(model.state_dict(), root_rank=0) if not stage else None
+        for number in range(2):
+            optimizer.zero_grad()
+            (1e4 * model(batch(number).bfloat16()).float().square().mean()).backward()
+            assert hc.clip_grad_norm_(optimizer if number else model.parameters(), 0.5) > 10
+            optimizer.step()
+        return weights(model, optimizer)
+
+    ours, theirs = run(stage), run(0)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0.02, atol=0.02)
+
+
+def test_schedules_and_state_from_before() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.linear = nn.Linear(7, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.linear(x)
+
+    def run(stage: int, make: Make) -> tuple[dict[str, torch.Tensor], float]:
+        model = Scaled()
+        bare = make(model.parameters())
+        model(torch.ones(1, 7)).sum().backward()
+        bare.step()
+        bare.zero_grad()
+        schedule = torch.optim.lr_scheduler.StepLR(bare, 1, gamma=0.5)
+        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), shard=stage)
+        for number in range(3):
+            steps(model, optimizer, range(number, number + 1))
+            schedule.step()
+        assert not optimizer.state[model.linear.weight] or not stage  # asked for, and in nobody's way
+        optimizer.state_dict()
+        return weights(model, optimizer), optimizer.param_groups[0]["lr"]
+
+    for make in (adam, torch.optim.Adagrad):
+        reference, rate = run(0, make)
+        for stage in STAGES:
+            ours, own_rate = run(stage, make)
+            assert own_rate == rate
+            assert_same(ours, reference, exactly=two_ranks_at_most())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_number_of_passes_can_be_set_later(stage: int) -> None:
+    model = Model()
+    optimizer = wrapped(model, momentum, stage)
+    optimizer.set_backward_passes_per_step(3)
+    steps(model, optimizer, range(3), passes=3)
+    assert_same(
+        weights(model, optimizer), trained(momentum, 0, count=3, passes=3), exactly=two_ranks_at_most()
+    )
+
+
 def test_a_part_that_is_not_this_ranks_is_refused() -> None:
     model = Model()
     optimizer = wrapped(model, adam, 2)
     steps(model, optimizer, range(1))
+    part = hc.broadcast_object(optimizer.state_dict(), 0, name="part")
+    if hc.size() > 1:
+        with pytest.raises(ValueError, match="load_parts"):  # on rank 0, whose part it is, too
+            optimizer.load_state_dict(part)
     part = optimizer.state_dict()
     part["pieces"] = [["elsewhere", 0, 1]]
     with pytest.raises(ValueError, match="load_parts"):
