@@ -56,7 +56,7 @@ def enter(visit: Visit, returned: Callable[[Visit], None], args: Any, kwargs: An
 
 def is_entrance(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an input as the module was given it."""
-    return isinstance(tensor.grad_fn, _Entrance._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(tensor.grad_fn, _Entrance._backward_cls)
 
 
 def leave(visit: Visit) -> None:
@@ -65,7 +65,7 @@ def leave(visit: Visit) -> None:
     for given, tensor in entered:
         with torch._C.DisableTorchFunction():
             if not is_entrance(tensor):
-                with torch.autograd._unsafe_preserve_version_counter(given):
+                with torch.autograd._unsafe_preserve_version_counter(given):  # type: ignore[attr-defined]
                     _Changed.apply(given, tensor)  # type: ignore[no-untyped-call]
 
 
