@@ -363,15 +363,15 @@ class ApexDDP(DDP):
 
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
-    "shard-1": ShardedOptimizerState,
-    "shard-2": ShardedGradients,
-    "shard-3": ShardedParameters,
     "horovod": Horovod,
     "horovod-groups": HorovodGrouped,
     "ddp": DDP,
     "ddp-find-unused": DDPFindUnused,
     "ddp-static": DDPStatic,
     "apex": ApexDDP,
+    "shard-1": ShardedOptimizerState,
+    "shard-2": ShardedGradients,
+    "shard-3": ShardedParameters,
 }
 
 
