@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT", "Group", "Layout", "Span", "flat_view", "lay_out"]
+__all__ = ["ALIGNMENT", "Group", "Layout", "Span", "flat_view", "is_packed", "lay_out", "packed_stride"]
 
 ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
 
@@ -91,7 +91,7 @@ class Layout:
 
     Attributes:
         names, parameters: all of them, by index.
-        strides: of each when it was laid out: its memory order.
+        strides: of each when it was laid out: its memory order; that of its rows where it had gaps.
         ranks: how many ranks they are split over.
         groups: by position.
         group_of: each parameter's group.
@@ -125,7 +125,7 @@ class Layout:
             index = self._index_of[id(parameter)] = len(self.parameters)
             self.names.append(name)
             self.parameters.append(parameter)
-            self.strides.append(parameter.stride())
+            self.strides.append(packed_stride(parameter))
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             group = open_groups.get(kind)
             size = parameter.numel() * parameter.dtype.itemsize
@@ -163,17 +163,29 @@ def lay_out(
     return layout, [layout.add(unit, float("inf")) for unit in units]
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills consecutive memory, each place with one element."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
+
+
+def packed_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides, or those of its contiguous copy where it has gaps or elements that share memory."""
+    if is_packed(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that fills consecutive memory, as 1-D in memory order; shares its storage.
 
     Raises:
         ValueError: it has gaps, or elements that share memory.
     """
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1 and stride != expected:
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps"
-            )
-        expected *= size
+    if not is_packed(tensor):
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps")
     return tensor.detach().as_strided((tensor.numel(),), (1,))

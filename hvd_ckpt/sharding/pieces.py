@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layout import flat_view
+from .layout import flat_view, packed_stride
 
 __all__ = ["Form", "Piece"]
 
@@ -21,7 +21,7 @@ class Form:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Form:
-        return cls(parameter.shape, parameter.stride())
+        return cls(parameter.shape, packed_stride(parameter))
 
     @property
     def numel(self) -> int:
