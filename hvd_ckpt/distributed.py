@@ -25,6 +25,7 @@ from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.wire import Wire
 from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, shard_optimizer
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.readiness import check_memory, check_not_split
 
 __all__ = ["DistributedOptimizer"]
 
@@ -136,8 +137,11 @@ def DistributedOptimizer(
             master_weights,
         )
         named, known_names = name_parameters(optimizer, named_parameters)
+        check_not_split(named)
         if sharding is not None:
             named = sharding.all_parameters(named)
+            check_not_split(named)
+            check_memory(named, () if sharding.model is None else sharding.model.named_parameters())
     except Exception as exception:  # whatever it is, this rank must not miss the meeting below
         error = exception
     options = {

@@ -13,6 +13,7 @@ from .flights import IN_FLIGHT
 from .formats import WireFormat
 from .layout import Group, Layout
 from .pieces import Form
+from .readiness import is_split
 
 __all__ = ["FlatParameters"]
 
@@ -75,6 +76,11 @@ class FlatParameters:
                 expected = flat.data_ptr() + offset * flat.element_size()
                 if parameter.data_ptr() == expected or not parameter.numel():
                     continue
+                if is_split(parameter):
+                    raise RuntimeError(
+                        f"parameter '{self._layout.names[index]}' is split over the ranks by another DistributedOptimizer, which "
+                        "alone can step it now; step that one, or call unshard() on it"
+                    )
                 form = self._forms[index]
                 if (
                     parameter.dtype is not flat.dtype
@@ -98,6 +104,9 @@ class FlatParameters:
     def gathered(self) -> Iterator[None]:
         """Within it parameters are whole, as they always are."""
         yield
+
+    def remove(self) -> None:
+        """Lets go of the parameters, which are whole."""
 
     def _own(self, group: Group) -> torch.Tensor:
         first = self._exchange.rank * group.shard_numel

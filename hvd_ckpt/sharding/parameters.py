@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from .formats import FP32, WireFormat
 from .gathering import UnitParameters
 from .layout import Group, Layout
 from .passes import GatherStats, Passes, ShardedUnit
+from .readiness import check_memory, forget_split, note_split
 
 __all__ = ["ShardedParameters", "Unit"]
 
@@ -46,7 +46,7 @@ class ShardedParameters:
         stats: gathers since the start.
 
     Raises:
-        ValueError: two parameters share memory; one has gaps in its own, or none at all.
+        ValueError: two parameters share memory; one has none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardedParameters:
         exchange: Exchange,
         format: WireFormat = FP32,
     ) -> None:
-        _check(layout)
+        check_memory(list(zip(layout.names, layout.parameters)))
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
         own = [UnitParameters(layout, unit.groups, exchange, format) for unit in units]
@@ -70,6 +70,7 @@ class ShardedParameters:
         self._passes = Passes([(one, len(used)) for one, used in zip(own, modules)])
         self.stats: GatherStats = self._passes.stats
         self._handles = _hook(self._passes, modules)
+        note_split(layout.parameters)
 
     def publish(self, groups: Collection[Group] | None = None) -> None:
         """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
@@ -118,7 +119,15 @@ class ShardedParameters:
             self._passes.let_go()
 
     def remove(self) -> None:
-        """Gives the model whole parameters of its own and takes all hooks off. Collective."""
+        """Gives the model whole parameters of its own and takes all hooks off. Collective.
+
+        Raises:
+            RuntimeError: inside :meth:`gathered`, or a forward or backward pass.
+        """
+        if self._passes.held:
+            raise RuntimeError(
+                "optimizer.unshard() does not work inside optimizer.gathered_parameters(); call it after it"
+            )
         self._passes.hold()
         for unit in self._passes.units:
             unit.parameters.give_back()
@@ -126,29 +135,8 @@ class ShardedParameters:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _check(layout: Layout) -> None:
-    """Whether the parameters' memory can be split."""
-    places = []
-    for name, parameter in zip(layout.names, layout.parameters):
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"parameter '{name}' has no values yet: it is on the meta device; initialize the model before its parameters are "
-                "split"
-            )
-        if parameter.numel():
-            start = parameter.data_ptr()
-            places.append(
-                (str(parameter.device), start, start + parameter.numel() * parameter.element_size(), name)
-            )
-    places.sort()
-    for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(places):
-        if device == other_device and start < stop:
-            raise ValueError(
-                f"parameters '{name}' and '{other}' are two that share memory; make them one and the same nn.Parameter, or "
-                "use shard='gradients'"
-            )
+        forget_split(self._layout.parameters)
+        torch.autograd.graph.increment_version(self._layout.parameters)  # what graphs have saved is gone
 
 
 def _owners(model: nn.Module, groups: Sequence[Group], layout: Layout) -> list[nn.Module]:

@@ -464,3 +464,45 @@ def test_a_process_set_shards_among_its_ranks() -> None:
         assert (getattr(optimizer, "shard_stage", 0) == 2) == members.included()
     finally:
         hc.remove_process_set(members)
+
+
+class Gaps(Model):
+    """Parameters that do not fill consecutive memory, or whose elements share it."""
+
+    def __init__(self, gaps: bool = True) -> None:
+        super().__init__()
+        keep: Any = nn.Identity() if gaps else torch.Tensor.contiguous
+        self.first.weight = nn.Parameter(keep(torch.randn(WIDTH, 20)[:, 4:11]))
+        self.blocks[1][0].bias = nn.Parameter(keep(torch.ones(1).expand(WIDTH)))
+        self.unused.weight = nn.Parameter(keep(torch.randn(WIDTH, 2 * WIDTH)[:, ::2]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_with_gaps_keep_their_values(stage: int) -> None:
+    reference = trained(adam, 0, kind=lambda: Gaps(False))
+    assert_same(trained(adam, stage, kind=Gaps), reference, exactly=two_ranks_at_most())
+
+    model = Gaps()
+    values = torch.arange(480.0).view(WIDTH, 20)[:, 4:11]
+    optimizer = wrapped(model, adam, stage)
+    if stage < 3:
+        late = nn.Parameter(values)
+        optimizer.add_param_group({"params": [late]})
+        assert late.data_ptr() != values.data_ptr()
+        assert torch.equal(late, values)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
+    for parts in (("weight", "weight"), ("weight", "bias"), ("bias", "weight")):
+        model = Model()
+        for block, name in zip(model.blocks, parts):  # the first two
+            memory = model.blocks[3][0].weight.data
+            setattr(block[0], name, nn.Parameter(memory[:, 1:5] if name == "weight" else memory[0]))
+        with pytest.raises(ValueError, match=r"'blocks\.\S+' and '\S+' are two that share memory.*clone\(\)"):
+            wrapped(model, adam, stage)
+    model = Model()
+    model.head = nn.Parameter(model.unused.weight.data, requires_grad=False)  # which is in no optimizer
+    with pytest.raises(ValueError, match="share memory"):
+        wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
+    hc.barrier()
