@@ -47,14 +47,15 @@ def find_units(
     Args:
         model: all its parameters are in one unit each.
         units: modules, or lists of modules that run one after the other, to be gathered together. One may lie in another, which
-            then has the rest.
+            then has the rest. An ``nn.ModuleList`` or ``nn.ModuleDict``, which never runs itself, stands for its modules: each is a
+            unit, or all are one where it is in a list.
 
     Returns:
         The units in the model's order, those without parameters left out, then that of the model, which is always there.
 
     Raises:
         TypeError: an entry of ``units`` is neither a module nor a list of modules.
-        ValueError: one is not part of the model, or is named twice.
+        ValueError: one is not part of the model, is named twice, or has no ``forward``, so that nothing would gather it.
     """
     chosen = _by_default(model) if units is None else _checked(model, units)
     place = {id(module): place for place, module in enumerate(model.modules())}
@@ -72,8 +73,9 @@ def _checked(model: nn.Module, units: Iterable[nn.Module | Sequence[nn.Module]])
     taken: set[int] = set()
     chosen: list[list[nn.Module]] = []
     for number, unit in enumerate(units):
-        modules = list(unit) if isinstance(unit, (list, tuple)) else [cast(nn.Module, unit)]
-        for module in modules:
+        together = isinstance(unit, (list, tuple))
+        given = list(unit) if isinstance(unit, (list, tuple)) else [cast(nn.Module, unit)]
+        for module in given:
             if not isinstance(module, nn.Module):
                 raise TypeError(
                     f"units[{number}] must be a module of the model or a list of them, got {module!r} of type "
@@ -84,6 +86,13 @@ def _checked(model: nn.Module, units: Iterable[nn.Module | Sequence[nn.Module]])
                     f"units[{number}] has a {type(module).__name__} that is no part of this {type(model).__name__}; "
                     "take modules from model.modules()"
                 )
+        modules = [inner for module in given for inner in _running(module)]
+        for module in modules:
+            if not _runs(module):
+                raise ValueError(
+                    f"units[{number}] has '{names[id(module)]}', a {type(module).__name__} without a forward of its own: it never "
+                    "runs, so nothing would gather it; name the modules that are called"
+                )
             if id(module) in taken:
                 raise ValueError(
                     f"units[{number}] has module '{names[id(module)]}', which is in a unit already; name it once"
@@ -91,17 +100,41 @@ def _checked(model: nn.Module, units: Iterable[nn.Module | Sequence[nn.Module]])
             taken.add(id(module))
         modules = [module for module in modules if module is not model]
         if modules:
-            chosen.append(modules)
+            chosen += [modules] if together else [[module] for module in modules]
     return chosen
+
+
+def _runs(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _running(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or those that run in its place."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _runs(module):
+        for child in module.children():
+            yield from _running(child)
+    else:
+        yield module
+
+
+def _opened(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+    """A block as units of modules that run: as it is, unless one of them never runs itself."""
+    if all(map(_runs, modules)):
+        yield list(modules)
+        return
+    for module in modules:
+        for part in [module] if _runs(module) else module.children():
+            yield from _opened([part])
 
 
 def _by_default(model: nn.Module) -> list[list[nn.Module]]:
     recomputed = list(_recomputed(model))
     inside = {id(inner) for modules in recomputed for module in modules for inner in module.modules()}
     blocks = [
-        block.modules
+        modules
         for block in proposed_blocks(model)
-        if not any(id(module) in inside for module in block.modules)
+        for modules in _opened(block.modules)
+        if not any(id(module) in inside for module in modules)
     ]
     return recomputed + blocks
 

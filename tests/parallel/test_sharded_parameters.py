@@ -526,3 +526,43 @@ def test_units_may_share_and_lie_in_one_another() -> None:
     )
     train(plain, split)
     assert_gathered_once(split, 2)
+
+
+class Holder(nn.Module):
+    """Never runs itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.ParameterList([torch.ones(WIDTH)])
+        self.parts = nn.ModuleDict({"one": Block(), "two": Block()})
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Holder() for _ in range(2)])
+        self.last = nn.ModuleList([Block(), nn.ModuleList([Block(), Block()])])
+
+    def forward(self, x: Any) -> Any:
+        for holder in self.blocks:
+            for part in holder.parts.values():
+                x = part(x) + holder.shift[0]
+        return self.last[1][1](self.last[1][0](self.last[0](x)))
+
+
+def test_what_holds_modules_and_never_runs_is_opened_or_refused() -> None:
+    for units, count in (
+        (None, 7),
+        (lambda model: [model.last, model.blocks[0].parts], 5),
+        (lambda model: [[model.last], [model.blocks[0].parts, model.blocks[1].parts["one"]]], 2),
+    ):
+        plain, split = pair(Nested, units)
+        assert len(split.units) == count + 1
+        train(plain, split)
+    for refused, name in (
+        (lambda model: model.blocks, r"blocks\.0', a Holder"),
+        (lambda model: [model.last, model.blocks[1].shift], r"blocks\.1\.shift', a ParameterList"),
+    ):
+        model = Nested()
+        with pytest.raises(ValueError, match=rf"units\[\d\] has '{name} without a forward"):
+            find_units(model, refused(model))
