@@ -28,7 +28,7 @@ from .parameters import ShardedParameters, Unit
 from .pieces import Form
 from .reducer import ShardReducer
 from .stages import stage_of
-from .units import find_units
+from .units import UnitModules, find_units
 
 __all__ = ["ShardOptions", "check_shard_options", "shard_optimizer"]
 
@@ -42,7 +42,7 @@ class ShardOptions:
     Attributes:
         stage: 1 to 3.
         model: the module that is trained, if it is known; at stage 3 it is.
-        units: as given.
+        units: at stage 3, what is gathered together; else none.
         offload: whether the optimizer's state is kept elsewhere; ``offload_folder``: where.
         gradients, parameters: the formats in which they travel.
         master_weights: whether half-precision parameters have float32 copies in the shards.
@@ -50,7 +50,7 @@ class ShardOptions:
 
     stage: int
     model: torch.nn.Module | None
-    units: Sequence[Any] | None
+    units: Sequence[UnitModules]
     offload: bool
     offload_folder: Path | None
     gradients: WireFormat
@@ -80,7 +80,14 @@ class ShardOptions:
             "offload": self.offload,
             "wire": (self.gradients.name, self.parameters.name),
             "master_weights": self.master_weights,
+            "units": self._unit_names(),
         }
+
+    def _unit_names(self) -> list[list[str]]:
+        if not self.units or self.model is None:
+            return []
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return [[names[id(module)] for module in unit.modules] for unit in self.units]
 
 
 def check_shard_options(
@@ -147,7 +154,7 @@ def check_shard_options(
     return ShardOptions(
         stage,
         found,
-        units,
+        find_units(found, units) if stage == 3 and found is not None else (),
         offload is not None,
         None if offload_folder is None else Path(offload_folder),
         gradients,
@@ -263,8 +270,7 @@ def _stored(
         return layout, FlatParameters(layout, exchange, options.parameters)
     assert options.model is not None
     names = {id(parameter): name for name, parameter in named}
-    found = find_units(options.model, options.units)
-    parameters = [[(names[id(one)], one) for one in unit.parameters] for unit in found]
+    parameters = [[(names[id(one)], one) for one in unit.parameters] for unit in options.units]
     layout, groups = lay_out(named, exchange.ranks, cap, parameters)
-    units = [Unit(unit.modules, own_groups) for unit, own_groups in zip(found, groups)]
+    units = [Unit(unit.modules, own_groups) for unit, own_groups in zip(options.units, groups)]
     return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters)
