@@ -15,6 +15,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.sharding.readiness import is_absent
+
 from .agreement import broadcast_from, raise_together
 
 
@@ -26,7 +28,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: the rank whose values everyone gets.
 
     Raises:
-        ValueError: ``params`` is none of these, or names, shapes or dtypes differ between ranks; on every rank.
+        ValueError: ``params`` is none of these, or names, shapes or dtypes differ between ranks, or a parameter is split over the
+            ranks (``shard="parameters"``); on every rank.
     """
     error: Exception | None = None
     tensors: list[tuple[str, torch.Tensor]] = []
@@ -157,16 +160,25 @@ def broadcast_tensors(
     """
     pending = []
     with torch.no_grad():
-        for number, tensor in enumerate(tensors):
-            if tensor.numel():
-                contiguous = tensor.detach().contiguous()
+        for number, given in enumerate(tensors):
+            if given.numel():
+                tensor = _once(given.detach())
+                contiguous = tensor.contiguous()
                 wire = contiguous.view(-1).view(torch.uint8)
                 handle = mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}", process_set)
                 pending.append((tensor, contiguous, handle))
         for tensor, contiguous, handle in pending:
             mpi_ops.synchronize(handle)
             if contiguous.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(contiguous)
+                tensor.copy_(contiguous)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the repetitions of an expanded one."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if size > 1 and not stride:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -183,6 +195,11 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
             raise ValueError(
                 f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
                 f"use broadcast_object for it"
+            )
+        if is_absent(tensor):
+            raise ValueError(
+                f"broadcast_parameters: parameter '{name}' is split over the ranks, and rank 0's since DistributedOptimizer "
+                f"split it; leave this call out, or make it inside optimizer.gathered_parameters()"
             )
     return items
 

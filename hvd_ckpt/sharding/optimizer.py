@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from .masters import Masters
 from .offload import OffloadError, OptimizerOffload, raised_everywhere
 from .pieces import Form, Piece
 from .reducer import ShardReducer
+from .released import Released
 
 __all__ = ["ShardedOptimizer", "Sharding"]
 
@@ -159,6 +160,26 @@ class ShardedOptimizer(ReducedOptimizer):
         with self._sharding.store.gathered():
             yield
         self._sharding.masters.follow(self._sharding.store.shards)
+
+    def unshard(self) -> None:
+        """Gives the model whole parameters of its own on every rank; another optimizer can be made for it then. Collective.
+
+        This one cannot be used any more: take its :meth:`full_state_dict` before. Gradients that no step has used are dropped.
+
+        Raises:
+            RuntimeError: inside :meth:`gathered_parameters`, or a forward or backward pass.
+        """
+        sharding, reducer = self._sharding, self._reducer
+        sharding.store.remove()
+        if reducer is not None:
+            reducer.abandon()
+        self._reducer = None
+        self.state.clear()
+        for group, whole in zip(self.param_groups, sharding.groups):
+            group["params"] = whole
+            for parameter in whole:
+                parameter.grad = None
+        self._sharding = cast(Any, Released())
 
     # -------------------------------------------------------------------------------- gradients
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -507,3 +508,39 @@ def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
     with pytest.raises(ValueError, match="share memory"):
         wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
     hc.barrier()
+
+
+def descent(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: int) -> None:
+    reference = trained(descent, 0)
+    model = Model()
+    optimizer = wrapped(model, descent, stage)
+    steps(model, optimizer, range(2))
+    model(batch(9)).square().mean().backward()  # nothing comes of it
+    if stage == 3:
+        for other in range(4):
+            with pytest.raises(ValueError, match=r"'first\.weight' is split .* call optimizer\.unshard\(\)"):
+                wrapped(model, adam, other)
+        with optimizer.gathered_parameters(), pytest.raises(RuntimeError, match=r"unshard\(\) does not work"):
+            optimizer.unshard()
+        with pytest.raises(ValueError, match=r"'first\.weight' is split .* leave this call out"):
+            hc.broadcast_parameters(model.named_parameters(), root_rank=0)
+        with optimizer.gathered_parameters():
+            hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    reducer = weakref.ref(optimizer._reducer) if optimizer._reducer is not None else lambda: None
+    optimizer.unshard()
+    assert reducer() is None  # so it counts no gradient of the next one
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    for used in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.unshard):
+        with pytest.raises(RuntimeError, match=r"given the model its parameters back in unshard\(\)"):
+            used()
+
+    again = wrapped(model, descent, stage % 3 + 1)
+    steps(model, again, range(2, 4), clip=1e9)
+    assert_same(weights(model, again), reference, exactly=False)
+    again.unshard()
+    assert_same(dict(model.named_parameters()), reference, exactly=False)
