@@ -198,8 +198,8 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
             )
         if is_absent(tensor):
             raise ValueError(
-                f"broadcast_parameters: parameter '{name}' is split over the ranks, and rank 0's since DistributedOptimizer "
-                f"split it; leave this call out, or make it inside optimizer.gathered_parameters()"
+                f"broadcast_parameters: parameter '{name}' is split over the ranks, which all began with rank 0's values already; "
+                f"leave this call out, or make it inside optimizer.gathered_parameters()"
             )
     return items
 

@@ -521,6 +521,7 @@ def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: in
     optimizer = wrapped(model, descent, stage)
     steps(model, optimizer, range(2))
     model(batch(9)).square().mean().backward()  # nothing comes of it
+    old = model(batch(9)).square().mean()
     if stage == 3:
         for other in range(4):
             with pytest.raises(ValueError, match=r"'first\.weight' is split .* call optimizer\.unshard\(\)"):
@@ -534,6 +535,10 @@ def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: in
     reducer = weakref.ref(optimizer._reducer) if optimizer._reducer is not None else lambda: None
     optimizer.unshard()
     assert reducer() is None  # so it counts no gradient of the next one
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+    model.zero_grad()
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     for used in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.unshard):
         with pytest.raises(RuntimeError, match=r"given the model its parameters back in unshard\(\)"):
@@ -544,3 +549,6 @@ def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: in
     assert_same(weights(model, again), reference, exactly=False)
     again.unshard()
     assert_same(dict(model.named_parameters()), reference, exactly=False)
+    first, _ = wrapped(model, descent, 1), wrapped(model, descent, 3)
+    with pytest.raises(RuntimeError, match="by another DistributedOptimizer, which alone can step"):
+        first.step()
