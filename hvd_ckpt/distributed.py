@@ -143,7 +143,7 @@ def DistributedOptimizer(
             check_not_split(named)
             check_memory(named, () if sharding.model is None else sharding.model.named_parameters())
     except Exception as exception:  # whatever it is, this rank must not miss the meeting below
-        error = exception
+        error, named = exception, []
     options = {
         "op": op,
         "gradient_predivide_factor": gradient_predivide_factor,

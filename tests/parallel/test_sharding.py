@@ -505,6 +505,8 @@ def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
             wrapped(model, adam, stage)
     model = Model()
     model.head = nn.Parameter(model.unused.weight.data, requires_grad=False)  # which is in no optimizer
+    with pytest.raises(ValueError, match="'weight' has no values yet: it is lazy"):
+        wrapped(nn.LazyLinear(3), descent, stage)
     with pytest.raises(ValueError, match="share memory"):
         wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
     hc.barrier()
