@@ -158,7 +158,9 @@ def test_nothing_is_left_of_hosts_whose_owner_is_killed(end: signal.Signals) -> 
     assert Path(key).exists() and processes
     owner.send_signal(end)
     owner.communicate()
-    wait_for(lambda: not any(alive(process) for process in processes), "the end of what ran on the hosts", 120)
+    wait_for(
+        lambda: not any(alive(process) for process in processes), "the end of what ran on the hosts", 120
+    )
     wait_for(lambda: not Path(key).parent.parent.exists(), "the end of the folder of keys", 120)
 
 

@@ -188,7 +188,9 @@ def test_processes_are_found_by_their_mark_whoever_their_parent_is() -> None:
     parent = subprocess.Popen(["sh", "-c", "sleep 60 & exit 0"], env=environment)  # leaves an orphan
     parent.wait()
     deadline = time.monotonic() + 20
-    while (found := [(one.rank, one.name) for one in marked(token)]) != [(3, "sleep")] and time.monotonic() < deadline:
+    while (found := [(one.rank, one.name) for one in marked(token)]) != [
+        (3, "sleep")
+    ] and time.monotonic() < deadline:
         time.sleep(0.01)  # the orphan is still called sh until it has become sleep
     assert found == [(3, "sleep")]
     end(token)
