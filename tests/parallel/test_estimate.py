@@ -38,6 +38,8 @@ CASES = [
 
 @pytest.mark.parametrize(("stage", "recompute", "precision", "options"), CASES)
 def test_a_step_takes_what_was_estimated(stage, recompute, precision, options):
+    if hc.size() != 2 and not recompute:
+        pytest.skip("as much on two ranks")
     options = {"shard": stage, "bucket_cap_mb": BUCKET_CAP_MB, **options}
     dtype = torch.bfloat16 if precision == "bf16-params" else torch.float32
     estimate = hc.estimate_memory(

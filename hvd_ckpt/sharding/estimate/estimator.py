@@ -163,7 +163,7 @@ class Estimator:
         states = ModelStates(
             self._named, layout, stage, self._facts, self._place, weights, offload is not None
         )
-        flow.step(states.temporaries, states.gradient_copies, states.sent, states.received)
+        flow.step(states.compared, states.temporaries, states.gradient_copies, states.sent, states.received)
         highest = flow.highest
         base = {
             "parameters": states.parameters,

@@ -105,16 +105,19 @@ class Flow:
     def end(self) -> None:
         """The backward pass is over and all gradients are reduced."""
 
-    def step(self, temporaries: int, gradient_copies: int, sent: int, received: int) -> None:
+    def step(self, compared: int, temporaries: int, gradient_copies: int, sent: int, received: int) -> None:
         """The optimizer steps, then weights are gathered.
 
         Args:
+            compared: bytes that are allocated for a while before gradients are converted.
             temporaries: bytes that the step allocates for a while.
             gradient_copies: bytes of gradients converted for it.
             sent, received: bytes of encoded shards, and of what arrives.
         """
         self.reduced_gradients = self.now.gradients
-        self.now = replace(self.now, phase="step", temporaries=temporaries)
+        self.now = replace(self.now, phase="step", temporaries=compared)
+        self.see()
+        self.now = replace(self.now, temporaries=temporaries)
         self.now.gradients += gradient_copies
         self.see()
         self.now = replace(self.now, phase="gather", temporaries=0, buckets=sent, received=received)

@@ -32,6 +32,7 @@ class ModelStates:
 
     Attributes:
         parameters, optimizer_state, master_weights, offloaded: bytes.
+        compared: bytes allocated for a while before it, when masters are compared with weights.
         temporaries: bytes that the step allocates for a while.
         gradient_copies: bytes of half-precision gradients that are converted for it.
         sent, received: bytes of encoded shards, and of what arrives, when stepped weights are gathered.
@@ -61,8 +62,8 @@ class ModelStates:
         ranks = range(min(layout.ranks, _RANKS_LOOKED_AT) if stage else 1)
         found = [self._of_rank(rank, dict(named)) for rank in ranks]
         self.optimizer_state = max(state for state, _ in found)
-        compared = max((3 * group.shard_numel for group in halves), default=0)  # masters with weights
-        self.temporaries = max(compared, *(temporaries for _, temporaries in found))
+        self.compared = max((3 * group.shard_numel for group in halves), default=0)
+        self.temporaries = max(temporaries for _, temporaries in found)
         trained = [group for group in groups if group.requires_grad]
         self.gradient_copies = sum(
             4 * group.shard_numel for group in trained if group in halves and stage == 1
