@@ -54,6 +54,7 @@ def test_the_bits_are_those_without_offload(shard: int, dtype: torch.dtype, tmp_
     assert torch.equal(train(model, optimizer), train(*offloaded))
 
 
+@pytest.mark.skipif(hc.size() == 1, reason="it is the second rank that has no room")
 def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) -> None:
     folder = tmp_path / "missing" if hc.rank() == 1 else tmp_path
     said = "No such file" if hc.rank() == 1 else "another rank"
@@ -61,6 +62,7 @@ def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) ->
         job(folder, shard=1)
 
 
+@pytest.mark.skipif(hc.size() == 1, reason="it is the second rank that has no room")
 @pytest.mark.parametrize("shard", [1, 2])
 def test_no_room_on_one_rank_in_a_step_changes_nothing(shard: int, tmp_path: Path) -> None:
     """A group that is added needs room as well. The step that found none is taken again."""
