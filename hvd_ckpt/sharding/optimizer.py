@@ -78,6 +78,7 @@ class Sharding:
                     self.layout.names[index],
                     span.start,
                     span.stop,
+                    span.offset,
                     self.forms[index],
                     number,
                     index,
@@ -95,17 +96,12 @@ class Sharding:
 
     def take_gradient_shards(self, reducer: ShardReducer) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
-        offsets = {
-            span.parameter: (group, span.offset)
-            for group in self.layout.groups
-            for span in group.spans(self.exchange.rank)
-        }
         for piece in self.pieces:
-            group, offset = offsets[piece.index]
+            group = self.layout.group_of[piece.index]
             shard = reducer.shard(group) if reducer.used[piece.index] else None
-            length = piece.stop - piece.start
+            end = piece.offset + piece.stop - piece.start
             piece.parameter.grad = (
-                None if shard is None else shard[offset : offset + length].to(piece.parameter.dtype)
+                None if shard is None else shard[piece.offset : end].to(piece.parameter.dtype)
             )
 
     def drop_gradients(self) -> None:

@@ -50,6 +50,7 @@ class Piece:
     Attributes:
         name: of the whole parameter.
         start, stop: its elements, in the parameter's memory order.
+        offset: where they begin in this rank's shard of the parameter's group.
         form: shape and strides of the whole.
         group: index of the optimizer's parameter group.
         index: of the whole parameter in the layout.
@@ -60,6 +61,7 @@ class Piece:
     name: str
     start: int
     stop: int
+    offset: int
     form: Form
     group: int
     index: int
