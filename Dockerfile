@@ -19,8 +19,10 @@ RUN apt-get update \
 WORKDIR /hvd_ckpt
 COPY main.sh setup.cfg pyproject.toml ./
 COPY install install
-# The package is installed in place: an empty one is enough to record where it will be.
-RUN mkdir hvd_ckpt && touch hvd_ckpt/__init__.py && PIP_NO_CACHE_DIR=1 bash main.sh setup
+COPY hvd_ckpt/install hvd_ckpt/install
+COPY hvd_ckpt/folders.py hvd_ckpt/
+# The package is installed in place: one that builds Horovod and is empty otherwise is enough to record where it will be.
+RUN touch hvd_ckpt/__init__.py && PIP_NO_CACHE_DIR=1 bash main.sh setup
 # Nothing compiles or lints in the container: leave out the tools for it, and PyTorch's C++ headers, tests and protoc.
 RUN .venv/bin/python -m pip uninstall --quiet --yes cmake ninja ruff mypy \
     && cd .venv/lib/python3*/site-packages/torch \

@@ -6,7 +6,8 @@
 #   bash main.sh test [ARGS]       set up, then the tests (ARGS go to pytest)
 #   bash main.sh COMMAND [ARGS]    set up, then hvd-ckpt COMMAND: compare, doctor, ...
 #
-# NP=4 bash main.sh runs 4 ranks; PYTHON=/path/to/python3 chooses the Python for .venv.
+# NP=4 bash main.sh runs 4 ranks; PYTHON=/path/to/python3 chooses the Python for .venv, and TORCH=2.14.1 another
+# PyTorch than the pinned one; both are kept until .venv is removed.
 # The set-up does only what is missing or has changed, and repairs one that was interrupted.
 set -euo pipefail
 
@@ -34,29 +35,14 @@ find_python() {
             return
         fi
     done
-    die "Python 3.10 or newer was not found; install it (for example python3 from your system's packages)" \
-        "or name one with PYTHON=/path/to/python3."
+    die "Python 3.10 or newer was not found; install it with the rest of what is needed (Debian and Ubuntu: the packages" \
+        "g++ python3-dev python3-venv; Fedora: gcc-c++ python3-devel), or name one with PYTHON=/path/to/python3."
 }
 
-check_venv_module() {
-    "$1" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
-        die "$1 lacks the venv module with ensurepip; install it (Debian and Ubuntu: the package python3-venv)."
-}
-
-check_compiler() {
-    local compiler="${CXX:-}" candidate
-    for candidate in ${compiler:+"$compiler"} c++ g++ clang++; do
-        if command -v "${candidate%% *}" >/dev/null; then return; fi
-    done
-    die "a C++ compiler was not found; install one (Debian and Ubuntu: the package g++)."
-}
-
-check_headers() {
-    "$1" -c '
-import os, sys, sysconfig
-sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-        die "the headers of $1 (Python.h) were not found; install them (Debian and Ubuntu: the package" \
-            "python3-dev), since Horovod is compiled for it."
+check_prerequisites() {
+    local missing
+    missing="$("$1" "$root/hvd_ckpt/install/prerequisites.py")" ||
+        die "this is missing for the set-up:"$'\n'"  ${missing//$'\n'/$'\n'  }"
 }
 
 hash_of() { "$venv/bin/python" -c '
@@ -75,6 +61,14 @@ venv_works() {
         grep -qF "$venv" "$venv/bin/activate" && "$venv/bin/python" -c 'import pip' >/dev/null 2>&1
 }
 
+repair_packages() {
+    # pip writes a package's RECORD last: without it the package is half installed, and without its folder pip installs it again.
+    local folder
+    for folder in "$venv"/lib/python*/site-packages/*.dist-info; do
+        if [[ -d "$folder" && ! -f "$folder/RECORD" ]]; then rm -rf "$folder"; fi
+    done
+}
+
 make_venv() {
     if [[ -f "$busy" ]]; then
         local other
@@ -82,63 +76,81 @@ make_venv() {
         if [[ -n "$other" ]] && kill -0 "$other" 2>/dev/null; then
             die "another set-up of $root is running (process $other); wait for it to end."
         fi
-        say "The last set-up was interrupted: starting over."
-        rm -rf "$venv"
+        if [[ -d "$stamps" ]]; then
+            say "The last set-up was interrupted: repairing it."
+            repair_packages
+        else
+            say "The last set-up was interrupted: starting over."
+            rm -rf "$venv"
+        fi
     fi
     if ! venv_works; then
         local python
         python="$(find_python)"
-        check_venv_module "$python"
-        check_compiler
-        check_headers "$python"
+        check_prerequisites "$python"
         say "Making .venv with $("$python" --version)"
         rm -rf "$venv"
-        mkdir "$venv"
+        mkdir "$venv" || die "$venv cannot be made; the reason is above."
         printf '%s\n' "$$" >"$busy"
-        "$python" -m venv "$venv" >&2 || die "$python could not make a virtual environment in $venv."
+        "$python" -m venv "$venv" >&2 || die "$python could not make a virtual environment in $venv; the reason is above."
+        mkdir "$stamps"
     fi
 }
 
-install_requirements() {
-    local list="$root/install/requirements.txt" hash
-    hash="$(hash_of "$list")"
-    if is_done requirements "$hash"; then return; fi
+install_with_pip() {
     printf '%s\n' "$$" >"$busy"
-    say "Installing the requirements (PyTorch is large; the first time takes a while)"
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$list" >&2 ||
-        die "the requirements could not be installed; the reason is above."
-    mark_done requirements "$hash"
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >&2 && return
+    repair_packages
+    rm -f "$busy"
+    return 1
 }
 
-build_horovod() {
-    # Cheap when nothing changed: the script compares what is installed with the wheel in its cache.
-    local hash
-    hash="$(hash_of "$root/install/recipe.py")-$("$venv/bin/python" "$root/install/build_horovod.py" --print-key)"
-    if is_done horovod "$hash" && "$venv/bin/python" -c '
-import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; then return; fi
-    check_compiler
-    "$venv/bin/python" "$root/install/build_horovod.py" --no-install >&2 || exit 1
-    printf '%s\n' "$$" >"$busy"   # the build may be interrupted freely, the installation may not
-    "$venv/bin/python" "$root/install/build_horovod.py" >&2 || exit 1
-    mark_done horovod "$hash"
+install_requirements() {
+    local list="$stamps/requirements.txt" torch hash
+    mkdir -p "$stamps"
+    torch="${TORCH:-$(cat "$stamps/torch" 2>/dev/null || true)}"
+    sed "${torch:+s/^torch==.*/torch==$torch/}" "$root/install/requirements.txt" >"$list"
+    hash="$(hash_of "$list")"
+    if is_done requirements "$hash"; then return; fi
+    say "Installing the requirements. The download is 0.4 GB with PyTorch's CPU build, and 2.9 GB with the CUDA build that" \
+        "the default package index has. For the CPU build, name its index, as pytorch.org says under Get Started:" \
+        "PIP_EXTRA_INDEX_URL=... bash main.sh"
+    install_with_pip -r "$list" ||
+        die "the requirements could not be installed; the reason is above. What was installed is kept: run it again."
+    if [[ -n "$torch" ]]; then mark_done torch "$torch"; fi
+    mark_done requirements "$hash"
 }
 
 install_package() {
     local hash
     hash="$(hash_of "$root/setup.cfg" "$root/pyproject.toml")"
     if is_done package "$hash"; then return; fi
-    printf '%s\n' "$$" >"$busy"
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
-        --editable "$root" >&2 || die "this package could not be installed; the reason is above."
+    install_with_pip --quiet --no-deps --no-build-isolation --editable "$root" ||
+        die "this package could not be installed; the reason is above."
     mark_done package "$hash"
+}
+
+build_horovod() {
+    # Cheap when nothing changed: the module compares what is installed with the wheel in its cache.
+    local hash build=("$venv/bin/python" -m hvd_ckpt.install.build_horovod)
+    hash="$(hash_of "$root/hvd_ckpt/install/recipe.py")-$("${build[@]}" --print-key)" || return 1
+    if is_done horovod "$hash" && "$venv/bin/python" -c '
+import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; then return; fi
+    "${build[@]}" --no-install >&2 || return 1
+    printf '%s\n' "$$" >"$busy"   # the build may be interrupted freely, the installation may not
+    "${build[@]}" >&2 || return 1
+    mark_done horovod "$hash"
 }
 
 set_up() {
     make_venv
     install_requirements
-    rm -f "$busy"
-    build_horovod
     install_package
+    rm -f "$busy"
+    if ! build_horovod; then
+        rm -f "$busy"
+        [[ "$1" == doctor ]] || die "Horovod is missing; all else is there: $venv/bin/hvd-ckpt doctor says what works."
+    fi
     rm -f "$busy"
 }
 
@@ -147,7 +159,7 @@ if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     exit 0
 fi
 unset PYTHONHOME
-set_up
+set_up "${1:-}"
 export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
 
 case "${1:-compare}" in

@@ -8,9 +8,11 @@ command only where it lives and what its one line of help says; ``hvd-ckpt --hel
 from __future__ import annotations
 
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
+
+from hvd_ckpt.install.extras import explain_import_error
 
 
 class _Entry(NamedTuple):
@@ -24,6 +26,11 @@ COMMANDS = {
         "hvd_ckpt.benchmark.command",
         "bench",
         "Time reduction, recomputation and training beside their peers.",
+    ),
+    "build-horovod": _Entry(
+        "hvd_ckpt.install.build_horovod",
+        "build_horovod",
+        "Build Horovod for the PyTorch at hand and install it.",
     ),
     "compare": _Entry(
         "hvd_ckpt.comparison.command", "compare", "Compare engines and recomputation: results, time, memory."
@@ -58,10 +65,23 @@ class LazyGroup(click.Group):
             module = import_module(entry.module)
         except ImportError as error:
             raise click.ClickException(
-                f"{cmd_name} cannot be loaded: {error}. Run `hvd-ckpt doctor` to see what is missing."
+                explain_import_error(error)
+                or f"{cmd_name} cannot be loaded: {error}. Run `hvd-ckpt doctor` to see what is missing."
             ) from error
         command: click.Command = getattr(module, entry.attribute)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; a package that is missing ends it with one line."""
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:
+            text = explain_import_error(error)
+            if text is None:
+                raise
+            from hvd_ckpt.command_line import BadArgument
+
+            raise BadArgument(text) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -21,14 +21,15 @@ from typing import Any
 
 import click
 
+from hvd_ckpt.folders import cache_folder, make_writable
+from hvd_ckpt.install.build_horovod import failure_of_last_build, missing_prerequisites
+from hvd_ckpt.install.extras import BUILD_HOROVOD, explain_import_error, first_line
+from hvd_ckpt.install.recipe import BuildError, detect_target
 from hvd_ckpt.probe import OPERATIONS, probe
 
 CONTROLLERS = ("gloo", "mpi")
 ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")
 ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "OPAL_PREFIX")
-REBUILD = (
-    "run `bash main.sh setup` in the repository of hvd_ckpt, which builds Horovod for the PyTorch at hand"
-)
 
 Facts = dict[str, Any]
 
@@ -44,6 +45,8 @@ def examine(timeout: float = 120.0) -> Facts:
         "torch": torch_facts(),
         "horovod": horovod_facts(),
     }
+    facts["build"] = build_facts() if "error" in facts["horovod"] and "version" in facts["torch"] else {}
+    facts["home"] = home_facts()
     facts["controllers"] = {name: _controller_facts(name, facts["horovod"], timeout) for name in CONTROLLERS}
     facts["mpi"] = mpi_facts()
     facts["apex"] = apex_facts()
@@ -57,33 +60,62 @@ def torch_facts() -> Facts:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
-        return {"error": _first_line(error)}
+        return {"error": first_line(error)}
     cuda = torch.version.cuda
     available = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if available else []
-    return {"version": torch.__version__, "cuda_built": cuda, "cuda_available": available, "devices": names}
+    facts: Facts = {
+        "version": torch.__version__,
+        "cuda_built": cuda,
+        "cuda_available": available,
+        "devices": names,
+    }
+    try:
+        importlib.import_module("hvd_ckpt.torch_private")
+    except ImportError as error:
+        facts["unsupported"] = first_line(error)
+    return facts
 
 
 def horovod_facts() -> Facts:
     """Horovod's version and what it was built with; or ``error``, one sentence with the way out."""
     if importlib.util.find_spec("horovod") is None:
-        return {"error": f"Horovod is not installed: {REBUILD}."}
+        return {"error": f"Horovod is not installed: {BUILD_HOROVOD}."}
     facts: Facts = {"version": _version_of("horovod")}
     try:
         from hvd_ckpt import runtime
 
         facts.update(runtime.horovod_build())
-    except ImportError as error:
-        text = _first_line(error)
-        if "has not been built" in text:
-            facts["error"] = f"Horovod was built without PyTorch ({text}): {REBUILD}."
-        else:
-            facts["error"] = (
-                f"Horovod does not load ({text}), as when it was built for another PyTorch: {REBUILD}."
-            )
     except Exception as error:
-        facts["error"] = f"Horovod does not load ({_first_line(error)}): {REBUILD}."
+        text = explain_import_error(error) if isinstance(error, ImportError) else None
+        facts["error"] = text or f"Horovod does not load ({first_line(error)}): {BUILD_HOROVOD}."
     return facts
+
+
+def build_facts() -> Facts:
+    """Why Horovod could not be built here: ``missing`` prerequisites, and the error of the last build if it ``failed``."""
+    try:
+        target = detect_target()
+        cache, _ = cache_folder()
+        return {"missing": missing_prerequisites(), "failed": failure_of_last_build(cache, target)}
+    except (BuildError, OSError) as error:
+        return {"missing": [first_line(error)], "failed": None}
+
+
+def home_facts() -> Facts:
+    """The home folder, and ``error`` where ``horovodrun``, which keeps a cache in ``~/.horovod``, cannot write there."""
+    home = os.path.expanduser("~")
+    wanted = "horovodrun keeps its cache in ~/.horovod: set HOME to a folder that you can write to"
+    if home == "~":
+        return {
+            "folder": None,
+            "error": f"HOME is not set, and the password file does not know this user; {wanted}.",
+        }
+    try:
+        make_writable(Path(home, ".horovod"))
+    except OSError as error:
+        return {"folder": home, "error": f"HOME, {home}, cannot be written to ({error.strerror}); {wanted}."}
+    return {"folder": home}
 
 
 def _controller_facts(name: str, horovod: Facts, timeout: float) -> Facts:
@@ -95,15 +127,16 @@ def _controller_facts(name: str, horovod: Facts, timeout: float) -> Facts:
 
 
 def mpi_facts() -> Facts:
-    """MPI's version as mpi4py sees it, mpi4py's own, and where the launcher is."""
+    """MPI's version as mpi4py sees it, mpi4py's own, and where the launcher and what it reaches other machines with are."""
     facts: Facts = {"mpi4py": _version_of("mpi4py"), "mpirun": _find_program("mpirun")}
+    facts["ssh"] = shutil.which("ssh") or shutil.which("rsh")
     try:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         text: str = importlib.import_module("mpi4py.MPI").Get_library_version()
         facts["version"] = text.split("\n")[0].split(",")[0].strip("\x00 ")
     except Exception as error:
-        facts["error"] = _first_line(error)
+        facts["error"] = first_line(error)
     return facts
 
 
@@ -132,7 +165,7 @@ def apex_facts() -> Facts:
         importlib.import_module("apex.amp")
         cuda = bool(importlib.import_module("torch").cuda.is_available())
     except Exception as error:
-        return {"usable": False, "reason": f"NVIDIA Apex does not load ({_first_line(error)})"}
+        return {"usable": False, "reason": f"NVIDIA Apex does not load ({first_line(error)})"}
     return {"usable": cuda, "reason": "" if cuda else "NVIDIA Apex is installed, but it needs a CUDA device"}
 
 
@@ -148,17 +181,24 @@ def environment_facts() -> dict[str, str]:
 def problems(facts: Facts) -> list[str]:
     """What is essential and missing, each one sentence with the way out."""
     if "error" in facts["torch"]:
-        return [f"PyTorch does not load ({facts['torch']['error']}): {REBUILD}."]
+        return [f"PyTorch does not load ({facts['torch']['error']}): install it, then {BUILD_HOROVOD}."]
+    if "unsupported" in facts["torch"]:
+        return [facts["torch"]["unsupported"]]
+    home = [facts["home"]["error"]] if "error" in facts["home"] else []
     if "error" in facts["horovod"]:
-        return [facts["horovod"]["error"]]
+        build = facts["build"]
+        missing = [f"the build of Horovod lacks something: {text}" for text in build["missing"]]
+        failed = [f"the last build of Horovod failed: {build['failed']}"] if build["failed"] else []
+        return [facts["horovod"]["error"], *missing, *failed, *home]
     if any(controller["works"] for controller in facts["controllers"].values()):
-        return []
+        return home
     reasons = "; ".join(
         f"{name}: {controller['reason']}" for name, controller in facts["controllers"].items()
     )
     return [
+        *home,
         f"no controller works ({reasons}): check that `horovodrun` starts processes on this machine (its network "
-        f"interface: HOROVOD_GLOO_IFACE) or {REBUILD}."
+        f"interface: HOROVOD_GLOO_IFACE), or that Horovod is built for this PyTorch: {BUILD_HOROVOD}.",
     ]
 
 
@@ -169,7 +209,7 @@ def rows(facts: Facts) -> list[tuple[str, str, str]]:
     if "error" in torch:
         table.append(("PyTorch", torch["error"], "!"))
     else:
-        table.append(("PyTorch", torch["version"], "ok"))
+        table.append(("PyTorch", torch["version"], "!" if "unsupported" in torch else "ok"))
         devices = ", ".join(torch["devices"]) or "no device"
         cuda = (
             f"built for {torch['cuda_built']}, {devices}"
@@ -195,7 +235,11 @@ def rows(facts: Facts) -> list[tuple[str, str, str]]:
             table.append((f"  on {device}", text, "!" if bad else "ok"))
     table.append(("MPI", mpi.get("version", mpi.get("error", "")), "ok" if "version" in mpi else "-"))
     table.append(("mpirun", mpi["mpirun"] or "not found", "ok" if mpi["mpirun"] else "-"))
+    ssh = "not found: mpirun wants it, for this machine too; without it, export OMPI_MCA_plm_rsh_agent="
+    table.append(("ssh", mpi["ssh"] or ssh, "ok" if mpi["ssh"] else "-"))
     table.append(("mpi4py", mpi["mpi4py"] or "not installed", "ok" if mpi["mpi4py"] else "-"))
+    home = facts["home"]
+    table.append(("HOME", home.get("error", home["folder"]), "!" if "error" in home else "ok"))
     table.append(("Apex", apex["reason"] or "apex.amp can be used", "ok" if apex["usable"] else "-"))
     settings = "\n".join(f"{name}={value}" for name, value in facts["environment"].items())
     table.append(("environment", settings or "no setting that matters is set", "ok" if settings else "-"))
@@ -218,11 +262,6 @@ def _version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.split("\n")[0][:300]
 
 
 @click.command()

@@ -30,8 +30,20 @@ def call(*arguments: str, before: str = "", **environment: str) -> subprocess.Co
 
 
 @pytest.fixture(scope="module")
-def healthy() -> dict[str, Any]:
-    result = call("--json", HOROVOD_CYCLE_TIME="2", HOROVOD_SECRET_KEY="hush", OMP_NUM_THREADS="1")
+def path_without_ssh(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PATH as on a small system: Open MPI looks for ssh, even to start ranks on one machine."""
+    folder = tmp_path_factory.mktemp("bin")
+    for place in os.environ["PATH"].split(os.pathsep):
+        for program in Path(place).iterdir() if Path(place).is_dir() else ():
+            if program.name not in ("ssh", "rsh") and not (folder / program.name).is_symlink():
+                (folder / program.name).symlink_to(program)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def healthy(path_without_ssh: str) -> dict[str, Any]:
+    environment = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_SECRET_KEY": "hush", "OMP_NUM_THREADS": "1"}
+    result = call("--json", PATH=path_without_ssh, **environment)
     facts: dict[str, Any] = json.loads(result.stdout)
     assert result.returncode == 0, facts["problems"]
     return facts
@@ -71,6 +83,7 @@ def test_the_table_says_the_same(healthy: dict[str, Any], capsys: pytest.Capture
         "mpi",
         "Apex",
         "HOROVOD_CYCLE_TIME=2",
+        "OMPI_MCA_plm_rsh_agent",
     ):
         assert text in shown
     assert "problem" not in shown
@@ -95,7 +108,7 @@ def test_a_broken_horovod(tmp_path: Path, error: str, words: tuple[str, ...]) ->
     write_package(tmp_path, "horovod.torch", f"raise ImportError({error!r})")
     result = call(PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
-    for word in (*words, "problem:", "bash main.sh setup"):
+    for word in (*words, "problem:", "hvd-ckpt build-horovod"):
         assert word in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
 
@@ -104,8 +117,35 @@ def test_no_horovod() -> None:
     result = call("--json", before="sys.modules['horovod'] = None")
     facts = json.loads(result.stdout)
     assert result.returncode == 1
-    assert len(facts["problems"]) == 1
-    assert facts["problems"][0].startswith("Horovod is not installed: run `bash main.sh setup`")
+    assert facts["problems"][0].startswith("Horovod is not installed: run `hvd-ckpt build-horovod`")
+
+
+def test_what_a_build_of_horovod_lacks(tmp_path: Path) -> None:
+    """And how the last one failed: the first error in its log."""
+    from hvd_ckpt.install.recipe import detect_target
+
+    log = tmp_path / "hvd_ckpt" / "logs" / f"{detect_target().key}.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(
+        "[1/2] c++ a.cc\n  a.cc:3:1: error: one today\n  b.cc:1:1: error: two\nerror: subprocess-exited-with-error\n"
+    )
+    absent = "sys.modules['horovod'] = None"
+    result = call("--json", before=absent, CXX="/no/such/compiler", XDG_CACHE_HOME=str(tmp_path))
+    problems = json.loads(result.stdout)["problems"]
+    assert result.returncode == 1
+    assert any("CXX=/no/such/compiler" in problem for problem in problems)
+    assert any("a.cc:3:1: error: one today" in problem and str(log) in problem for problem in problems)
+
+
+@pytest.mark.parametrize("home", ["/proc/no/home", None])
+def test_no_home(home: str | None) -> None:
+    """horovodrun writes to ~/.horovod. A user that the password file does not know, without HOME, has none."""
+    before = "import os\nfrom unittest.mock import patch\nsys.modules['horovod'] = None\n"
+    before += "patch('pwd.getpwuid', side_effect=KeyError).start()\n"
+    before += "os.environ.pop('HOME')" if home is None else f"os.environ['HOME'] = {home!r}"
+    facts = json.loads(call("--json", before=before).stdout)
+    (problem,) = [problem for problem in facts["problems"] if "HOME" in problem]
+    assert "set HOME to a folder that you can write to" in problem and (home or "not set") in problem
 
 
 def test_no_pytorch() -> None:

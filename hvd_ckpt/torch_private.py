@@ -1,0 +1,94 @@
+"""Private names of PyTorch that this package relies on, and the check that this PyTorch has them.
+
+PyTorch promises nothing about them, so they are imported here and nowhere else (benchmarks import what their peers need where
+they measure them). Some objects have attributes that are private, too, and are read where they are needed: :data:`ATTRIBUTES`.
+
+Raises:
+    ImportError: PyTorch is older than :data:`OLDEST`, or lacks one of the names, as a newer one may.
+"""
+
+# ruff: noqa: I001
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceType", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+    "LazyNormBase", "NormBase",
+    "current_graph_task_id", "disable_current_modes", "disable_dynamo", "execution_engine", "foreach_copy_",
+    "foreach_mul_", "foreach_zero_",
+    "function_mode_stack", "get_autocast_kwargs", "infer_device_type", "profiler_enabled", "pytree",
+    "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter",
+]  # fmt: skip
+
+OLDEST = (2, 13)  # the oldest that the tests have passed with (2.9 fails some); setup.cfg asks for it
+
+ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("_version", "_backward_hooks")),
+    (torch.UntypedStorage, ("_cdata",)),
+    (torch.autograd.Function, ("_backward_cls",)),
+    (nn.Module(), ("_modules", "_parameters", "_buffers")),
+)
+
+
+def _version(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+_release = re.match(r"(\d+)\.(\d+)", torch.__version__)
+if _release is not None and (int(_release[1]), int(_release[2])) < OLDEST:
+    raise ImportError(
+        f"hvd_ckpt needs PyTorch {_version(OLDEST)} or newer, and this is PyTorch {torch.__version__}: install a newer "
+        "one, then run `hvd-ckpt build-horovod`, which builds Horovod for it.",
+        name="hvd_ckpt",
+    )
+
+try:
+    from torch import (
+        _foreach_copy_ as foreach_copy_,
+        _foreach_mul_ as foreach_mul_,
+        _foreach_zero_ as foreach_zero_,
+    )
+    from torch._C import (
+        DisableTorchFunction as DisableTorchFunction,
+        DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
+        _current_graph_task_id as current_graph_task_id,
+    )
+    from torch._C._autograd import (
+        DeviceType as DeviceType,
+        _profiler_enabled as profiler_enabled,
+        _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks,
+    )
+    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch.autograd import (  # type: ignore[attr-defined]
+        _unsafe_preserve_version_counter as unsafe_preserve_version_counter,
+    )
+    from torch.nn.modules.batchnorm import (
+        _BatchNorm as AnyBatchNorm,
+        _LazyNormBase as LazyNormBase,
+        _NormBase as NormBase,
+    )
+    from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils.checkpoint import (
+        _get_autocast_kwargs as get_autocast_kwargs,
+        _infer_device_type as infer_device_type,
+    )
+
+    execution_engine: Any = torch.autograd.Variable._execution_engine
+
+    for _owner, _names in ATTRIBUTES:
+        for _name in _names:
+            getattr(_owner, _name)
+except (ImportError, AttributeError) as error:
+    _lacking = str(error).split(" (")[0]
+    raise ImportError(
+        f"hvd_ckpt relies on a private name that PyTorch {torch.__version__} lacks ({_lacking}): install PyTorch "
+        f"{_version(OLDEST)}, which has it, then run `hvd-ckpt build-horovod`, which builds Horovod for it.",
+        name="hvd_ckpt",
+    ) from None
