@@ -57,6 +57,9 @@ def DistributedOptimizer(
     of backward passes may precede a ``step()``, and a parameter may be used any number of times, in recomputed segments or not:
     what is to come is learned, and what comes late is reduced as well. Collective: to be called on every rank.
 
+    A parameter may be in several optimizers; each gradient is reduced once, by the one that was made or synchronized last. Make an
+    optimizer before the backward pass: gradients that an older one of the same parameters has not reduced yet are dropped.
+
     With ``shard`` the model's states are split over the ranks (ZeRO, Rajbhandari et al. 2020), weights (of the whole model with its
     buffers, where it is known) are rank 0's from the start, and ``param_groups`` hold this rank's pieces of the parameters.
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hvd_ckpt.torch_private import DeviceType, profiler_enabled
+
 __all__ = ["Mark", "Marks", "PeakMemory", "measure_peak", "recording_marks", "recording_peak"]
 
 _MARK = "hvd_ckpt.mark."
@@ -182,7 +184,7 @@ def _recording_cpu() -> Iterator[PeakMemory]:
 
 @contextlib.contextmanager
 def _profiling() -> Iterator[profile]:
-    if torch._C._autograd._profiler_enabled():
+    if profiler_enabled():
         raise RuntimeError(
             "memory cannot be measured inside a running PyTorch profiler: end that profiler first"
         )
@@ -201,7 +203,7 @@ def _events(profiler: profile) -> list[Any]:
     events = [
         event
         for event in results.events()
-        if (event.name() == "[memory]" and event.device_type() == torch._C._autograd.DeviceType.CPU)
+        if (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
         or event.name().startswith(_MARK)
     ]
     events.sort(key=lambda event: event.start_ns())

@@ -1,11 +1,17 @@
-"""What is said in errors: names that nobody knows, with what was probably meant and what there is; messages as one line."""
+"""Names that settings may have, and how an error names one that is unknown. It imports no PyTorch, so that help is quick."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["nearest", "one_line", "unknown"]
+__all__ = ["CHECKPOINTS", "PRECISIONS", "nearest", "one_line", "unknown"]
+
+CHECKPOINTS = ("always", "except_last", "never")
+"""Which micro-batches :func:`hvd_ckpt.accumulate` recomputes."""
+
+PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
+"""Recipes of :class:`hvd_ckpt.Precision`."""
 
 LONGEST = 900  # characters of a message
 

@@ -16,10 +16,9 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
+from hvd_ckpt.names import PRECISIONS
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-
-PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -82,9 +82,15 @@ def find_launcher() -> list[str] | None:
 
 
 def launcher_environment() -> dict[str, str]:
-    """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too."""
-    path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    return {**os.environ, "PATH": os.pathsep.join(path)}
+    """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too.
+
+    Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, it is told to do without.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "PATH": path}
+    if not any(shutil.which(name, path=path) for name in ("ssh", "rsh")):
+        environment.setdefault("OMPI_MCA_plm_rsh_agent", "")
+    return environment
 
 
 def _run(command: list[str], timeout: float) -> tuple[int | None, str]:

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt import stall
+from hvd_ckpt import stall, uncaught
 from hvd_ckpt.environment import check_environment, whole_in
+from hvd_ckpt.install.extras import explain_import_error
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,12 +41,14 @@ MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
+RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/install/recipe.py
 
 
 @dataclass
 class _State:
     """What this process has decided or seen so far; one instance per process."""
 
+    started: bool = False
     started_over_mpi: bool = False
     warned: bool = False
     ranks_argument: Any = None
@@ -69,9 +72,13 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
       to itself: ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if they are more) instead of 1, the milliseconds between
       two rounds in which ranks ask each other for work and keep each other from computing; and
       ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
-      waited for takes up to that many milliseconds longer; with Horovod's autotuning the cycle time is left to it.
+      waited for takes up to that many milliseconds longer. The cycle time is left alone with Horovod's autotuning, and over Gloo
+      with a Horovod that `hvd-ckpt build-horovod` has not built: it cannot start twice with both variables set.
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
+
+    An error that the script does not catch is shown once per host: later ranks that end with the same one, and those that lose
+    another rank, write one line. A ``sys.excepthook`` that is not Python's own is left alone.
 
     Calling it again while Horovod runs changes nothing but ``stall_timeout``, where that is given. After ``shutdown()`` it
     starts Horovod anew over Gloo; MPI starts once in a process.
@@ -80,7 +87,8 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
         stall_timeout: seconds that a wait for other ranks may last: Horovod's start and end, a collective, ``barrier``, ``join``,
             a loop that polls. A process that waits for longer ends with status 1, within about three seconds more, and a line on
             stderr that names the hosts that do not answer, or ranks on its own host that have ended or are stopped. None: no
-            limit but Horovod's own. ``math.inf`` takes a limit back. Give it on every rank (it is then collective), and longer
+            limit but Horovod's own; a wait of more than a minute prints one line that says what for. ``math.inf`` takes a limit
+            back. Give it on every rank (it is then collective), and longer
             than ranks are ever apart: when they start, or while one validates and the others wait. It holds for a Horovod
             that is shut down and started again; in an elastic job a start is left to Horovod's ``--elastic-timeout``.
 
@@ -93,8 +101,10 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is no number
             above zero, or an environment variable that holds a number holds none.
-        RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``.
+        RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
+            elastic job later, with both variables set, and cannot.
     """
+    uncaught.install()
     if stall_timeout is not None:
         stall.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
@@ -108,9 +118,11 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     check_environment()
     _set_fusion_default()
     _set_crowded_defaults()
+    _check_restart()
     _set_mpi_prefix()
     _watch(stall_timeout)
     hvd.init(*args, **kwargs)
+    _state.started = True
     _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
     comm = args[0] if args else kwargs.get("comm")
     if comm is not None or not _state.communicator:
@@ -127,10 +139,8 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
 
 
 def _watch(stall_timeout: float | None) -> None:
-    if stall_timeout is None:
-        return
     stall.watch(stall_timeout)
-    if not stall.have_met():
+    if stall_timeout is not None and not stall.have_met():
         stall.meet()
 
 
@@ -149,9 +159,38 @@ def _set_crowded_defaults() -> None:
     ranks, cpus = _launched_local_size(), allowed_cpus()
     if 2 * ranks <= cpus or ranks == 1:
         return
-    if not _is_on(AUTOTUNE_VARIABLE):
+    if not _is_on(AUTOTUNE_VARIABLE) and _restarts_with_both_set():
         os.environ.setdefault(CYCLE_VARIABLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
     os.environ.setdefault(MPI_YIELD_VARIABLE, "1")
+
+
+def _check_restart() -> None:
+    """Refuses a second start in which Horovod would end the process, in an elastic job at the first start already.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    both = FUSION_VARIABLE in os.environ and CYCLE_VARIABLE in os.environ
+    if (
+        both
+        and not _restarts_with_both_set()
+        and (_state.started or os.environ.get("HOROVOD_ELASTIC") == "1")
+    ):
+        raise RuntimeError(
+            f"init(): {CYCLE_VARIABLE}={os.environ[CYCLE_VARIABLE]} and {FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]} are "
+            f"both set, with which this build of Horovod cannot start again after shutdown(): unset {CYCLE_VARIABLE}, or use "
+            "the Horovod that `hvd-ckpt build-horovod` builds."
+        )
+
+
+def _restarts_with_both_set() -> bool:
+    """Whether Horovod can start twice in a process with its fusion threshold and its cycle time set (or never does: over MPI).
+
+    Released as 0.28.1, it writes through a null pointer: the vector of parameters that it may tune is empty.
+    """
+    if os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and hvd.mpi_built():
+        return True
+    return hasattr(hvd.mpi_ops._basics.MPI_LIB_CTYPES, RESTARTS_SYMBOL)
 
 
 def _launched_local_size() -> int:
@@ -258,7 +297,7 @@ def _import_mpi() -> Any:
     try:
         import mpi4py
     except ImportError as error:
-        raise RuntimeError("mpi4py is not installed; install it with `pip install mpi4py`.") from error
+        raise RuntimeError(f"mpi_communicator(): {explain_import_error(error) or error}") from error
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     try:

@@ -23,14 +23,19 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hvd_ckpt.recompute.frames import is_recomputing
 from hvd_ckpt.recompute.sync_batch_norm import synchronized_once
+from hvd_ckpt.torch_private import (
+    AnyBatchNorm,
+    DisableTorchFunction,
+    LazyNormBase,
+    NormBase,
+    disable_current_modes,
+    disable_dynamo,
+)
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _PENDING = ("pending_count", "pending_mean", "pending_deviations")
@@ -40,7 +45,7 @@ Buffers = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(AnyBatchNorm):
     """Batch norm whose running statistics are those of mini-batches, though it sees micro-batches.
 
     In training mode it normalizes an input of shape (N, C, ...) by the input's own statistics, like ``nn.BatchNorm1d``,
@@ -92,7 +97,7 @@ class DeferredBatchNorm(_BatchNorm):
             ValueError: a lazy batch norm has no shape yet.
         """
         for name, module in model.named_modules():
-            if isinstance(module, _LazyNormBase):
+            if isinstance(module, LazyNormBase):
                 raise ValueError(
                     f"The {type(module).__name__} '{name}' has no shape yet: run the model once before converting it."
                 )
@@ -131,16 +136,16 @@ class DeferredBatchNorm(_BatchNorm):
             self.eps,
         )
 
-    @_disable_dynamo
+    @disable_dynamo
     def _observed(self, input: Tensor) -> Tensor:
         # The kernel leaves the input's statistics in these. Autograd saves them: every pass needs some.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             assert self.running_mean is not None
             mean, variance = self.running_mean.new_zeros(2, self.num_features).unbind()
         output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not is_recomputing():
             # Hidden from those who match the operations of a recomputation with those of the first pass.
-            with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            with DisableTorchFunction(), disable_current_modes(), torch.no_grad():
                 self._observe(mean, variance, input.numel() // self.num_features)
         return output
 
@@ -238,7 +243,7 @@ def _pooled(
 class _Observed:
     """One batch norm before the first pass."""
 
-    module: _NormBase
+    module: NormBase
     buffers: Buffers | None  # copies; None where a lazy module had none yet
     counter: Tensor | None
     counter_version: int
@@ -264,7 +269,7 @@ class RunningStatistics:
         self._norms = [
             module
             for module in modules
-            if isinstance(module, _NormBase)
+            if isinstance(module, NormBase)
             and not isinstance(module, DeferredBatchNorm)
             and module._buffers.get("running_mean") is not None
         ]
@@ -273,7 +278,7 @@ class RunningStatistics:
     @contextlib.contextmanager
     def first_pass(self) -> Iterator[None]:
         """Around the first run: notes which modules count a batch, and their buffers before it."""
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             observed = [_observe(module) for module in self._norms]
         with synchronized_once(self._synchronized):
             try:
@@ -289,7 +294,7 @@ class RunningStatistics:
                 if module.training != training:
                     restore.callback(setattr, module, "training", module.training)
                     module.training = training
-            with _disable_current_modes(), torch.no_grad():
+            with disable_current_modes(), torch.no_grad():
                 for one in self._updated:
                     buffers = one.module._buffers
                     restore.callback(buffers.update, {name: buffers.get(name) for name in _BUFFERS})
@@ -298,7 +303,7 @@ class RunningStatistics:
             yield
 
 
-def _observe(module: _NormBase) -> _Observed:
+def _observe(module: NormBase) -> _Observed:
     counter = module._buffers.get("num_batches_tracked")
     lazy = any(is_lazy(buffer) for buffer in module._buffers.values() if buffer is not None)
     return _Observed(module, None if lazy else _snapshot(module), counter, _version(counter))
@@ -311,7 +316,7 @@ _snapshots: weakref.WeakKeyDictionary[nn.Module, tuple[Buffers, dict[str, int], 
 )
 
 
-def _snapshot(module: _NormBase) -> Buffers:
+def _snapshot(module: NormBase) -> Buffers:
     """Copies of the buffers, made anew only if the module has run or was changed since the last time."""
     buffers = _tensors(module)
     versions = {name: _version(buffer) for name, buffer in buffers.items()}
@@ -324,7 +329,7 @@ def _snapshot(module: _NormBase) -> Buffers:
     return copies
 
 
-def _tensors(module: _NormBase) -> Buffers:
+def _tensors(module: NormBase) -> Buffers:
     return {name: buffer for name in _BUFFERS if (buffer := module._buffers.get(name)) is not None}
 
 
@@ -336,10 +341,10 @@ def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _counts_batches(module: _NormBase) -> bool:
+def _counts_batches(module: NormBase) -> bool:
     """Whether ``num_batches_tracked`` tells that the module ran. An instance norm never counts, and a
     subclass with a forward of its own may not: such modules are taken to have run."""
     counter = module._buffers.get("num_batches_tracked")
-    if counter is None or counter.is_inference() or not isinstance(module, _BatchNorm):
+    if counter is None or counter.is_inference() or not isinstance(module, AnyBatchNorm):
         return False
     return type(module).forward.__module__.startswith(_COUNTING_FORWARDS)

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._compile import _disable_dynamo
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import noop_context_fn
 
 from hvd_ckpt.recompute.frames import is_checkpointing, is_recomputing, keeps_everything
 from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.recompute.reentrant import checkpoint_reentrant
 from hvd_ckpt.recompute.region import Region
+from hvd_ckpt.torch_private import disable_dynamo, pytree
 
 __all__ = ["checkpoint", "is_checkpointing", "is_recomputing"]
 
@@ -73,9 +72,9 @@ def checkpoint(
 
     Arguments:
         function: a module or any callable. It must compute the same each time it runs.
-        use_reentrant: False (and None): the non-reentrant variant, which stops recomputing when the last
-            needed tensor is back and works with :func:`torch.autograd.grad`. True: the reentrant one, which
-            cannot.
+        use_reentrant: False: the non-reentrant variant, which stops recomputing when the last needed tensor is back
+            and works with :func:`torch.autograd.grad`. True: the reentrant one, which cannot. None counts as False,
+            without a warning (in PyTorch it counts as True, with one).
         preserve_rng_state: recompute with the random state of the first pass, on the CPU and every device of
             the arguments.
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
@@ -87,12 +86,14 @@ def checkpoint(
     Raises:
         TypeError: ``function`` cannot be called, or ``use_reentrant`` is no bool.
         ValueError: ``context_fn`` or ``debug`` with the reentrant variant; an unknown ``determinism_check``.
+        RuntimeError (in the backward pass of the reentrant variant): an argument requires gradients, but no result of
+            ``function`` does.
     """
     options = Options(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     return run_checkpointed(function, args, kwargs, options)
 
 
-@_disable_dynamo
+@disable_dynamo
 def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:

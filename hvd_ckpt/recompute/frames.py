@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch.utils._python_dispatch import _disable_current_modes
+from hvd_ckpt.torch_private import disable_current_modes
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ def replay(compute: Callable[[], T]) -> T:
             break
         first_passes.append(entry.frame)
     else:
-        with _disable_current_modes():
+        with disable_current_modes():
             value = compute()
     for frame in first_passes:
         frame.stash.append(value)

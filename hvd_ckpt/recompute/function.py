@@ -19,6 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from hvd_ckpt.recompute.frames import keeps_everything
 from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.recompute.region import Region
+from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -40,8 +41,7 @@ class CheckpointFunction(torch.autograd.Function):
             tensor.
         ValueError: ``n`` is negative or larger than the number of arguments.
         RuntimeError (in the backward pass): the function uses a parameter that is not among ``args``, whose
-        gradient
-            would be lost.
+            gradient would be lost, or none of its outputs needs gradients.
     """
 
     @classmethod
@@ -88,6 +88,11 @@ class CheckpointFunction(torch.autograd.Function):
             outputs = ctx.region(*inputs)
         if isinstance(outputs, torch.Tensor):
             outputs = (outputs,)
+        if not any(isinstance(output, torch.Tensor) and output.requires_grad for output in outputs):
+            raise RuntimeError(
+                "No output of the function given to CheckpointFunction has requires_grad=True when it is recomputed, "
+                "though its arguments do, so their gradients would be lost: call it without CheckpointFunction."
+            )
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients)
@@ -119,8 +124,8 @@ class _Environment:
     """The random and autocast state at a moment, to come back to."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self.device_type: str = torch_checkpoint._infer_device_type(*inputs)  # type: ignore[no-untyped-call]
-        self.autocast, self.cpu_autocast = torch_checkpoint._get_autocast_kwargs(self.device_type)  # type: ignore[no-untyped-call]
+        self.device_type: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
+        self.autocast, self.cpu_autocast = get_autocast_kwargs(self.device_type)  # type: ignore[no-untyped-call]
         self.cpu_state = torch.get_rng_state()
         self.devices: list[int] = []
         self.device_states: list[torch.Tensor] = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.saved import Compressed
+from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
 
 __all__ = ["Keeper", "Kept", "Packed", "Plain", "absent", "changed_in_place", "memory_of", "version_of"]
 
@@ -37,7 +38,7 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self.collecting = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        self.collecting = top_saved_tensors_default_hooks(False) is not None
         self._slots: dict[tuple[Any, ...], _Slot] = {}
 
     def keep(self, tensor: Tensor, user: str) -> Plain | Kept:

@@ -8,14 +8,15 @@ recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
 
 from hvd_ckpt.recompute.region import Region
+from hvd_ckpt.torch_private import pytree
 
 
 def checkpoint_reentrant(
@@ -27,6 +28,7 @@ def checkpoint_reentrant(
     tensors = list(run.tensors)
     if not any(tensor.requires_grad for tensor in tensors):
         # Without an input that requires grad autograd would not record the call at all.
+        run.anchored = True
         tensors.append(torch.zeros((), requires_grad=True))
     leaves = _ReentrantCheckpoint.apply(run, preserve_rng_state, *tensors)  # type: ignore[no-untyped-call]
     run.release_first_pass()
@@ -47,6 +49,7 @@ class _FlatRun:
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.result_structure: Any = None
         self.wanted: list[bool] | None = None
+        self.anchored = False  # only a tensor of ours makes autograd record the call
 
     def release_first_pass(self) -> None:
         """Lets go of the arguments: autograd holds the tensors from here on."""
@@ -71,19 +74,33 @@ class _FlatRun:
         """The recomputed results, cut from the graph where no gradient arrived, so that what lies behind them
         gets none.
 
-        PyTorch refuses to go backward when no result requires grad (all parameters behind them are frozen,
-        say); then one result is tied to an input that does, which gets no gradient from it.
+        PyTorch refuses to go backward when no result requires grad. That is right where an argument does, and nothing
+        else would say that its gradient is lost. It is wrong where a gradient arrived only for results that need none
+        beside one that does, or where the parameters within reach turn out to be frozen or unused; then one result is
+        tied to an input that requires grad, which gets no gradient from it.
         """
         assert self.wanted is not None
+        if not _any_requires_grad(results):
+            if not self.anchored:
+                return tuple(results)
+            warnings.warn(
+                "None of the results of a checkpointed function requires gradients, so it was recomputed for nothing: "
+                "call it without checkpoint, or with use_reentrant=False.",
+                stacklevel=2,
+            )
         kept = [
             result.detach() if isinstance(result, torch.Tensor) and not wanted else result
             for result, wanted in zip(results, self.wanted)
         ]
-        if not any(isinstance(result, torch.Tensor) and result.requires_grad for result in kept):
+        if not _any_requires_grad(kept):
             index = self.wanted.index(True)
             anchor = next(tensor for tensor in tensors if tensor.requires_grad)
             kept[index] = _Tie.apply(kept[index], anchor)  # type: ignore[no-untyped-call]
         return tuple(kept)
+
+
+def _any_requires_grad(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 class _ReentrantCheckpoint(_TorchFunction):

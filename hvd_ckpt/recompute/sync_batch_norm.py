@@ -18,12 +18,12 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_ckpt.recompute.frames import replay
+from hvd_ckpt.torch_private import AnyBatchNorm
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(AnyBatchNorm):
     """Batch norm of an input of shape (N, C, ...) with the mean and variance over the batches of all ranks.
 
     Takes the arguments of ``horovod.torch.SyncBatchNorm`` and runs on CPU too. In training mode every rank
@@ -126,7 +126,7 @@ def _communicates() -> bool:
     return not getattr(_alone, "active", False) and bool(hvd.size() > 1)
 
 
-def synchronized_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
+def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
     """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates ``module``'s running
     statistics."""
     accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
@@ -163,7 +163,7 @@ def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, 
         return mean, variance, count
 
 
-def _update_running_statistics(module: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+def _update_running_statistics(module: AnyBatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     assert module.running_mean is not None and module.running_var is not None
     factor = _average_factor(module)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def _update_running_statistics(module: _BatchNorm, mean: Tensor, variance: Tenso
         module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
 
 
-def _average_factor(module: _BatchNorm) -> float:
+def _average_factor(module: AnyBatchNorm) -> float:
     if module.momentum is not None:
         return module.momentum
     if module.num_batches_tracked is None:

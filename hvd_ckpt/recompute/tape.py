@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
@@ -35,6 +34,7 @@ from hvd_ckpt.recompute.frames import depth, keeps_everything
 from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
+from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack
 
 __all__ = ["Policy", "Tape", "run_selectively"]
 
@@ -107,7 +107,7 @@ class _Running(NamedTuple):
     group: Group | None
 
 
-@_disable_dynamo
+@disable_dynamo
 def run_selectively(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
 ) -> Any:
@@ -122,7 +122,7 @@ def run_selectively(
         or keeps_everything()
         or any(
             isinstance(mode, CallMode) and mode.depth == depth()
-            for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            for mode in function_mode_stack()  # type: ignore[no-untyped-call]
         )
     ):
         return function(*args, **kwargs)
@@ -352,7 +352,7 @@ class Tape(CallMode):
     def _keep_inner(self, tensor: Tensor, name: str) -> Any:
         """Keeps a tensor that was made here, perhaps in fewer bytes."""
         if self._policy.compress or self._lossy is not None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 packed = compress(tensor, self._lossy)
             if packed is not None:
                 return (

@@ -1,6 +1,6 @@
 """How gradients meet: each is allreduced once, in a fixed order."""
 
-from .broadcast import broadcast_optimizer_state, broadcast_parameters
+from .broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression
 from .elastic import register as _register_elastic
 from .optimizer import join
@@ -12,6 +12,8 @@ __all__ = [
     "Compression",
     "ReductionStats",
     "StepStats",
+    "allgather_object",
+    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "join",

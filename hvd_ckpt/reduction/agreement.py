@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from horovod.torch import mpi_ops
 
 
 class FailedElsewhere(ValueError):
     """Another rank has raised an error, and this one raises with it; the message begins with that rank."""
+
+    raised_elsewhere = True  # for hvd_ckpt.uncaught: that rank shows the traceback
 
 
 @dataclass(frozen=True)
@@ -47,25 +50,56 @@ def allgather_objects(value: Any, process_set: Any, name: str) -> list[Any]:
     """Gathers one picklable value of each rank of ``process_set``, in rank order.
 
     (Horovod's ``allgather_object`` takes no process set.)
+
+    Raises:
+        Exception: the value of a rank cannot be pickled; on every rank.
     """
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    payload, error = _pickled(value)
     sizes = mpi_ops.allgather(
         torch.tensor([payload.numel()], dtype=torch.int64), name=f"{name}.sizes", process_set=process_set
     ).tolist()
     gathered = mpi_ops.allgather(payload, name=f"{name}.values", process_set=process_set)
-    return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
+    values = [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
+    raise_first_failure(error, [one.reason if isinstance(one, _Unsendable) else None for one in values])
+    return values
 
 
 def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
-    """Broadcasts a picklable value from the rank ``root`` (a global rank, as in Horovod) of ``process_set``."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    """Broadcasts a picklable value from the rank ``root`` (a global rank, as in Horovod) of ``process_set``.
+
+    Raises:
+        Exception: the value of that rank cannot be pickled; on every rank.
+    """
     is_root = mpi_ops.rank() == root
+    payload, error = _pickled(value if is_root else None)
     size = torch.tensor([payload.numel() if is_root else 0], dtype=torch.int64)
     size = mpi_ops.broadcast(size, root, name=f"{name}.size", process_set=process_set)
     if not is_root:
         payload = torch.empty(int(size), dtype=torch.uint8)
     payload = mpi_ops.broadcast(payload, root, name=f"{name}.value", process_set=process_set)
-    return value if is_root else pickle.loads(payload.numpy().tobytes())
+    received = value if is_root else pickle.loads(payload.numpy().tobytes())
+    if isinstance(received, _Unsendable):
+        raise FailedElsewhere(f"rank {root}: {received.reason}")
+    if error is not None:
+        raise error
+    return received
+
+
+@dataclass(frozen=True)
+class _Unsendable:
+    """Sent in place of a value that cannot be pickled."""
+
+    reason: str
+
+
+def _pickled(value: Any) -> tuple[torch.Tensor, Exception | None]:
+    """The bytes of a value, or of what says why there are none, and the error."""
+    error = None
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as exception:  # whatever it is, the other ranks must hear of it
+        error, content = exception, pickle.dumps(_Unsendable(str(exception)))
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8), error
 
 
 def digest(value: Any) -> str:

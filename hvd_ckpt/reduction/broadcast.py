@@ -17,7 +17,46 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.sharding.readiness import is_absent
 
-from .agreement import broadcast_from, raise_together
+from .agreement import allgather_objects, broadcast_from, raise_together
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = global_process_set
+) -> Any:
+    """Broadcasts a Python object from one rank to all. Collective.
+
+    Horovod's own names the message by the type of ``obj``, and so waits forever where ranks give different types, as in
+    ``broadcast_object(state if rank() == 0 else None)``.
+
+    Args:
+        obj: what ``cloudpickle`` can store; only the root's counts.
+        root_rank: the rank whose object everyone gets, among all ranks.
+        name: of the message; to be given where several threads broadcast objects at the same time.
+        process_set: the ranks that take part.
+
+    Returns:
+        The object itself on the root, a copy on the other ranks.
+
+    Raises:
+        Exception: the object cannot be stored; on every rank.
+    """
+    return broadcast_from(obj, root_rank, process_set, name or "hvd_ckpt.broadcast_object")
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Gathers one Python object of each rank, of any type, on all ranks. Collective.
+
+    Args:
+        obj: what ``cloudpickle`` can store.
+        name: of the message; to be given where several threads gather objects at the same time.
+
+    Returns:
+        Copies of the objects, by rank.
+
+    Raises:
+        Exception: a rank's object cannot be stored; on every rank.
+    """
+    return allgather_objects(obj, global_process_set, name or "hvd_ckpt.allgather_object")
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

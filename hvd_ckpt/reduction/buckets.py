@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
+
+from .summed import copied
+
 MEBIBYTE = 1 << 20
 LAST_BUCKET_BYTES = MEBIBYTE
 
@@ -139,6 +143,7 @@ class Bucket:
         if not slot.holds(gradient):
             view = self.view(slot)
             view.detach().copy_(gradient)
+            copied(gradient, view)
             slot.parameter.grad = view
 
     def gather(self) -> torch.Tensor:
@@ -164,12 +169,13 @@ class Bucket:
             elif not slot.holds(gradient):
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
+                copied(gradient, view)
                 slot.parameter.grad = view
         with torch.no_grad():
             if targets:
-                torch._foreach_copy_(targets, sources)
+                foreach_copy_(targets, sources)
             if missing:
-                torch._foreach_zero_(missing)
+                foreach_zero_(missing)
         return flat
 
 

@@ -18,6 +18,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.peers import host_name, ranks_text
+from hvd_ckpt.sharding.readiness import is_absent
 
 from .agreement import allgather_objects
 
@@ -76,6 +77,8 @@ def _fingerprints(model: torch.nn.Module) -> list[_Fingerprint]:
 
 def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
     dtype = str(parameter.dtype).removeprefix("torch.")
+    if is_absent(parameter):
+        return _Fingerprint(name, tuple(parameter.shape), dtype, b"")
     try:
         with torch.no_grad():
             data = _distinct(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -87,7 +90,7 @@ def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor, those that share memory once: what stands for a parameter that is elsewhere holds one."""
+    """The elements of a tensor, those that share memory once."""
     repeated = [dimension for dimension, stride in enumerate(tensor.stride()) if stride == 0]
     for dimension in repeated:
         if tensor.shape[dimension] > 1:

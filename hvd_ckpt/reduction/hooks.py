@@ -1,14 +1,18 @@
-"""Where autograd tells the reducer about a gradient.
+"""Where autograd tells the reducer about a gradient, and which reducer that is.
 
 Two hooks per parameter: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates
-nothing), one after. They hold the reducer weakly, since they live as long as the parameters; and only the newest reducer
-counts a parameter's gradients, since two that did would both launch them.
+nothing), one after. They hold the reducer weakly, since they live as long as the parameters.
+
+A parameter belongs to the optimizer that was made or synchronized last of those that have it: two that counted its gradients would
+both launch them. Each of the others holds the owner, so that the owner is there on every rank for as long as one of them may be
+stepped: nothing that ranks do together depends on when Python collects an optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +26,29 @@ class Listener(Protocol):
 
     def after_accumulation(self, index: int) -> None: ...
 
-    def is_shared(self, index: int) -> None: ...
+    def interrupt(self) -> None:
+        """Another listener begins with parameters of this one: a step that has begun is dropped."""
+
+    def lose(self, indices: Sequence[int]) -> None:
+        """Another listener hears of these parameters from now on."""
 
 
-_newest: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to the hooks that count it
+@dataclass
+class _Holders:
+    """The hooks that have a parameter, and those of them that it belongs to."""
+
+    owner: weakref.ref[GradientHooks] | None = None
+    every: list[weakref.ref[GradientHooks]] = field(default_factory=list)
+
+
+_holders: Any = WeakTensorKeyDictionary()  # by parameter
+
+
+def owner_of(parameter: torch.Tensor) -> Any | None:
+    """The distributed optimizer that a parameter belongs to, or None."""
+    holders = _holders.get(parameter)
+    hooks = None if holders is None or holders.owner is None else holders.owner()
+    return None if hooks is None else hooks.optimizer()
 
 
 class GradientHooks:
@@ -35,21 +58,87 @@ class GradientHooks:
         listener: what is told; held weakly.
         parameters: by index.
         departed: the indices for which ``before_accumulation`` is called, kept by the listener.
+
+    Attributes:
+        optimizer: weak reference to the optimizer, once :meth:`begin` has been called.
     """
 
-    def __init__(self, listener: Listener, parameters: Sequence[torch.Tensor], departed: Set[int]) -> None:
+    def __init__(
+        self, listener: Listener, parameters: Sequence[torch.Tensor], departed: Container[int]
+    ) -> None:
+        self.optimizer: Callable[[], Any] = lambda: None
         self._listener = weakref.ref(listener)
         self._departed = departed
         self._parameters = parameters
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
-        self._waiting = list(range(len(parameters)))
+        self._waiting: list[int] = []  # own parameters without hooks
+        self._owners: dict[int, Any] = {}  # of parameters that belong to another optimizer: that one
 
-    def expect(self, index: int) -> None:
-        """The parameter number ``index`` has been added to the sequence."""
-        self._waiting.append(index)
+    def begin(self, optimizer: Any) -> None:
+        """Makes all parameters this optimizer's own."""
+        self.optimizer = weakref.ref(optimizer)
+        self.add(range(len(self._parameters)))
+
+    def add(self, indices: Iterable[int]) -> None:
+        """Makes the parameters, which are new here, this optimizer's own; a step of their owners' that has begun is dropped."""
+        indices = list(indices)
+        owners: dict[GradientHooks, None] = {}
+        for index in indices:
+            parameter = self._parameters[index]
+            self._index_of[id(parameter)] = index
+            holders = _holders.setdefault(parameter, _Holders())
+            holders.every = [one for one in holders.every if one() is not None] + [weakref.ref(self)]
+            owner = None if holders.owner is None else holders.owner()
+            if owner is not None:
+                owners[owner] = None
+        for owner in owners:
+            owner._tell(lambda listener: listener.interrupt())
+        self._take(indices)
+
+    def owners(self) -> list[Any]:
+        """The optimizers that parameters of this one belong to, in an order that is the same on every rank; none as a rule."""
+        if not self._owners:
+            return []
+        distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
+        return sorted(distinct.values(), key=lambda optimizer: optimizer._identity)
+
+    def take_back(self) -> None:
+        """Makes the parameters that belong to other optimizers this one's own."""
+        taken, self._owners = self._owners, {}
+        self._take(sorted(taken))
+
+    def _take(self, indices: Iterable[int]) -> None:
+        losers: dict[GradientHooks, list[torch.Tensor]] = {}
+        for index in indices:
+            holders = _holders[self._parameters[index]]
+            holders.owner = weakref.ref(self)
+            self._waiting.append(index)
+            for reference in holders.every:
+                other = reference()
+                if other is not None and other is not self:
+                    losers.setdefault(other, []).append(self._parameters[index])
+        for other, parameters in losers.items():
+            other._lose(parameters, self.optimizer())
+        self.attach()
+
+    def _lose(self, parameters: Iterable[torch.Tensor], to: Any) -> None:
+        indices = [self._index_of[id(parameter)] for parameter in parameters]
+        for index in indices:
+            for handle in self._handles.pop(index, ()):
+                handle.remove()
+            self._owners[index] = to
+        gone = set(indices)
+        self._waiting = [index for index in self._waiting if index not in gone]
+        self._tell(lambda listener: listener.lose(indices))
+
+    def _tell(self, what: Callable[[Listener], None]) -> None:
+        hears = self._listener()
+        if hears is not None:
+            what(hears)
 
     def attach(self) -> None:
-        """Hooks the parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
+        """Hooks own parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
         if not self._waiting:
             return
         frozen = []
@@ -58,33 +147,15 @@ class GradientHooks:
             if not parameter.requires_grad:
                 frozen.append(index)
                 continue
-            other = _newest.get(parameter)
-            if other is not None and other() is not None:
-                # Both may synchronize after one backward pass: neither may have the gradient in flight by then.
-                other().release(parameter)
-                self._tell_shared(index)
-            _newest[parameter] = weakref.ref(self)
             self._handles[index] = [
                 parameter.register_hook(_before(self._listener, index, self._departed)),  # type: ignore[no-untyped-call]
                 parameter.register_post_accumulate_grad_hook(_after(self._listener, index)),  # type: ignore[no-untyped-call]
             ]
         self._waiting = frozen
 
-    def release(self, parameter: torch.Tensor) -> None:
-        """Removes the hooks of a parameter that another listener counts from now on."""
-        for index in [index for index in self._handles if self._parameters[index] is parameter]:
-            for handle in self._handles.pop(index):
-                handle.remove()
-            self._tell_shared(index)
-
-    def _tell_shared(self, index: int) -> None:
-        hears = self._listener()
-        if hears is not None:
-            hears.is_shared(index)
-
 
 def _before(
-    listener: weakref.ref[Listener], index: int, departed: Set[int]
+    listener: weakref.ref[Listener], index: int, departed: Container[int]
 ) -> Callable[[torch.Tensor], None]:
     def hook(gradient: torch.Tensor) -> None:
         if index in departed:  # all but late gradients end here

@@ -20,6 +20,7 @@ from .adasum import adasum_step
 from .agreement import allgather_objects, broadcast_from
 from .reducer import Reducer
 from .stats import ReductionStats
+from .summed import forget_sums
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 
@@ -68,7 +69,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _reduce(self) -> bool:
         """Reduces, and returns whether there was anything to reduce on any rank."""
         reducer = self._reducer if self._op != Adasum else None
-        reduces = reducer is not None and (not self._synchronized or self._gradients_since())
+        others_turn = reducer is not None and reducer.take_turn()
+        reduces = reducer is not None and (others_turn or not self._synchronized or self._gradients_since())
         if reducer is not None and reduces:
             reducer.synchronize()
         else:
@@ -165,6 +167,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        reducer.take_turn()
         reducer.hook_parameters()
         adasum_step(
             list(zip(reducer.placement.names, reducer.placement.parameters)),
@@ -190,14 +193,28 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._reducer.hook_parameters()
         self._synchronized = False
         self._wrapped_class.zero_grad(self, set_to_none)
+        if self._op == Sum and not set_to_none:
+            forget_sums(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this optimizer, of the bare wrapped one, or of stock Horovod's around it."""
+        """Loads a state of this optimizer, of the bare wrapped one, or of stock Horovod's around it. To be called on every rank.
+
+        Begins a step anew: all gradients are dropped, as some of them may be on their way already.
+        """
+        self._wrapped_class.load_state_dict(self, state_dict)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Drops all gradients, with a step that has begun. To be called on every rank."""
         if self._reducer is not None:
             self._reducer.abandon()
-        self._synchronized = False
-        self._should_synchronize = True
-        self._wrapped_class.load_state_dict(self, state_dict)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        self._synchronized, self._should_synchronize, self._announced = False, True, False
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters are reduced from the next step on. To be called on every rank."""
@@ -223,10 +240,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Within it every parameter is whole, as it always is where nothing is split."""
         yield
 
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """``state_dict()`` on rank 0, None on other ranks: what a sharded optimizer gives."""
+    def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
+        """``state_dict()`` on rank 0, or on all ranks, and None elsewhere: what a sharded optimizer gives."""
         state: dict[str, Any] = self.state_dict()
-        return state if self._process_set.rank() == 0 else None
+        return state if all_ranks or self._process_set.rank() == 0 else None
 
     @property
     def reduction_stats(self) -> ReductionStats:
@@ -256,13 +273,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return self._reducer.state_dict() if self._reducer is not None else {}
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state saved by this rank, so that training goes on bit for bit. To be called on every rank.
+        """Takes up a state saved by this rank, so that training goes on bit for bit; drops all gradients. On every rank.
 
         Raises:
             ValueError: the state does not belong to this model.
         """
         if self._reducer is not None and state:
             self._reducer.load_state_dict(state)
+            self._drop_gradients()
 
     @property
     def reduces_updates(self) -> bool:
@@ -287,7 +305,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def reduce_for_caller(self) -> None:
         """Reduces this step's gradients, unless that is done, for a caller that changes them before a plain ``step()``."""
         if not self.reduces_updates:
-            self.reduce_once()
+            self.synchronize()
             self._announced = True
 
     @contextmanager
@@ -303,6 +321,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             if self.reduces_updates and self._reducer is not None:
                 self._reducer.forget_step()
 
+    def give_way(self) -> None:
+        """Another optimizer of the same parameters is to have this step's gradients: none stays on its way. Collective."""
+        if self._reducer is not None:
+            self._reducer.settle()
+        self._synchronized = False
+
     def agree_on_naming(self) -> None:
         """Gives this optimizer's tensors names that are the same on every rank and new. Collective."""
         if self._reducer is not None:
@@ -313,11 +337,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def reset_reduction(self) -> None:
         """Forgets order, layout and counts; the next step learns them from rank 0. To be called on every rank.
 
-        Needed when the set of ranks has changed; ``elastic.TorchState`` does it.
+        Needed when the set of ranks has changed; ``elastic.TorchState`` does it. All gradients are dropped.
         """
         if self._reducer is not None:
             self._reducer.reset()
-        self._synchronized = False
+        self._drop_gradients()
 
     def _get_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step() asks for this before it looks at the gradients, on every rank: the one place to
@@ -371,8 +395,10 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
 
 
 def register(optimizer: ReducedOptimizer) -> None:
-    """Has :func:`live_optimizers` know this one."""
+    """Has :func:`live_optimizers` know this one, and the optimizer its parameters' gradients."""
     _live.append(weakref.ref(optimizer))
+    if optimizer._reducer is not None:
+        optimizer._reducer.begin(optimizer)
 
 
 def live_optimizers() -> list[ReducedOptimizer]:

@@ -9,7 +9,7 @@ import torch
 
 from .buckets import Bucket, Slot, lay_out
 
-VERSION = 1
+VERSION = 2
 
 
 class Placement:
@@ -19,7 +19,7 @@ class Placement:
         names, parameters: all parameters, by index; the same on every rank.
         order: those that are placed in buckets, in the order in which their gradients become final.
         sparse: those whose gradients are sparse, with their number of sparse dimensions; gathered, in no bucket.
-        densified: those whose gradients are sparse but travel dense, in a bucket.
+        densified: those whose gradients are sparse but travel dense, in a bucket; with their number of sparse dimensions.
         buckets: in launch order.
         bucket_of, slot_of: the bucket of each parameter and its place in it, or None.
     """
@@ -41,7 +41,7 @@ class Placement:
         """Takes every parameter's place away."""
         self.order: list[int] = []
         self.sparse: dict[int, int] = {}
-        self.densified: set[int] = set()
+        self.densified: dict[int, int] = {}
         self.make_buckets()
 
     def add(self, name: str, parameter: torch.Tensor) -> int | None:
@@ -59,6 +59,45 @@ class Placement:
         """True if the parameter has a place."""
         return index in self.sparse or self.bucket_of[index] is not None
 
+    def facts(self, fresh: Sequence[int], last_fire: Sequence[int] | None) -> torch.Tensor:
+        """What a rank adds to the ranks' sum about parameters without a place, [3, n], for :meth:`extend`.
+
+        Args:
+            last_fire: of all parameters, on the leader: places in its sequence of gradients.
+        """
+        facts = torch.zeros(3, len(fresh), dtype=torch.float64)
+        for column, index in enumerate(fresh):
+            gradient = self.parameters[index].grad
+            if last_fire is not None:
+                facts[0, column] = last_fire[index]
+            if gradient is not None and gradient.is_sparse:
+                facts[1, column] = 1
+                facts[2, column] = gradient.sparse_dim()
+        return facts
+
+    def extend(
+        self, fresh: Sequence[int], facts: Sequence[Sequence[float]], sparse_as_dense: bool
+    ) -> tuple[list[int], list[int]]:
+        """Takes parameters that are used for the first time into the order; returns the dense ones, in order, and the sparse ones.
+
+        The order is the leader's. What did not fire there comes last, later layers first.
+        """
+        last_fire, sparse_ranks, sparse_dims = facts
+        dims = {
+            index: round(total / ranks)
+            for index, ranks, total in zip(fresh, sparse_ranks, sparse_dims)
+            if ranks > 0
+        }
+        if sparse_as_dense:
+            self.densified.update(dims)
+            dims = {}
+        self.sparse.update(dims)
+        never = float("inf")
+        fires = sorted((last or never, -index) for index, last in zip(fresh, last_fire) if index not in dims)
+        dense = [-negative for _, negative in fires]
+        self.order.extend(dense)
+        return dense, list(dims)
+
     def make_buckets(self) -> None:
         """Makes buckets for ``order``. Gradients stay where they are until their new bucket is filled."""
         groups: Sequence[Sequence[int]] | int | None
@@ -75,19 +114,18 @@ class Placement:
                 self.bucket_of[slot.index] = bucket
                 self.slot_of[slot.index] = slot
 
-    def state_dict(self, counts: Sequence[int] | None) -> dict[str, Any]:
-        """Everything as plain data, by name; ``counts`` are the learned fires of each parameter, if they are."""
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as plain data, by name."""
         return {
             "version": VERSION,
             "order": [self.names[index] for index in self.order],
             "sparse": {self.names[index]: dims for index, dims in self.sparse.items()},
-            "densified": [self.names[index] for index in sorted(self.densified)],
+            "densified": {self.names[index]: dims for index, dims in self.densified.items()},
             "bucket_cap_bytes": self.cap_bytes,
-            "counts": None if counts is None else dict(zip(self.names, counts)),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[int] | None:
-        """Takes up a state; returns its counts.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state.
 
         Raises:
             ValueError: the state names a parameter that is not here, or is of another version.
@@ -106,8 +144,6 @@ class Placement:
                 )
         self.order = [index_of[name] for name in state["order"]]
         self.sparse = {index_of[name]: int(dims) for name, dims in state["sparse"].items()}
-        self.densified = {index_of[name] for name in state["densified"]}
+        self.densified = {index_of[name]: int(dims) for name, dims in state["densified"].items()}
         self.cap_bytes = float(state["bucket_cap_bytes"])
         self.make_buckets()
-        counts = state["counts"]
-        return None if counts is None else [int(counts.get(name, 0)) for name in self.names]

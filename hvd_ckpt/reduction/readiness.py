@@ -6,7 +6,8 @@ accumulations ("fires") between two synchronizations is learned, and a parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class FireCounts:
@@ -39,6 +40,12 @@ class FireCounts:
         self.fired[index] += 1
         return self.fired[index]
 
+    def forget(self, indices: Iterable[int]) -> None:
+        """Forgets this step's fires of some parameters."""
+        for index in indices:
+            self.fired[index] = self.last_fire[index] = 0
+        self._clock *= any(self.fired)
+
     def close_step(self, learn: bool = True) -> None:
         """Learns from this step's fires (unless told not to) and starts the next step."""
         if learn and self._clock:
@@ -58,8 +65,14 @@ class FireCounts:
         self.last_fire = [0] * len(self.last_fire)
         self._clock = 0
 
-    def restore(self, expected: Sequence[int]) -> None:
-        """Sets counts that were learned before."""
-        self.expected = list(expected)
-        self._lower = [-1] * len(self.expected)
-        self.learned = True
+    def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
+        """What was learned, by the parameters' names: the counts (None before the first step), and those of a first lower step."""
+        lower = {name: count for name, count in zip(names, self._lower) if count >= 0}
+        return {"counts": dict(zip(names, self.expected)) if self.learned else None, "lower_counts": lower}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Loads what was learned; a parameter that the state does not name has never fired."""
+        counts, lower = state["counts"], state["lower_counts"]
+        self.learned = counts is not None
+        self.expected = [int((counts or {}).get(name, 0)) for name in names]
+        self._lower = [int(lower.get(name, -1)) for name in names]

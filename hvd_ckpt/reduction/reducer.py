@@ -36,10 +36,11 @@ from .readiness import FireCounts
 from .singles import SingleReductions
 from .stats import ReductionStats, StepStats
 from .tampering import HiddenGradients, find_changes
+from .turns import TurnTaker
 from .wire import Flight, Wire
 
 
-class Reducer:
+class Reducer(TurnTaker):
     """Reduces the gradients of all parameters of a placement, once per call of :meth:`synchronize`.
 
     Args:
@@ -69,7 +70,7 @@ class Reducer:
         self._counts = FireCounts(len(placement.parameters))
         self._known = len(placement.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
-        self._shared: set[int] = set()  # parameters that another optimizer reduces, too
+        self._shared: set[int] = set()  # parameters that optimizers take turns with
         self._late: set[int] = set()
         self._diverted: set[int] = set()
         self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
@@ -80,7 +81,7 @@ class Reducer:
         self._step = StepStats()
         self._report = Report()
         self._hooks = GradientHooks(self, placement.parameters, self._departed)
-        self._hooks.attach()
+        self._watch_sums()
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -94,13 +95,14 @@ class Reducer:
             index = self.placement.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
-                self._hooks.expect(index)
-        self._hooks.attach()
+                self._hooks.add([index])
+        self._watch_sums()
 
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
-        """Keeps a late gradient out of the buffer in flight: it goes to a fresh tensor."""
+        """Keeps a late gradient out of the buffer in flight: it goes to a fresh tensor. Keeps what is summed already, too."""
+        self._wire.keep_sum(self.placement.parameters[index])
         bucket = self.placement.bucket_of[index]
         if bucket is None or not bucket.launched or index in self._diverted or index in self._cleared:
             return
@@ -150,10 +152,27 @@ class Reducer:
         ):
             bucket.gather()
 
-    def is_shared(self, index: int) -> None:
-        """Another optimizer reduces this parameter, too: its bucket leaves in :meth:`synchronize` only."""
-        self._shared.add(index)
-        self._prepare_buckets()
+    def _watch_sums(self) -> None:
+        """Hears of gradients before more is added to what is summed already, where this rank must not bring it again."""
+        if self._wire.sums_once and not self._wire.is_leader:
+            self._departed.update(range(len(self.placement.parameters)))
+
+    def lose(self, indices: Sequence[int]) -> None:
+        """Parameters belong to another optimizer now; taken back, their buckets leave in :meth:`synchronize`."""
+        with self._lock:
+            self._shared.update(indices)
+            self._counts.forget(indices)
+            self.active = any(self._counts.fired)
+            self._prepare_buckets()
+
+    def have_alone(self) -> None:
+        """Two turns in a row were this reducer's: from the next step on all buckets may leave early."""
+        self._shared.clear()
+
+    def settle(self) -> None:
+        """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
+        if self._sum(torch.tensor([float(bool(self._flights))]), "settle")[0] > 0:
+            self.synchronize()
 
     # ---------------------------------------------------------------------------------- synchronization
 
@@ -190,6 +209,7 @@ class Reducer:
         if words[2 * count] > 0:
             used = self._meet(replaced)
         self._place([index for index in used if not placement.has(index)])
+        self._wire.remember_sums(placement.parameters[index] for index in used)
         self._step.late_gradients = [placement.names[index] for index in late]
         self._end_step(learn=True)
 
@@ -231,6 +251,8 @@ class Reducer:
             self._report.void.extend(self.placement.names[slot.index] for slot in bucket.slots)
             flat = torch.zeros(bucket.numel + bucket.words, dtype=bucket.dtype, device=bucket.device)
         else:
+            for slot in bucket.slots if self._wire.sums_once else ():
+                self._wire.leave_own_part(slot.parameter)
             flat = bucket.gather()
         if bucket.words:
             with torch.no_grad():
@@ -271,7 +293,7 @@ class Reducer:
                 if index not in used:
                     parameter.grad = None
                 elif index in self.placement.densified:
-                    parameter.grad = bucket.view(slot).to_sparse()
+                    parameter.grad = bucket.view(slot).to_sparse(self.placement.densified[index])
                 elif gradient is None or gradient is not slot.view or not slot.holds(gradient):
                     # Where the model was converted after the bucket had left, the gradient follows.
                     parameter.grad = bucket.view(slot).to(dtype=parameter.dtype, device=parameter.device)
@@ -296,30 +318,10 @@ class Reducer:
         """
         if not fresh:
             return
-        facts = torch.zeros(3, len(fresh), dtype=torch.float64)
-        for column, index in enumerate(fresh):
-            gradient = self.placement.parameters[index].grad
-            if self._wire.is_leader:
-                facts[0, column] = self._counts.last_fire[index]
-            if gradient is not None and gradient.is_sparse:
-                facts[1, column] = 1
-                facts[2, column] = gradient.sparse_dim()
-        last_fire, sparse_ranks, sparse_dims = self._sum(facts, "place")
-
-        columns = range(len(fresh))
-        dims = {fresh[c]: round(sparse_dims[c] / sparse_ranks[c]) for c in columns if sparse_ranks[c] > 0}
-        if self._sparse_as_dense:
-            self.placement.densified.update(dims)
-            dims = {}
-        self.placement.sparse.update(dims)
-        self._singles.reduce_sparse(list(dims))
-
-        # The leader's order; what did not fire there comes last, later layers first.
-        never = float("inf")
-        fires = sorted((last_fire[c] or never, -fresh[c]) for c in columns if fresh[c] not in dims)
-        dense = [-negative for _, negative in fires]
+        facts = self.placement.facts(fresh, self._counts.last_fire if self._wire.is_leader else None)
         first = not self.placement.order
-        self.placement.order.extend(dense)
+        dense, sparse = self.placement.extend(fresh, self._sum(facts, "place"), self._sparse_as_dense)
+        self._singles.reduce_sparse(sparse)
         if first:
             self._make_buckets()
             while self._next < len(self.placement.buckets):
@@ -374,6 +376,7 @@ class Reducer:
         self._late_parts.clear()
         self._flights.clear()
         self._departed.clear()
+        self._watch_sums()
         self._next = 0
         self.active = False
         for bucket in self.placement.buckets:
@@ -381,7 +384,7 @@ class Reducer:
         self._prepare_buckets()
 
     def _prepare_buckets(self) -> None:
-        """Sets what each bucket waits for. One with a shared parameter waits for :meth:`synchronize`."""
+        """Sets what each bucket waits for; one of parameters that optimizers take turns with, for :meth:`synchronize`."""
         for bucket in self.placement.buckets:
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
@@ -391,15 +394,15 @@ class Reducer:
         self._end_step(learn=False)
 
     def abandon(self) -> None:
-        """Drops the step that has begun (after an error, or when a state is loaded). To be called on every rank.
+        """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. To be called on every rank.
 
         What is in flight goes on in memory and under names that are not used again.
         """
         for flight in self._flights:
             mpi_ops._handle_map.pop(flight.handle, None)
-            for slot in flight.bucket.slots:
-                slot.parameter.grad = None
             flight.bucket.free()
+        for parameter in self.placement.parameters:
+            parameter.grad = None
         self._generation += 1
         self.rename(self._identity, self._generation)
         self._end_step(learn=False)
@@ -423,7 +426,7 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Order, layout and learned counts, as plain data; the counts are this rank's own."""
-        return self.placement.state_dict(self._counts.expected if self._counts.learned else None)
+        return {**self.placement.state_dict(), **self._counts.state_dict(self.placement.names)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up order, layout and counts, so that the next step is reduced as if training had never stopped.
@@ -431,15 +434,14 @@ class Reducer:
         Raises:
             ValueError: the state names a parameter that is not here, or is of another version.
         """
-        counts = self.placement.load_state_dict(state)
+        self.placement.load_state_dict(state)
         self.abandon()
         self._known = len(self.placement.parameters)
         self._counts = FireCounts(self._known)
-        if counts is not None:
-            self._counts.restore(counts)
+        self._counts.load_state_dict(state, self.placement.names)
         self._make_buckets()
         self._end_step(learn=False)
 
     def follow(self, state: dict[str, Any]) -> None:
         """Takes up another rank's order and layout, and keeps this rank's counts."""
-        self.load_state_dict({**state, "counts": self.state_dict()["counts"]})
+        self.load_state_dict({**state, **self._counts.state_dict(self.placement.names)})

@@ -28,9 +28,11 @@ class SingleReductions:
     def reduce(self, index: int) -> None:
         """Reduces one dense gradient; a missing one counts as zero."""
         parameter = self.placement.parameters[index]
+        self.wire.leave_own_part(parameter)
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         reduced = self._reduced(index, gradient)
-        parameter.grad = reduced.to_sparse() if index in self.placement.densified else reduced
+        dims = self.placement.densified.get(index)
+        parameter.grad = reduced if dims is None else reduced.to_sparse(dims)
 
     def add_late_parts(self, late: Sequence[int], parts: Mapping[int, torch.Tensor]) -> None:
         """Reduces what came after a bucket had left, and adds it: averaging is linear."""
@@ -49,6 +51,7 @@ class SingleReductions:
         for index in sorted(indices):
             parameter = self.placement.parameters[index]
             sparse_dim = self.placement.sparse[index]
+            self.wire.leave_own_part(parameter)
             gradient = parameter.grad
             if gradient is None:
                 gradient = empty_sparse_like(parameter, sparse_dim)

@@ -39,8 +39,8 @@ def find_changes(placement: Placement, hidden: HiddenGradients) -> tuple[list[in
             first, last = (placement.names[slot.index] for slot in (bucket.slots[0], bucket.slots[-1]))
             error = (
                 f"a gradient was changed in place between backward() and synchronize(), while it was being reduced "
-                f"(one of '{first}' to '{last}'); call optimizer.synchronize() first, then change gradients, then "
-                f"step() within optimizer.skip_synchronize()"
+                f"(one of '{first}' to '{last}'); to clip, call hvd_ckpt.clip_grad_norm_ in place of torch's; for other changes "
+                f"call optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
             )
         replaced.extend(slot.index for slot in bucket.slots if _is_replaced(slot, bucket, hidden))
     return replaced, error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,19 @@ from . import compression as wire_formats
 from .agreement import allgather_objects
 from .buckets import Bucket
 from .sparse import reduce_sparse
+from .summed import keep_sum, leave_own_part, mark_summed
 
 POLL_SECONDS = 50e-6
+GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
 
-def wait(handle: int, name: str = "") -> Any:
+def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
 
-    Horovod's looks without a pause, on a core that the thread which does the work may need. ``name`` is the tensor's, for whoever
-    looks at the stack of a wait that does not end (``stall``).
+    Horovod's looks without a pause, on a core that the thread which does the work may need.
+
+    Args:
+        name, awaited: of the tensor, and in words what is waited for: the watchdog (``stall``) reads them from the stack.
     """
     while not mpi_ops.poll(handle):
         time.sleep(POLL_SECONDS)
@@ -67,6 +72,27 @@ class Wire:
         """This is the rank whose order of gradients counts."""
         return bool(self.process_set.rank() == 0)
 
+    @property
+    def sums_once(self) -> bool:
+        """What is summed already must not be summed again (see :mod:`.summed`)."""
+        return bool(self.op == Sum)
+
+    def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remembers that the gradients have been reduced."""
+        for parameter in parameters if self.sums_once else ():
+            if parameter.grad is not None:
+                mark_summed(parameter.grad, self.process_set)
+
+    def keep_sum(self, parameter: torch.Tensor) -> None:
+        """A backward pass may be about to add to the parameter's gradient."""
+        if self.sums_once and parameter.grad is not None:
+            keep_sum(parameter.grad)
+
+    def leave_own_part(self, parameter: torch.Tensor) -> None:
+        """Makes a gradient what this rank is to bring to its reduction."""
+        if self.sums_once and parameter.grad is not None:
+            leave_own_part(parameter.grad, self.process_set, self.is_leader)
+
     def carries_words(self, bucket: Bucket) -> bool:
         """True if control words, which are float32 and summed, can travel in the bucket's own storage."""
         as_is = wire_formats.travels_as_is(bucket.dtype, self.compression)
@@ -79,7 +105,7 @@ class Wire:
 
     def receive(self, flight: Flight) -> None:
         """Waits for a bucket's allreduce."""
-        wait(flight.handle, f"{self.name}.bucket.{flight.bucket.position}")
+        wait(flight.handle, f"{self.name}.bucket.{flight.bucket.position}", GRADIENTS)
         with torch.no_grad():
             wire_formats.decode(flight.wire, flight.context, self.compression, flight.flat)
 

@@ -168,6 +168,31 @@ def test_sparse_embeddings(as_dense: bool) -> None:
         assert often.grad.is_sparse and sometimes.grad.is_sparse
 
 
+@pytest.mark.parametrize("clear", ["none", "never"])
+def test_sparse_gradients_that_travel_dense_can_be_added_to(clear: str) -> None:
+    """In the next pass, which may come late."""
+
+    def backward(model: Any, step: int, rank: int) -> None:
+        for part in range(1 + step % 2 + step // 3):
+            words = torch.randint(
+                20, (5,), generator=torch.Generator().manual_seed(100 * step + 10 * part + rank)
+            )
+            model(words).square().sum().backward()
+
+    check(
+        Scenario(
+            lambda: nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, 1)),
+            backward,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.001),
+            tolerance=1e-6,
+            static=False,
+            clear=clear,
+        ),
+        sparse_as_dense=True,
+        bucket_cap_mb=0.0001,
+    )
+
+
 @pytest.mark.skipif("hc.size() < 2", reason="needs ranks to divide")
 def test_process_sets() -> None:
     evens, odds = stock_process_sets()
@@ -359,12 +384,13 @@ def test_reduction_state_resumes_bit_for_bit() -> None:
 
     assert run(stop=False) == run(stop=True)
     state = {
-        "version": 1,
+        "version": 2,
         "order": ["elsewhere"],
         "sparse": {},
-        "densified": [],
+        "densified": {},
         "bucket_cap_bytes": 1.0,
         "counts": None,
+        "lower_counts": {},
     }
     with pytest.raises(ValueError, match="'elsewhere'"):
         sgd(chain()).load_reduction_state_dict(state)
@@ -584,6 +610,14 @@ def test_a_gradient_scaled_in_flight_is_an_error_everywhere() -> None:
     raises_everywhere(
         RuntimeError, r"changed in place between backward\(\) and synchronize\(\)", optimizer.step
     )
+
+
+@alone
+def test_clipping_with_torchs_function_in_flight_names_this_librarys() -> None:
+    model, optimizer = warmed_up()
+    loss(model, 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    raises_everywhere(RuntimeError, r"hvd_ckpt\.clip_grad_norm_", optimizer.step)
 
 
 @alone
