@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         add_process_set,
         allgather,
         allgather_async,
-        allgather_object,
         allreduce,
         allreduce_,
         allreduce_async,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
         broadcast_,
         broadcast_async,
         broadcast_async_,
-        broadcast_object,
         ccl_built,
         check_extension,
         compression,
@@ -52,8 +50,6 @@ if TYPE_CHECKING:
         grouped_allreduce_,
         grouped_allreduce_async,
         grouped_allreduce_async_,
-        grouped_reducescatter,
-        grouped_reducescatter_async,
         is_initialized,
         local_rank,
         local_size,
@@ -66,8 +62,6 @@ if TYPE_CHECKING:
         optimizer,
         poll,
         rank,
-        reducescatter,
-        reducescatter_async,
         remove_process_set,
         rocm_built,
         shutdown,
@@ -80,7 +74,9 @@ if TYPE_CHECKING:
     )
 
     from hvd_ckpt.distributed import DistributedOptimizer
-    from hvd_ckpt.planning import BudgetError, Plan, PlanError, largest_batch, plan
+    from hvd_ckpt.planning.budget import BudgetError
+    from hvd_ckpt.planning.plan import Plan, PlanError
+    from hvd_ckpt.planning.planner import largest_batch, plan
     from hvd_ckpt.precision import GradScaler, Precision
     from hvd_ckpt.recompute import (
         CheckpointFunction,
@@ -97,12 +93,21 @@ if TYPE_CHECKING:
     from hvd_ckpt.reduction import (
         Compression,
         ReductionStats,
+        allgather_object,
+        broadcast_object,
         broadcast_optimizer_state,
         broadcast_parameters,
         join,
     )
     from hvd_ckpt.reduction.drift import WeightsDiffer, check_equal_weights
+    from hvd_ckpt.reduction.scatter import (
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        reducescatter,
+        reducescatter_async,
+    )
     from hvd_ckpt.runtime import controller, init, mpi_communicator
+    from hvd_ckpt.sharding.averaging import AveragedWeights
     from hvd_ckpt.sharding.clipping import clip_grad_norm_
     from hvd_ckpt.sharding.estimate import MemoryEstimate, estimate_memory
     from hvd_ckpt.training.microbatch import accumulate
@@ -110,10 +115,12 @@ if TYPE_CHECKING:
 # Names are imported when they are first used: `hvd-ckpt --help` then needs no PyTorch, and `hvd-ckpt doctor` no working Horovod.
 _OWN = {
     "hvd_ckpt.distributed": ("DistributedOptimizer",),
-    "hvd_ckpt.planning": (
-        "BudgetError",
+    "hvd_ckpt.planning.budget": ("BudgetError",),
+    "hvd_ckpt.planning.plan": (
         "Plan",
         "PlanError",
+    ),
+    "hvd_ckpt.planning.planner": (
         "largest_batch",
         "plan",
     ),
@@ -136,6 +143,8 @@ _OWN = {
     "hvd_ckpt.reduction": (
         "Compression",
         "ReductionStats",
+        "allgather_object",
+        "broadcast_object",
         "broadcast_optimizer_state",
         "broadcast_parameters",
         "join",
@@ -144,11 +153,18 @@ _OWN = {
         "WeightsDiffer",
         "check_equal_weights",
     ),
+    "hvd_ckpt.reduction.scatter": (
+        "grouped_reducescatter",
+        "grouped_reducescatter_async",
+        "reducescatter",
+        "reducescatter_async",
+    ),
     "hvd_ckpt.runtime": (
         "controller",
         "init",
         "mpi_communicator",
     ),
+    "hvd_ckpt.sharding.averaging": ("AveragedWeights",),
     "hvd_ckpt.sharding.clipping": ("clip_grad_norm_",),
     "hvd_ckpt.sharding.estimate": (
         "MemoryEstimate",
@@ -161,6 +177,7 @@ _HOMES = {name: module for module, names in _OWN.items() for name in names}
 __all__ = [
     "Adasum",
     "Average",
+    "AveragedWeights",
     "BudgetError",
     "CheckpointFunction",
     "CheckpointSequential",
@@ -264,7 +281,17 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hvd_ckpt' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "horovod.torch")), name)
+    try:
+        import_module("hvd_ckpt.torch_private")  # refuses a PyTorch that does not fit
+        module = import_module(_HOMES.get(name, "horovod.torch"))
+    except ImportError as error:
+        from hvd_ckpt.install.extras import explain_import_error
+
+        text = explain_import_error(error)
+        if text is None:
+            raise
+        raise ImportError(text, name=error.name) from None
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

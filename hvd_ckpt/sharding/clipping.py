@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.optimizer import ReducedOptimizer, live_optimizers
+from hvd_ckpt.reduction.hooks import owner_of
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.torch_private import foreach_mul_
 
+from .exchange import Exchange
 from .optimizer import ShardedOptimizer
+from .pieces import Piece
 
 __all__ = ["clip_grad_norm_"]
 
@@ -20,8 +25,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for gradients of a ``DistributedOptimizer``, sharded or not; before its ``step()``.
 
-    Gradients that are not reduced yet are reduced first. Where they are split over the ranks (stages 2 and 3), the norm takes one
-    more reduction. Collective, where a parameter is a distributed optimizer's; else it is torch's.
+    Gradients that are not reduced yet are reduced first, by the optimizer that was made or synchronized last of those that have
+    them. Where they are split over the ranks (stages 2 and 3), the norm takes one more reduction. Collective, where a parameter is
+    a distributed optimizer's; else it is torch's.
 
     Args:
         parameters: parameters of the model, one parameter, or an optimizer: all of its parameters.
@@ -35,7 +41,7 @@ def clip_grad_norm_(
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
     """
     chosen = _parameters(parameters)
-    owners, rest = _owners(chosen)
+    owners = [parameters] if isinstance(parameters, ReducedOptimizer) else _owners(chosen)
     for optimizer in owners:
         optimizer.reduce_for_caller()
     split = [
@@ -45,7 +51,10 @@ def clip_grad_norm_(
     ]
     if not split:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
-    if len(owners) > 1 or any(parameter.grad is not None for parameter in rest):
+    if len(owners) > 1 or any(
+        parameter.grad is not None and split[0]._sharding.layout.index(parameter) is None
+        for parameter in chosen
+    ):
         raise ValueError(
             "clip_grad_norm_: the gradients of these parameters are not all split by one optimizer; clip those of each optimizer "
             "by themselves"
@@ -61,16 +70,10 @@ def _parameters(given: Any) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-def _owners(chosen: Sequence[torch.Tensor]) -> tuple[list[ReducedOptimizer], list[torch.Tensor]]:
-    """The distributed optimizers that have any of the parameters, the oldest first, and the parameters that none has."""
-    left = {id(parameter): parameter for parameter in chosen}
-    owners = []
-    for optimizer in live_optimizers():
-        own = {id(parameter) for parameter in _parameters(optimizer)}
-        if not own.isdisjoint(id(parameter) for parameter in chosen):
-            owners.append(optimizer)
-            left = {key: parameter for key, parameter in left.items() if key not in own}
-    return owners, list(left.values())
+def _owners(chosen: Iterable[torch.Tensor]) -> list[ReducedOptimizer]:
+    """The distributed optimizers that the parameters belong to, in an order that is the same on every rank."""
+    owners = {id(owner): owner for parameter in chosen if (owner := owner_of(parameter)) is not None}
+    return sorted(owners.values(), key=lambda owner: owner._identity)
 
 
 def _clip_shards(
@@ -81,24 +84,12 @@ def _clip_shards(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     sharding = optimizer._sharding
-    wanted = {sharding.layout.index(parameter) for parameter in chosen}
-    gradients = [
-        piece.parameter.grad
-        for piece in sharding.pieces
-        if piece.index in wanted and piece.parameter.grad is not None
+    wanted = {index for parameter in chosen if (index := sharding.layout.index(parameter)) is not None}
+    pieces = [
+        piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
     ]
-    norms = [
-        torch.linalg.vector_norm(
-            one.abs() if one.is_complex() else one, norm_type, dtype=torch.float64
-        ).item()
-        for one in gradients
-    ]
-    if norm_type == float("inf"):
-        largest = torch.tensor([max(norms, default=0.0)], dtype=torch.float64)
-        total = sharding.exchange.maximum(largest, "norm")[0]
-    else:
-        powers = torch.tensor([sum(norm**norm_type for norm in norms)], dtype=torch.float64)
-        total = sharding.exchange.total(powers, "norm")[0] ** (1.0 / norm_type)
+    used = [index for index in sorted(wanted) if optimizer._reducer.used[index]]
+    total = _total_norm(pieces, used, norm_type, sharding.exchange) if used else 0.0
     result = torch.tensor(total, dtype=torch.float32)
     if error_if_nonfinite and not torch.isfinite(result):
         raise RuntimeError(
@@ -106,6 +97,32 @@ def _clip_shards(
             f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
         )
     coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else float("nan")
-    if gradients:
-        torch._foreach_mul_(gradients, coefficient)
+    if pieces:
+        foreach_mul_([_gradient(piece) for piece in pieces], coefficient)
     return result
+
+
+def _total_norm(pieces: Sequence[Piece], used: Sequence[int], order: float, exchange: Exchange) -> float:
+    """The norm of the norms of the parameters ``used``, as torch has it: with order 0 the number of those that are not all zero."""
+    if math.isinf(order):
+        sign = math.copysign(1.0, order)
+        values = torch.cat([_gradient(piece).abs() for piece in pieces]) if pieces else torch.empty(0)
+        known = values[~values.isnan()]
+        greatest = (sign * known).max().item() if known.numel() else -math.inf
+        has_nan = float(known.numel() < values.numel())
+        greatest, has_nan = exchange.maximum(torch.tensor([greatest, has_nan], dtype=torch.float64), "norm")
+        return math.nan if has_nan else sign * greatest
+    place = {index: number for number, index in enumerate(used)}
+    sums = torch.zeros(len(used), dtype=torch.float64)
+    for piece in pieces:
+        values = _gradient(piece).abs().to(torch.float64)
+        sums[place[piece.index]] += ((values != 0) if order == 0 else values**order).sum().item()
+    sums = torch.tensor(exchange.total(sums, "norm"), dtype=torch.float64)
+    if order == 0:
+        return float(sums.count_nonzero())
+    return float(sums.sum() ** (1.0 / order))
+
+
+def _gradient(piece: Piece) -> torch.Tensor:
+    assert piece.parameter.grad is not None
+    return piece.parameter.grad

@@ -238,6 +238,8 @@ def shard_optimizer(
     )
     sharding.pieces = new_pieces(sharding)
     optimizer._sharding = sharding
+    if any(options.parameters.changes(group.dtype) for group in layout.groups):
+        store.publish(layout.groups)  # what no step changes is what a resumed run will gather, too
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [piece.parameter for piece in sharding.pieces if piece.group == number]
     if offload is not None:
@@ -254,6 +256,7 @@ def shard_optimizer(
             1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
             prescale,
             optimizer.backward_passes_per_step,
+            optimizer._op,
         )
         optimizer._reducer.rename(optimizer._identity, 0)
 

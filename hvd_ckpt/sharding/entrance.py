@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from hvd_ckpt.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
 
 __all__ = ["Visit", "enter", "is_entrance", "leave"]
 
@@ -37,7 +38,7 @@ def enter(visit: Visit, returned: Callable[[Visit], None], args: Any, kwargs: An
     Returns:
         The arguments, or None where none requires a gradient.
     """
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         leaves, structure = pytree.tree_flatten((args, kwargs))
         wanted = [
             place
@@ -63,9 +64,9 @@ def leave(visit: Visit) -> None:
     """The first module has run. Where it changed an input in place, that is what whoever gave it has, too."""
     entered, visit.entered = visit.entered, []
     for given, tensor in entered:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if not is_entrance(tensor):
-                with torch.autograd._unsafe_preserve_version_counter(given):  # type: ignore[attr-defined]
+                with unsafe_preserve_version_counter(given):
                     _Changed.apply(given, tensor)  # type: ignore[no-untyped-call]
 
 

@@ -84,8 +84,11 @@ class Transfer:
         """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
         return all(mpi_ops.poll(handle) for _, handle in self._pending)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, awaited: str = "") -> torch.Tensor:
         """The result; asleep until all messages are here. A second call returns the same tensor.
+
+        Args:
+            awaited: in words what is waited for, for the line that says so when it does not come.
 
         Raises:
             horovod.common.exceptions.HorovodInternalError: another rank is gone.
@@ -94,7 +97,7 @@ class Transfer:
             pending, self._pending = self._pending, ()
             finish, self._finish = self._finish, None
             with torch.no_grad():
-                self._result = finish([wait(handle, name) for name, handle in pending])
+                self._result = finish([wait(handle, name, awaited) for name, handle in pending])
         if self._result is None:
             raise RuntimeError("this transfer has failed before; start the step again")
         return self._result
@@ -127,7 +130,7 @@ class Exchange:
         self.ranks: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
-        self._process_set = process_set
+        self.process_set = process_set
 
     def rename(self, prefix: str) -> None:
         """Begins new names: after an abandoned step, tensors of the old ones may still be on their way."""
@@ -165,7 +168,7 @@ class Exchange:
         message = _carried(wire.view(-1))
         name = self._name("reduce_scatter", what, flat.numel())
         splits = torch.full((self.ranks,), message.numel() // self.ranks, dtype=torch.int32)
-        handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=self._process_set)
+        handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=self.process_set)
         return Transfer([(name, handle)], add)
 
     def all_gather(
@@ -202,7 +205,7 @@ class Exchange:
             return Transfer(self._gather(shard.detach(), own, whole, name), lambda _: flat)
         wire = format.encode(shard.detach())
         message = _carried(wire.view(-1))
-        handle = mpi_ops.allgather_async(message, name=name, process_set=self._process_set)
+        handle = mpi_ops.allgather_async(message, name=name, process_set=self.process_set)
 
         def place(results: list[Any]) -> torch.Tensor:
             format.decode(results[0].view(wire.dtype).view(self.ranks, -1), whole)
@@ -217,7 +220,7 @@ class Exchange:
 
         An output that has its final size already is what Horovod fills. MPI, unlike Gloo, wants no input inside the output.
         """
-        whole, process_set = _carried(whole), self._process_set
+        whole, process_set = _carried(whole), self.process_set
         if own.data_ptr() == shard.data_ptr() and controller() == "mpi":
             if self.ranks <= BROADCAST_RANKS and process_set.ranks:
                 parts = whole.view(self.ranks, -1)
@@ -246,7 +249,7 @@ class Exchange:
         if self.ranks == 1 or values.numel() == 0:
             return list(values.tolist())
         name = self._name("control", what, values.numel())
-        handle = mpi_ops.allreduce_async(values, name=name, op=op, process_set=self._process_set)
+        handle = mpi_ops.allreduce_async(values, name=name, op=op, process_set=self.process_set)
         return list(wait(handle, name).tolist())
 
     def _count(self, kind: Kind, numel: int, row_bytes: int) -> None:

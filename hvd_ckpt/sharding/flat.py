@@ -17,6 +17,8 @@ from .readiness import is_split
 
 __all__ = ["FlatParameters"]
 
+WEIGHTS = "the weights that the other ranks have updated (each must call optimizer.step())"
+
 
 class FlatParameters:
     """The weights of stages 1 and 2.
@@ -55,11 +57,11 @@ class FlatParameters:
         flying: deque[Transfer] = deque()
         for group in wanted:
             if len(flying) == IN_FLIGHT:  # what arrives lies beside the parameters until it is waited for
-                flying.popleft().wait()
+                flying.popleft().wait(WEIGHTS)
             shard, flat = self.shards[group.position], self._flats[group.position]
             flying.append(self._exchange.all_gather(shard, flat, f"weights.{group.position}", self._format))
         while flying:
-            flying.popleft().wait()
+            flying.popleft().wait(WEIGHTS)
         torch.autograd.graph.increment_version(
             [self._layout.parameters[index] for group in wanted for index in group.indices]
         )
@@ -96,6 +98,9 @@ class FlatParameters:
             if self._format.changes(group.dtype):
                 own, exact = self._own(group), self.shards[group.position]
                 exact.copy_(torch.where(own == self._format.rounded(exact), exact, own))
+
+    def check_apart(self, what: str) -> None:
+        """Nothing to raise: parameters are whole everywhere."""
 
     def finish(self) -> None:
         """The backward passes are over; whole parameters stay."""

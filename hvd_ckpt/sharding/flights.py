@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_ckpt.reduction.wire import POLL_SECONDS
+from hvd_ckpt.reduction.wire import GRADIENTS, POLL_SECONDS
+from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 from .exchange import Exchange, Transfer
 from .formats import WireFormat
@@ -58,17 +59,24 @@ class Packer:
                 continue
             used.append(index)
             if numel:
-                targets.append(flat.as_strided(self._shapes[index], self._strides(index), offset))
+                targets.append(self._view(index, flat, offset))
                 sources.append(gradient.detach() if gradient.layout is torch.strided else gradient.to_dense())
         with torch.no_grad():
             if targets:
-                torch._foreach_copy_(targets, sources)
-            torch._foreach_zero_(gaps)
+                foreach_copy_(targets, sources)
+            foreach_zero_(gaps)
             if self._prescale != 1.0:
                 flat.mul_(self._prescale)
         for index in group.indices:
             parameters[index].grad = None
         return flat, used
+
+    def views(self, group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat buffer of the group that are its parameters' gradients."""
+        return [self._view(index, flat, offset) for index, offset in zip(group.indices, group.offsets)]
+
+    def _view(self, index: int, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        return flat.as_strided(self._shapes[index], self._strides(index), offset)
 
     def fits(self, index: int) -> bool:
         """False if a parameter has got another dtype, device or shape since it was laid out."""
@@ -154,7 +162,7 @@ class Flights:
 
     def _land(self) -> None:
         flight = self._flying.popleft()
-        result = flight.transfer.wait()
+        result = flight.transfer.wait(GRADIENTS)
         shard = self.shards.get(flight.group.position)
         if shard is None:
             self.shards[flight.group.position] = result

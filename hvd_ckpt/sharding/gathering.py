@@ -1,9 +1,9 @@
 """The parameters of one unit, whole for a while: where they lie, how they come and how they go.
 
 A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
-between, the flat tensor's storage has no bytes and the data is one nan, as often as the shape asks for. What autograd has saved,
-the parameter or a view such as ``weight.t()``, refers to that same storage, and is good again once the storage is filled again.
-PyTorch's FSDP frees memory this way.
+between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's class
+makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that same storage, and
+is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .exchange import Exchange, Transfer
 from .formats import FP32, WireFormat
 from .layout import Group, Layout
 from .pieces import Form
+from .readiness import absent_class
 
 __all__ = ["UnitParameters"]
 
@@ -32,12 +33,13 @@ class _State(enum.Enum):
 
 
 class _Member(NamedTuple):
-    """A parameter, and its data in both states."""
+    """A parameter, its data in both states, and its class while it is whole."""
 
     name: str
     parameter: torch.Tensor
     whole: torch.Tensor
     placeholder: torch.Tensor
+    kind: type[torch.Tensor]
 
 
 class _Flat:
@@ -70,13 +72,20 @@ class _Flat:
             form = forms[index]
             whole = self.whole.as_strided(form.shape, form.stride, offset)
             name, parameter = layout.names[index], layout.parameters[index]
-            self.members.append(_Member(name, parameter, whole, nothing.expand(form.shape)))
+            placeholder = nothing.expand(form.shape)
+            self.members.append(_Member(name, parameter, whole, placeholder, type(parameter)))
         self.release()
 
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
 
     def release(self) -> None:
+        """Gives the memory back, or leaves it to a numpy array that shares it, and has another storage from then on."""
+        if not self._storage.resizable():
+            self._storage = torch.empty_like(self.whole).untyped_storage()
+            self.identity = self._storage._cdata
+            for view in (self.whole, *(member.whole for member in self.members)):
+                view.set_(self._storage, view.storage_offset(), view.shape, view.stride())
         self._storage.resize_(0)
 
 
@@ -87,21 +96,27 @@ class UnitParameters:
         layout: all parameters, which still have their values.
         groups: those of the unit.
         exchange, format: how its shards are gathered.
+        title: names its modules, in messages.
 
     Attributes:
         shards: by group of the unit.
     """
 
     def __init__(
-        self, layout: Layout, groups: Sequence[Group], exchange: Exchange, format: WireFormat
+        self, layout: Layout, groups: Sequence[Group], exchange: Exchange, format: WireFormat, title: str
     ) -> None:
         self._exchange, self._format = exchange, format
+        self._awaited = (
+            f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
+            "optimizer.gathered_parameters(), inside which one rank may run it alone)"
+        )
         self._flats = [_Flat(layout, group, exchange.rank) for group in groups]
         self._identities = {flat.identity for flat in self._flats}
         self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
         self._bring: Callable[[], None] = lambda: None
-        weakref.finalize(self, _forget, self._identities | self._absences)
+        weakref.finalize(self, _forget, self._identities)
+        weakref.finalize(self, _forget, self._absences)
         self._transfers: list[Transfer] = []
         self._state = _State.WHOLE
         self.free()
@@ -154,6 +169,7 @@ class UnitParameters:
             raise RuntimeError(moved)
         for member in self._members:
             member.parameter.data = member.whole
+            member.parameter.__class__ = member.kind
         _forget(self._identities | self._absences)
 
     def when_missed(self, bring: Callable[[], None]) -> None:
@@ -165,7 +181,7 @@ class UnitParameters:
     def _arrive(self) -> None:
         assert self._state is _State.COMING
         for transfer in self._transfers:
-            transfer.wait()
+            transfer.wait(self._awaited)
         self._transfers.clear()
 
     def free(self) -> None:
@@ -176,12 +192,14 @@ class UnitParameters:
         self.restore()
         for flat in self._flats:
             flat.release()
+        self._identities.update(flat.identity for flat in self._flats)
         self.when_missed(self._bring)
 
     def restore(self) -> None:
         """Makes the parameters placeholders, whatever they are now."""
         for member in self._members:
             member.parameter.data = member.placeholder
+            member.parameter.__class__ = absent_class(member.kind)
 
     def keep_own(self) -> None:
         """Copies this rank's part of the whole parameters into the shards.
@@ -223,7 +241,7 @@ class UnitParameters:
 
     def check(self) -> str | None:
         """One sentence if somebody has given a parameter another dtype, device or shape, or data while there was none."""
-        for name, parameter, whole, _ in self._members:
+        for name, parameter, whole, *_ in self._members:
             if (
                 parameter.dtype is not whole.dtype
                 or parameter.device != whole.device

@@ -151,7 +151,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """Within it every parameter is whole on every rank; what all ranks write to them alike is kept. Collective.
 
         Stages 1 and 2: they always are. Stage 3: outside of it and of forward and backward passes a parameter has its shape and no
-        values (nan).
+        values, and reading it raises RuntimeError.
         """
         with self._sharding.store.gathered():
             yield
@@ -188,6 +188,17 @@ class ShardedOptimizer(ReducedOptimizer):
             assert isinstance(self._reducer, ShardReducer)
             self._sharding.take_gradient_shards(self._reducer)
             self._sharding.store.finish()
+
+    def give_way(self) -> None:
+        """Another optimizer of the same parameters is to have this step's gradients: they come back. Collective."""
+        ReducedOptimizer.give_way(self)
+        if self._reducer is not None:  # else unshard() has been called
+            self._sharding.drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        ReducedOptimizer._drop_gradients(self)
+        for parameter in itertools.chain.from_iterable(self._sharding.groups):
+            parameter.grad = None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are added up on each rank before they are reduced (stages 2 and 3), from the next step on."""
@@ -372,14 +383,21 @@ class ShardedOptimizer(ReducedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded. Collective.
 
+        Begins a step anew: all gradients are dropped, as some of them may be on their way already.
+
         Raises:
             ValueError: it is the part of another rank or layout, or does not fit; on every rank.
         """
         state.load(self, state_dict)
+        self._begin_anew()
 
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole state on rank 0 (on the CPU), as the bare wrapped optimizer has it; None on other ranks. Collective."""
-        return state.full(self)
+    def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
+        """The whole state (on the CPU), as the bare wrapped optimizer has it. Collective.
+
+        Args:
+            all_ranks: every rank gets it; else rank 0 does, and the other ranks get None.
+        """
+        return state.full(self, all_ranks)
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """This rank's exact weights: name, first and last + 1 element in the parameter's memory order, values (1-D, not copied)."""

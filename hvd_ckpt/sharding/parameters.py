@@ -36,7 +36,7 @@ class ShardedParameters:
     object is gone.
 
     Args:
-        model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and nan.
+        model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and an error to read.
         layout: all of them, with their values.
         units: as :func:`hvd_ckpt.sharding.units.find_units` and ``lay_out`` gave them; the last one is the model's own.
         exchange, format: how the ranks' shards are gathered.
@@ -60,7 +60,10 @@ class ShardedParameters:
         check_memory(list(zip(layout.names, layout.parameters)))
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
-        own = [UnitParameters(layout, unit.groups, exchange, format) for unit in units]
+        own = [
+            UnitParameters(layout, unit.groups, exchange, format, title)
+            for unit, title in zip(units, _titles(model, units))
+        ]
         self.shards: list[torch.Tensor] = [torch.empty(0)] * len(layout.groups)
         for unit, parameters in zip(units, own):
             for group, shard in zip(unit.groups, parameters.shards):
@@ -70,7 +73,7 @@ class ShardedParameters:
         self._passes = Passes([(one, len(used)) for one, used in zip(own, modules)])
         self.stats: GatherStats = self._passes.stats
         self._handles = _hook(self._passes, modules)
-        note_split(layout.parameters)
+        note_split(zip(layout.names, layout.parameters))
 
     def publish(self, groups: Collection[Group] | None = None) -> None:
         """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
@@ -93,6 +96,16 @@ class ShardedParameters:
         moved = self.check()
         if moved is not None:
             raise RuntimeError(moved)
+
+    def check_apart(self, what: str) -> None:
+        """Raises RuntimeError inside :meth:`gathered`, or a forward or backward pass, where ``what`` would read old values."""
+        if self._passes.held or self._passes.busy:
+            where = (
+                "optimizer.gathered_parameters(); enter that inside it"
+                if self._passes.held
+                else "a forward or backward pass"
+            )
+            raise RuntimeError(f"{what} does not work inside {where}")
 
     def check(self) -> str | None:
         """One sentence if the parameters of the model are no longer those that were split, or their data is not; else None."""
@@ -137,6 +150,15 @@ class ShardedParameters:
         self._handles = []
         forget_split(self._layout.parameters)
         torch.autograd.graph.increment_version(self._layout.parameters)  # what graphs have saved is gone
+
+
+def _titles(model: nn.Module, units: Sequence[Unit]) -> Iterator[str]:
+    """What each unit is called in messages: its first and last module, and the model itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for unit in units[:-1]:
+        ends = dict.fromkeys(f"'{names[id(module)]}'" for module in (unit.modules[0], unit.modules[-1]))
+        yield " to ".join(ends)
+    yield f"the model, a {type(model).__name__}"
 
 
 def _owners(model: nn.Module, groups: Sequence[Group], layout: Layout) -> list[nn.Module]:

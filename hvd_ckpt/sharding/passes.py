@@ -22,10 +22,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hvd_ckpt.recompute.frames import is_recomputing
+from hvd_ckpt.torch_private import (
+    DisableTorchFunction,
+    current_graph_task_id,
+    disable_current_modes,
+    execution_engine,
+    pytree,
+)
 
 from .entrance import Visit, enter, is_entrance, leave
 from .gathering import UnitParameters
@@ -96,6 +101,11 @@ class Passes:
         for unit in self.units:
             unit.parameters.when_missed(functools.partial(_tell, missed, unit.number))
 
+    @property
+    def busy(self) -> bool:
+        """A forward or backward pass is running."""
+        return any(unit.running for unit in self.units) or _in_backward()
+
     def begin(self, unit: ShardedUnit, number: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A module of the unit, by its number there, is about to run; returns what it is given instead."""
         unit.running += 1
@@ -106,7 +116,7 @@ class Passes:
                 self.reset()
                 unit.running += 1
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
-                self._forward = Pass("training" if torch._C.is_grad_enabled() else "evaluation")
+                self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
             self._need(unit)
         if unit is self.root or (unit.visit is not None and number in unit.visit.left):
             return None
@@ -153,7 +163,7 @@ class Passes:
         Raises:
             RuntimeError: a backward pass is running.
         """
-        if self.root.running or any(unit.running for unit in self.units) or _in_backward():
+        if self.busy:
             raise RuntimeError(
                 "optimizer.gathered_parameters() does not work inside a forward or backward pass"
             )
@@ -204,7 +214,7 @@ class Passes:
         """
         if not torch.is_grad_enabled():
             return False
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             found = list(tensors_within(output))
             watched = [
                 tensor
@@ -243,9 +253,9 @@ class Passes:
 
     def _turn_back(self) -> None:
         """A backward pass is running; its end will be heard of."""
-        if self._backward is None and torch._C._current_graph_task_id() != -1:
+        if self._backward is None and current_graph_task_id() != -1:
             self._backward = Pass("backward")
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         finished, self._backward = self._backward, None
@@ -299,12 +309,12 @@ def _tell(missed: Callable[[], Callable[[int], None] | None], number: int) -> No
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1 or is_recomputing()
+    return current_graph_task_id() != -1 or is_recomputing()
 
 
 def _apart(parameters: UnitParameters, output: Any) -> Any:
     """The output, with copies of those tensors that lie in the memory of the unit."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if not any(parameters.holds(tensor) for tensor in tensors_within(output)):
             return output
     return pytree.tree_map_only(
@@ -315,5 +325,5 @@ def _apart(parameters: UnitParameters, output: Any) -> Any:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """What runs in it is no work of the model's: what watches the model does not see it, and it has no gradient."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with DisableTorchFunction(), disable_current_modes(), torch.no_grad():
         yield

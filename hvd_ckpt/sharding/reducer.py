@@ -14,13 +14,18 @@ The protocol, which every rank follows whatever its own gradients do:
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.reduction.hooks import GradientHooks
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.summed import keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.turns import TurnTaker
 
 from . import flights
 from .exchange import Exchange
@@ -34,7 +39,7 @@ __all__ = ["ShardReducer"]
 USED, LATE = 1.0, 2.0
 
 
-class ShardReducer:
+class ShardReducer(TurnTaker):
     """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
 
     To be named (:meth:`rename`) before the first step.
@@ -46,6 +51,7 @@ class ShardReducer:
         op_scale: of the sum over the ranks.
         prescale: of each rank's gradients, before the sum.
         passes: backward passes that are accumulated in full before a round.
+        op: Horovod's.
 
     Attributes:
         stats: what was launched when; groups are named by their position in the layout.
@@ -63,6 +69,7 @@ class ShardReducer:
         op_scale: float,
         prescale: float,
         passes: int,
+        op: int,
     ) -> None:
         self.stats = ReductionStats()
         self.active = False
@@ -81,8 +88,9 @@ class ShardReducer:
         ] = {}  # parameters that had a gradient when their group left -> in which round last
         self._agreed = len(self._rounds.order)  # position that every rank will come to before they meet
         self._may_wait = True
-        self._hooks = GradientHooks(self, layout.parameters, frozenset())
-        self._hooks.attach()
+        self._sums_once = op == Sum
+        watched = range(sys.maxsize if self._sums_once and exchange.rank else 0)
+        self._hooks = GradientHooks(self, layout.parameters, watched)
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -96,22 +104,51 @@ class ShardReducer:
 
     def add_groups(self) -> None:
         """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
-        for index in range(len(self.used), len(self._layout.parameters)):
-            self.used.append(False)
-            self._hooks.expect(index)
+        fresh = range(len(self.used), len(self._layout.parameters))
+        self.used.extend([False] * len(fresh))
         self._packer.grow()
         self._rounds.grow()
-        self._hooks.attach()
+        self._hooks.add(fresh)
 
-    def is_shared(self, index: int) -> None:
-        """Another optimizer reduces this parameter, too: its group leaves in :meth:`synchronize` only."""
+    # ---------------------------------------------------------------------------------- other optimizers of a parameter
+
+    def lose(self, indices: Sequence[int]) -> None:
+        """Parameters belong to another optimizer now; taken back, their groups leave in :meth:`synchronize`."""
         with self._lock:
-            self._rounds.share(index)
+            self._rounds.lose(indices)
+            self.active = self._rounds.has_begun
+
+    def have_alone(self) -> None:
+        """Two turns in a row were this reducer's: from the next step on all groups may leave early."""
+        self._rounds.have_alone()
+
+    def settle(self) -> None:
+        """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
+        begun = float(any(self._rounds.launched) or any(self.used))
+        if not self._exchange.maximum(torch.tensor([begun]), "settle")[0]:
+            return
+        self.synchronize()
+        for group in self._layout.groups:
+            shard = self.shard(group)
+            if shard is None:
+                continue
+            flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
+            self._exchange.all_gather(shard, flat, f"gradients.{group.position}.whole").wait()
+            for index, gradient in zip(group.indices, self._packer.views(group, flat)):
+                if self.used[index]:
+                    parameter = self._layout.parameters[index]
+                    parameter.grad = gradient.to(parameter.dtype)
+                    if self._sums_once:
+                        mark_summed(parameter.grad, self._exchange.process_set)
+        self.consume()
 
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
-        """Nothing: once a group has left its gradients are None, and what is accumulated is new."""
+        """Keeps what is summed already. Once a group has left its gradients are None, and what is accumulated is new."""
+        gradient = self._layout.parameters[index].grad
+        if gradient is not None:
+            keep_sum(gradient)
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become complete."""
@@ -133,6 +170,11 @@ class ShardReducer:
         self._step.launches_in_backward += 1
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
+        if self._sums_once:
+            for index in group.indices:
+                gradient = self._layout.parameters[index].grad
+                if gradient is not None:
+                    leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
         flat, used = self._packer.pack(group)
         number = self._rounds.launched[group.position]
         self._sent.update(dict.fromkeys(used, number))
@@ -265,11 +307,13 @@ class ShardReducer:
         self._end_step(learn=False)
 
     def abandon(self) -> None:
-        """Drops the step that has begun and its result (after an error, or when a state is loaded). To be called on every rank.
+        """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
 
         What is in flight goes on in memory and under names that are not used again.
         """
         self._flights.drop()
+        for parameter in self._layout.parameters:
+            parameter.grad = None
         self.consume()
         self.rename(self._identity, self._generation + 1)
         self._agreed, self._may_wait = len(self._rounds.order), True
@@ -291,8 +335,9 @@ class ShardReducer:
         self.abandon()
 
     def state_dict(self) -> dict[str, Any]:
-        """Order and expectations, as plain data; the expectations are this rank's own."""
-        return self._rounds.state_dict()
+        """Order, expectations and what all ranks agreed on, as plain data; the expectations are this rank's own."""
+        rounds = self._agreed // max(1, len(self._rounds.order))
+        return {**self._rounds.state_dict(), "agreed_rounds": rounds, "may_wait": self._may_wait}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up order and expectations, so that the next step is reduced as if training had never stopped.
@@ -302,3 +347,5 @@ class ShardReducer:
         """
         self._rounds.load_state_dict(state)
         self.abandon()
+        self._agreed = int(state["agreed_rounds"]) * len(self._rounds.order)
+        self._may_wait = bool(state["may_wait"])

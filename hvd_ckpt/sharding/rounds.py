@@ -17,7 +17,7 @@ from .layout import Group, Layout
 
 __all__ = ["Rounds"]
 
-VERSION = 1
+VERSION = 2
 IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
 
 
@@ -38,7 +38,7 @@ class Rounds:
     def __init__(self, layout: Layout, passes: int) -> None:
         self._layout = layout
         self._passes = passes
-        self._shared: set[int] = set()  # groups with a parameter that another optimizer reduces, too
+        self._shared: set[int] = set()  # groups with parameters that optimizers take turns with
         self.reset()
 
     def set_passes(self, passes: int) -> None:
@@ -65,13 +65,15 @@ class Rounds:
         for counts in (self.launched, self._idle, self._expecting, self._waiting):
             counts.extend([0] * (len(self._layout.groups) - len(counts)))
 
-    def share(self, index: int) -> None:
-        """Another optimizer reduces this parameter, too: its group never leaves in the backward pass."""
-        position = self._layout.group_of[index].position
-        if position not in self._shared:
-            self._shared.add(position)
-            self._expecting[position] += 1
-            self._waiting[position] += 1
+    def lose(self, indices: Sequence[int]) -> None:
+        """Another optimizer has these parameters now: their groups do not leave in the backward pass."""
+        self._shared.update(self._layout.group_of[index].position for index in indices)
+        self._counts.forget(indices)
+        self.begin_step()
+
+    def have_alone(self) -> None:
+        """No other optimizer has been used for the parameters; this holds from the next step on."""
+        self._shared.clear()
 
     # ---------------------------------------------------------------------------------- in a step
 
@@ -108,6 +110,11 @@ class Rounds:
         self._waiting[group.position] = self._expecting[group.position]
         for index in group.indices:
             self._fired[index] = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """A gradient has arrived in this step."""
+        return any(self._counts.fired)
 
     @property
     def due(self) -> int:
@@ -179,13 +186,14 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """Order and expectations as plain data, by the names of parameters."""
-        names = self._layout.names
-        learned = self._counts.learned
+        names, group_of = self._layout.names, self._layout.group_of
+        idle = {name: self._idle[group_of[index].position] for index, name in enumerate(names)}
         return {
             "version": VERSION,
             "order": [names[index] for index in self._indices(self.order)],
             "ordered": self.ordered,
-            "fires_per_pass": dict(zip(names, self._counts.expected)) if learned else None,
+            "idle_steps": {name: steps for name, steps in idle.items() if steps},
+            **self._counts.state_dict(names),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,29 +202,32 @@ class Rounds:
         Raises:
             ValueError: the state names a parameter that is not here, or is not one of this reducer.
         """
-        if state.get("version") != VERSION or "fires_per_pass" not in state:
+        if state.get("version") != VERSION or "ordered" not in state:
             raise ValueError(
                 f"this is no reduction state of split gradients of version {VERSION} but one of version "
                 f"{state.get('version')!r} with {sorted(map(str, state))}; load one that was saved at stage 2 or 3"
             )
-        fires = state["fires_per_pass"]
+        names, idle = self._layout.names, state["idle_steps"]
         places = {name: place for place, name in enumerate(state["order"])}
-        for name in [*places, *(fires or ())]:
-            if name not in self._layout.names:
+        for name in [*places, *(state["counts"] or ())]:
+            if name not in names:
                 raise ValueError(
                     f"reduction state names parameter '{name}', which this optimizer does not have; "
                     f"load a state that was saved with the same model"
                 )
         self.reset()
         last: dict[int, int] = {}
-        for index, name in enumerate(self._layout.names):
+        for index, name in enumerate(names):
             if name in places:
                 position = self._layout.group_of[index].position
                 last[position] = max(last.get(position, -1), places[name])
         self.order = sorted(last, key=last.__getitem__)
         self.ordered = bool(state["ordered"])
-        if fires is not None:
-            self._counts.restore([int(fires.get(name, 0)) for name in self._layout.names])
+        for group in self._layout.groups:
+            self._idle[group.position] = min(
+                (int(idle.get(names[index], 0)) for index in group.indices), default=0
+            )
+        self._counts.load_state_dict(state, names)
         self.begin_step()
 
     def _indices(self, positions: Iterable[int]) -> list[int]:

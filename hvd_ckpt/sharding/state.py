@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .optimizer import ShardedOptimizer, Sharding
 
-__all__ = ["load_parts"]
+__all__ = ["assembled", "load_parts", "targets_of"]
 
 
 def own_part(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def load(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
 
 
 def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Takes up the state of a job of any size and stage, sharded or not. Collective, where the optimizer is sharded.
+    """Takes up the state of a job of any size and stage, sharded or not; drops all gradients. Collective, where it is sharded.
 
     Args:
         optimizer: a ``DistributedOptimizer``, sharded or not.
@@ -77,6 +77,8 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
         error = exception
     if hasattr(optimizer, "_sharding"):
         _load(optimizer, merged, error)
+        if optimizer._reducer is not None:
+            optimizer._begin_anew()
     elif error is not None:
         raise error
     else:
@@ -85,7 +87,7 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
-    targets = _targets(optimizer)
+    targets = targets_of(optimizer)
     counters = _counters(optimizer) if any(target.form.shape == () for target in targets) else ()
     sources = _Sources(parts, _names(optimizer), counters)
     if sources.empty:
@@ -116,7 +118,7 @@ def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> 
     return merged
 
 
-def full(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
+def full(optimizer: ShardedOptimizer, all_ranks: bool) -> dict[str, Any] | None:
     """See ``ShardedOptimizer.full_state_dict``."""
     sharding = optimizer._sharding
     part = own_part(optimizer)
@@ -140,10 +142,10 @@ def full(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
                     continue
                 mine = part["state"][number][entry_name] if rank == rank_here else None
                 value = _broadcast(mine, entry, rank, members, f"{name}.{rank}.{number}.{entry_name}")
-                if rank_here == 0:
+                if all_ranks or rank_here == 0:
                     values.setdefault(number, {})[entry_name] = value
         parts.append({"pieces": pieces, "state": values})
-    if rank_here != 0:
+    if rank_here != 0 and not all_ranks:
         return None
     index_of = {id(parameter): number for number, parameter in enumerate(sharding.layout.parameters)}
     whole = [index_of[id(parameter)] for parameter in itertools.chain.from_iterable(sharding.groups)]
@@ -189,7 +191,7 @@ def load_weight_pieces(
         by_name.setdefault(name, []).append((start, stop, values))
     with torch.no_grad():
         for name, start, stop, own in weight_pieces(sharding):
-            own.copy_(_assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own))
+            own.copy_(assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own))
     sharding.masters.follow(sharding.store.shards)
     sharding.store.publish(sharding.layout.groups)
 
@@ -197,10 +199,6 @@ def load_weight_pieces(
 def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> None:
     """Loads a state of this rank's pieces, or raises on all ranks, where one could not make it up."""
     sharding: Sharding = optimizer._sharding
-    if optimizer._reducer is not None:
-        optimizer._reducer.abandon()
-    optimizer._synchronized = False
-    optimizer._should_synchronize = True
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
     bare = {name: value for name, value in state.items() if name not in extra}
     groups = optimizer.param_groups
@@ -236,7 +234,8 @@ class _Target:
     whole: bool
 
 
-def _targets(optimizer: Any) -> list[_Target]:
+def targets_of(optimizer: Any) -> list[_Target]:
+    """What an optimizer, sharded or not, has state of, in the order of its parameters."""
     if hasattr(optimizer, "_sharding"):
         return [_Target(piece.name, piece.start, piece.stop, piece.form, False) for piece in optimizer.pieces]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -321,7 +320,7 @@ class _Sources:
             for start, stop, values in found
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
-        flat = _assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
+        flat = assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
         return target.form.unflatten(flat) if target.whole else flat
 
     def masters(self, targets: Sequence[_Target]) -> dict[int, torch.Tensor]:
@@ -331,11 +330,11 @@ class _Sources:
             parts = self._masters.get(target.name)
             if parts:
                 what = f"the master weights of '{target.name}'"
-                masters[number] = _assembled(parts, target.start, target.stop, what, parts[0][2])
+                masters[number] = assembled(parts, target.start, target.stop, what, parts[0][2])
         return masters
 
 
-def _assembled(
+def assembled(
     parts: Sequence[tuple[int, int, torch.Tensor]], start: int, stop: int, what: str, like: torch.Tensor
 ) -> torch.Tensor:
     """Elements ``start`` to ``stop``, from parts that overlap them."""

@@ -50,6 +50,7 @@ def trainer_of(folder: Path, **changes: Any) -> Trainer:
         "batch": 4,
         "accumulate": 2,
         "lr": 1e-2,
+        "ema": 0.8,
         "schedule": "constant",
         "eval_batches": 1,
         "segments": 3,
@@ -82,6 +83,15 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.equal(one, theirs[name]), name
 
 
+def averages(outcome: Outcome, file: Path) -> dict[str, torch.Tensor]:
+    """The averaged weights of a run's last snapshot, on rank 0; the weights go to a file beside."""
+    if hc.rank() != 0:
+        return {}
+    consolidate(last(outcome), file, ema=True)
+    consolidate(last(outcome), file.with_name(f"{file.name}-raw"))
+    return load_file(file)
+
+
 def state_by_name(trainer: Trainer) -> dict[str, dict[str, Any]] | None:
     """The whole optimizer state, on rank 0."""
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
@@ -110,6 +120,10 @@ def test_a_run_that_changes_its_stage_at_each_step_ends_in_the_bits_of_one_that_
         assert (found.shards.stage if found.shards else 0) == stage
     assert outcome.steps == STEPS and outcome.evaluation == unsharded.evaluation
     assert_same(snapshot.read(last(outcome)).weights, snapshot.read(last(unsharded)).weights)
+    assert_same(averages(outcome, folder / "ours"), averages(unsharded, folder / "theirs"))
+    if hc.rank() == 0:
+        raw, ema = load_file(folder / "ours-raw"), load_file(folder / "ours")
+        assert raw.keys() == ema.keys() and not any(torch.equal(raw[name], ema[name]) for name in raw)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,15 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
             torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
 
 
+def fingerprint(state: Any) -> Any:
+    """An optimizer's state in a form that can be compared."""
+    if isinstance(state, torch.Tensor):
+        return (state.dtype, tuple(state.shape), state.tolist())
+    if isinstance(state, dict):
+        return {key: fingerprint(value) for key, value in state.items()}
+    return [fingerprint(value) for value in state] if isinstance(state, list) else state
+
+
 def two_ranks_at_most() -> bool:
     return bool(hc.size() <= 2)
 
@@ -114,7 +124,8 @@ def two_ranks_at_most() -> bool:
 def test_ends_in_the_weights_of_a_run_that_is_not_sharded(stage: int, make: Make) -> None:
     ours = trained(make, stage)
     assert_same(ours, trained(make, 0), exactly=two_ranks_at_most())
-    assert_same(ours, trained(make, NAMES[stage]), exactly=True)  # type: ignore[arg-type]
+    for name in (NAMES[stage], str(stage)):
+        assert_same(ours, trained(make, name), exactly=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -157,6 +168,24 @@ def test_clips_by_the_norm_of_all_gradients(stage: int) -> None:
     for one in (optimizer, plain):
         with one.skip_synchronize():
             one.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_norms_of_any_order_are_those_of_torch(stage: int) -> None:
+    model, twin = Model(), Model()
+    optimizer, plain = wrapped(model, momentum, stage), wrapped(twin, momentum, 0)
+    cases = (0.0, (0, 0.5, 1, 3, -1, math.inf, -math.inf)), (math.inf, (2,)), (math.nan, (-math.inf,))
+    for value, orders in cases:  # of one gradient; one of zeros counts, too
+        for one, other in ((model, optimizer), (twin, plain)):
+            handle = one.first.bias.register_hook(lambda g, value=value: torch.full_like(g, value))
+            other.zero_grad()
+            one(batch(0)).square().mean().backward()
+            handle.remove()
+        plain.synchronize()
+        for order in orders:
+            ours = hc.clip_grad_norm_(model.parameters(), 1e9, order)
+            theirs = nn.utils.clip_grad_norm_(twin.parameters(), 1e9, order)
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -246,6 +275,18 @@ def test_wire_formats_train_as_well_and_keep_ranks_equal(stage: int, wire: Any) 
         assert narrow <= (2.0 if wire in ("fp16", "bf16") else 1.3)
 
 
+def test_whole_parameters_as_numpy_arrays() -> None:
+    model = Model()
+    optimizer = wrapped(model, adam, 3)
+    steps(model, optimizer, range(1))
+    with optimizer.gathered_parameters():
+        arrays = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    copies = copy.deepcopy(arrays)
+    steps(model, optimizer, range(1, 3))
+    assert all((arrays[name] == copies[name]).all() for name in arrays)
+    assert_same(weights(model, optimizer), trained(adam, 3, count=3), exactly=True)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> None:
     reference = trained(adam, 0, count=6)
@@ -256,6 +297,8 @@ def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> 
     values, part = weights(model, optimizer), copy.deepcopy(optimizer.state_dict())
     whole = optimizer.full_state_dict()
     assert (whole is None) == (hc.rank() != 0)
+    everywhere = optimizer.full_state_dict(all_ranks=True)
+    assert fingerprint(everywhere) == hc.broadcast_object(fingerprint(whole) if whole is not None else None)
     parts = hc.allgather_object(part, name="parts")
 
     for other in (0, *STAGES):
@@ -427,6 +470,7 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.Mon
     refused("Adafactor", lambda p: torch.optim.Adafactor(p), shard=1)
     refused("shard must be one of", shard="zero")
     refused("shard must be one of", shard=4)
+    refused("shard must be one of", shard="4")
     refused("op=Average and op=Sum", shard=1, op=hc.Max)
     refused("pass model=model", shard=3, named=list(model.named_parameters()))
     refused("needs shard='optimizer' or more", offload="optimizer")

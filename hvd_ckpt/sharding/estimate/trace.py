@@ -11,13 +11,13 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.planning.measure import undisturbed
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.torch_private import current_graph_task_id
 
 __all__ = ["Event", "Stretch", "bare_trace", "completions", "fires", "trace_step"]
 
@@ -160,10 +160,10 @@ class _Unit:
 
     def before(self, module: nn.Module, args: Any) -> None:
         self._calls += 1
-        (self._forward if torch._C._current_graph_task_id() < 0 else self._backward)()
+        (self._forward if current_graph_task_id() < 0 else self._backward)()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() >= 0:
+        if current_graph_task_id() >= 0:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:

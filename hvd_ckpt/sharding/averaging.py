@@ -1,0 +1,196 @@
+"""Running averages of the weights, split over the ranks as the optimizer's state is.
+
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992); Izmailov et al., "Averaging Weights Leads to
+Wider Optima and Better Generalization" (2018). The functions that average are those of ``torch.optim.swa_utils``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import get_swa_avg_fn
+
+from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.torch_private import foreach_copy_
+
+from .formats import sum_dtype
+from .state import assembled, targets_of
+
+__all__ = ["AveragedWeights"]
+
+
+class AveragedWeights:
+    """An average of the weights that a ``DistributedOptimizer`` updates: torch's ``AveragedModel`` for any stage of sharding.
+
+    Each rank averages what it updates, its shards or, at stage 0, whole parameters, so an update communicates nothing and gives
+    the same bits at every stage. There is no second model: :meth:`applied` lends the average to the one that is trained. Averages
+    of half-precision weights are float32. Buffers are the model's own, as with ``AveragedModel(use_buffers=False)``.
+
+    Example::
+
+        average = hc.AveragedWeights(optimizer, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+        ...
+        optimizer.step()
+        average.update_parameters()
+        ...
+        with average.applied():
+            evaluate(model)
+
+    Args:
+        optimizer: the result of ``DistributedOptimizer``, with weights that are alike on all ranks; the average begins with them.
+        avg_fn: takes an average, a weight and ``n_averaged``, and returns the new average.
+        multi_avg_fn: takes lists of averages and of weights, and ``n_averaged``, and changes the averages in place. Without both,
+            all weights count alike (``get_swa_avg_fn()``).
+
+    Attributes:
+        n_averaged: updates so far; the first one copies the weights, as in torch.
+
+    Raises:
+        TypeError: the optimizer is not a ``DistributedOptimizer``.
+        ValueError: both functions are given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        avg_fn: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
+        multi_avg_fn: Callable[[Any, Any, Any], Any] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, ReducedOptimizer):
+            raise TypeError(
+                f"optimizer must be the result of DistributedOptimizer, not a bare {type(optimizer).__name__}; for a model that is "
+                "not distributed use torch.optim.swa_utils.AveragedModel"
+            )
+        if avg_fn is not None and multi_avg_fn is not None:
+            raise ValueError("avg_fn and multi_avg_fn are given; give one of them")
+        self.n_averaged = 0
+        self._optimizer = optimizer
+        self._avg_fn = avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
+        self._multi_avg_fn = multi_avg_fn
+        self._averages: dict[torch.Tensor, torch.Tensor] = {}
+        self._follow()
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        """Takes the weights into the average; to be called after ``optimizer.step()``, on every rank. Communicates nothing."""
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for average, weight in self._follow():
+            averages, weights = groups[average.device, average.dtype]
+            averages.append(average)
+            weights.append(weight.detach().to(average.dtype))
+        for (device, _), (averages, weights) in groups.items():
+            count = torch.tensor(self.n_averaged, device=device)
+            if self.n_averaged == 0:
+                foreach_copy_(averages, weights)
+            elif self._multi_avg_fn is not None:
+                self._multi_avg_fn(averages, weights, count)
+            else:
+                for average, weight in zip(averages, weights):
+                    average.copy_(self._avg_fn(average, weight, count))
+        self.n_averaged += 1
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it the model has the averaged weights, on every rank: to evaluate, or to save them. Collective.
+
+        The weights are put back bit for bit; a copy of those that this rank has is kept meanwhile. ``optimizer.step()`` must not be
+        called within it; ``optimizer.gathered_parameters()`` may be entered within it, not around it.
+
+        Raises:
+            RuntimeError: inside ``optimizer.gathered_parameters()``, or a forward or backward pass.
+        """
+        sharding = getattr(self._optimizer, "_sharding", None)
+        changing: list[torch.Tensor] = []
+        if sharding is not None:
+            sharding.store.check_apart("AveragedWeights.applied()")
+            sharding.store.adopt()
+            sharding.masters.follow(sharding.store.shards)
+            changing += [piece.weights for piece in sharding.pieces]
+            if sharding.stage < 3:
+                changing += sharding.layout.parameters
+        pairs = self._follow()
+        changing += [weight for _, weight in pairs]
+        kept = [tensor.detach().clone() for tensor in changing]
+        with torch.no_grad():
+            for average, weight in pairs:
+                weight.copy_(average)
+        if sharding is not None:
+            sharding.publish([True] * len(sharding.layout.parameters))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(changing, kept):
+                    tensor.copy_(before)
+            if sharding is not None and sharding.stage == 3:
+                sharding.store.publish()  # what is gathered there is read from the shards
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the average, or at stage 0 all of it.
+
+        ``"pieces"`` has name, first and last + 1 element of each tensor of ``"averages"``, as ``optimizer.state_dict()`` has.
+        """
+        return {
+            "n_averaged": self.n_averaged,
+            "pieces": [[target.name, target.start, target.stop] for target in targets_of(self._optimizer)],
+            "averages": {number: average for number, (average, _) in enumerate(self._follow())},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Loads an average. Collective, where the optimizer is sharded.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave on this rank of a job of the same size and stage, or at stage 0; or a list of
+                what it gave on all ranks of a job of any size and stage.
+
+        Raises:
+            ValueError: an element of this rank's part is in none of them; on every rank.
+        """
+        parts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        error: Exception | None = None
+        loaded: list[torch.Tensor] = []
+        try:
+            loaded = self._assembled(parts)
+        except Exception as exception:  # whatever it is, the other ranks must hear of it
+            error = exception
+        if self._optimizer.shard_stage:
+            name = f"hvd_ckpt.{self._optimizer._identity}.averages"
+            raise_together(error, self._optimizer._process_set, name)
+        elif error is not None:
+            raise error
+        with torch.no_grad():
+            for (average, _), value in zip(self._follow(), loaded):
+                average.copy_(value)
+        self.n_averaged = int(parts[0]["n_averaged"])
+
+    def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each average, and the weight that it is of; those of parameters that were added later begin now."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if parameter not in self._averages:
+                self._averages[parameter] = parameter.detach().to(sum_dtype(parameter.dtype), copy=True)
+        self._averages = {parameter: self._averages[parameter] for parameter in parameters}
+        return [(average, parameter.detach()) for parameter, average in self._averages.items()]
+
+    def _assembled(self, parts: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        targets = targets_of(self._optimizer)
+        forms = {target.name: target.form for target in targets}
+        found: dict[str, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
+        for part in parts:
+            for number, value in part["averages"].items():
+                name, start, stop = part["pieces"][number]
+                form = forms.get(name)
+                if form is not None and value.shape == form.shape:
+                    value = form.flatten(value)
+                found[name].append((start, stop, value))
+        values = []
+        for target, (average, _) in zip(targets, self._follow()):
+            what = f"the average of '{target.name}'"
+            flat = assembled(found[target.name], target.start, target.stop, what, average)
+            values.append(target.form.unflatten(flat) if target.whole else flat)
+        return values
