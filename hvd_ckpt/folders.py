@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["new_folder"]
+__all__ = ["cache_folder", "make_writable", "new_folder"]
 
 
-def new_folder(name: str | None, kind: str) -> Path:
+def cache_folder() -> tuple[Path, str]:
+    """The folder for what is kept between runs, and one sentence where it is not the usual one.
+
+    The usual one is ``$XDG_CACHE_HOME/hvd_ckpt``, or ``~/.cache/hvd_ckpt``. Where there is no home folder, or it cannot be
+    written to, a folder in the Python environment serves.
+
+    Raises:
+        OSError: neither can be written to; the text says so in one sentence.
+    """
+    usual = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    reasons = []
+    for base in (Path(usual), Path(sys.prefix, ".cache")):
+        try:
+            folder = base.expanduser() / "hvd_ckpt"
+            make_writable(folder)
+        except (OSError, RuntimeError) as error:  # no HOME, and no entry in the password file
+            reasons.append(f"{base} cannot be used ({getattr(error, 'strerror', None) or error})")
+        else:
+            return folder, f"{reasons[0]}: {folder} is the cache folder instead." if reasons else ""
+    raise OSError(f"{'; '.join(reasons)}: name a folder that can be written with XDG_CACHE_HOME")
+
+
+def make_writable(folder: Path) -> None:
+    """Makes a folder where there is none, and tries to write to it.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def new_folder(name: str | None, kind: str, make: bool = True) -> Path:
     """A folder, made and empty: that of the name, else ``runs/<kind>-<time>``.
+
+    Args:
+        make: False to look only whether it could be made.
 
     Raises:
         ValueError: it holds something, or cannot be written to.
     """
     folder = Path(name) if name else Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(not path.name.startswith(".config.yaml.") for path in folder.iterdir()):  # begun, and killed
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        if folder.exists() and any(
+            not path.name.startswith(".config.yaml.") for path in folder.iterdir()
+        ):  # begun, and killed
             raise ValueError(f"the folder '{folder}' is not empty: give a new one")
     except OSError as error:
         raise ValueError(f"cannot write to '{folder}': {error.strerror}") from None

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from hvd_ckpt.environment import whole_in
 
-__all__ = ["RANK_VARIABLES", "Process", "has_broken", "launched_rank", "launcher_chain", "look_up"]
+__all__ = [
+    "RANK_VARIABLES",
+    "Process",
+    "has_broken",
+    "launched_rank",
+    "launcher_chain",
+    "launcher_terminal",
+    "look_up",
+]
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
@@ -58,6 +67,22 @@ def launcher_chain(rank: int) -> list[int]:
             chain.append(above.parent)
         return chain
     return []
+
+
+def launcher_terminal() -> str | None:
+    """The terminal on which the launcher of this process prints its errors; None if there is no launcher here, or it has none.
+
+    Launchers read what ranks print from pipes, and pass it on line by line; a line that is drawn again and again can only go to the
+    terminal itself.
+    """
+    chain = launcher_chain(os.getpid())
+    if not chain:
+        return None
+    try:
+        target = os.readlink(PROC / str(chain[-1]) / "fd" / "2")
+    except OSError:
+        return None
+    return target if target.startswith(("/dev/pts/", "/dev/tty")) else None
 
 
 def has_broken(chain: list[int]) -> bool:

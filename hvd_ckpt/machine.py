@@ -6,8 +6,6 @@ import importlib.metadata
 import os
 import platform
 
-from hvd_ckpt.runtime import allowed_cpus
-
 __all__ = ["machine_facts"]
 
 PACKAGES = ("torch", "horovod", "transformers")
@@ -20,6 +18,8 @@ def machine_facts(threads: int | None = None) -> dict[str, str]:
     Args:
         threads: CPU threads of each rank, where that is one number.
     """
+    from hvd_ckpt.runtime import allowed_cpus  # which imports PyTorch
+
     per_rank = "" if threads is None else f", {threads} thread(s) per rank"
     versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]

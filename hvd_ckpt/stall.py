@@ -2,7 +2,8 @@
 
 A rank that has died is noticed by Horovod or its launcher. One that is stopped, stuck, or on a machine that has been cut off is
 not: over MPI the others wait inside a collective for ever, over Gloo until its own time limit. A wait gives the interpreter to
-other threads, so a thread of this process can see how long it has lasted, whatever carries it, and end the process.
+other threads, so a thread of this process can see how long it has lasted, whatever carries it: after a minute it says so, once, and
+where there is a limit it ends the process.
 
 Watched are Horovod's start and end, everything that waits for a collective (all of Horovod's calls and this library's go through
 one function), loops that poll for one, and changes of process sets. What is waited for is read from the waiting thread's stack when
@@ -35,6 +36,7 @@ from .peers import Peer, describe_silent, diagnose, host_name, silent_hosts
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
+NOTICE_SECONDS = 60.0  # a wait that lasts longer is announced
 SAYING_SECONDS = 1.0  # how long a full pipe may keep the last line
 _LIBRARIES = tuple(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, __file__))
 
@@ -60,8 +62,9 @@ class Watchdog:
     """What is watched in this process, and the thread that does it; one per process.
 
     Attributes:
-        timeout: seconds a wait may last; None: waits are not watched.
+        timeout: seconds a wait may last; None: there is no limit.
         waits: by thread.
+        announced: by thread, since when the wait has lasted that was announced last.
         polls: by Horovod's handle.
         peers: all ranks, once they have met.
         own: this rank, likewise.
@@ -72,6 +75,7 @@ class Watchdog:
 
     timeout: float | None = None
     waits: dict[int, Wait] = field(default_factory=dict)
+    announced: dict[int, float] = field(default_factory=dict)
     polls: dict[int, Poll] = field(default_factory=dict)
     peers: list[Peer] = field(default_factory=list)
     own: Peer | None = None
@@ -99,6 +103,7 @@ class Watchdog:
             before = now
             if has_broken(self.ancestors):
                 end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
+            self._announce()
             late = self._late()
             if late is not None:
                 line = self._explain(*late)
@@ -107,17 +112,33 @@ class Watchdog:
 
     def _late(self) -> tuple[int, Wait] | None:
         """A thread whose wait has lasted too long, and that wait."""
-        if self.timeout is None:
-            return None
+        return None if self.timeout is None else next(self._longer_than(self.timeout), None)
+
+    def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
+        """Threads whose waits have lasted longer, and these waits."""
         now = self.now()
         for thread, wait in list(self.waits.items()):
-            if now - wait.since > self.timeout and thread not in self.unlimited:
-                return thread, wait
+            if now - wait.since > seconds and thread not in self.unlimited:
+                yield thread, wait
         for poll in list(self.polls.values()):
-            lasting = now - poll.first > self.timeout and now - poll.last < POLL_LOOP_SECONDS
+            lasting = now - poll.first > seconds and now - poll.last < POLL_LOOP_SECONDS
             if lasting and poll.thread not in self.unlimited:
-                return poll.thread, Wait(poll.first)
-        return None
+                yield poll.thread, Wait(poll.first)
+
+    def _announce(self) -> None:
+        """Says what is waited for, once for each wait."""
+        for thread, wait in self._longer_than(NOTICE_SECONDS):
+            if self.announced.get(thread) != wait.since:
+                self.announced[thread] = wait.since
+                limit = (
+                    "hvd_ckpt.init(stall_timeout=...) limits it"
+                    if self.timeout is None
+                    else f"the limit is {self.timeout:g} s"
+                )
+                _say_in_background(
+                    f"{_who(self.own)}: still waiting, after {self.now() - wait.since:.0f} s, for "
+                    f"{wait.what or _waited_for(thread)}; {limit}"
+                )
 
     def _explain(self, thread: int, wait: Wait) -> str:
         what = wait.what or _waited_for(thread)
@@ -137,14 +158,18 @@ def check_timeout(seconds: Any) -> None:
         )
 
 
-def watch(seconds: float) -> None:
-    """Ends this process when a wait lasts longer than ``seconds``; a later call changes that (``math.inf``: no limit).
+def watch(seconds: float | None = None) -> None:
+    """Announces each wait of more than a minute, and ends this process when one lasts longer than ``seconds``.
+
+    Args:
+        seconds: the limit from now on (``math.inf``: there is none); None leaves it as it is, which is none at first.
 
     Raises:
-        ValueError: ``seconds`` is no number above zero.
+        ValueError: ``seconds`` is not a number above zero.
     """
-    check_timeout(seconds)
-    _dog.timeout = None if math.isinf(seconds) else float(seconds)
+    if seconds is not None:
+        check_timeout(seconds)
+        _dog.timeout = None if math.isinf(seconds) else float(seconds)
     if not _dog.installed:
         _install()
     _dog.start()
@@ -208,10 +233,14 @@ def end_with_parent() -> bool:
 
 def end(line: str) -> NoReturn:
     """Ends this process at once with status 1 and a line on stderr; nothing is run on the way out, for it could wait too."""
+    _say_in_background(line).join(SAYING_SECONDS)
+    os._exit(1)
+
+
+def _say_in_background(line: str) -> threading.Thread:
     saying = threading.Thread(target=_say, args=(line,), daemon=True)
     saying.start()
-    saying.join(SAYING_SECONDS)
-    os._exit(1)
+    return saying
 
 
 def _say(line: str) -> None:
@@ -282,8 +311,11 @@ def _noted(
 
 
 def _waited_for(thread: int) -> str:
-    """The collective that a thread waits for, its tensor, and where the user's code called it: what its stack tells."""
-    operation = tensor = place = ""
+    """The collective that a thread waits for, its tensor, and where the user's code called it: what its stack tells.
+
+    A function of this library that waits may say what for in words, in a local variable ``awaited``.
+    """
+    operation = tensor = place = words = ""
     for frame in _frames(sys._current_frames().get(thread)):
         path = frame.f_code.co_filename
         if not path.startswith(_LIBRARIES):
@@ -297,7 +329,10 @@ def _waited_for(thread: int) -> str:
         name = frame.f_locals.get("name")
         if not tensor and isinstance(name, str) and name:
             tensor = f" '{name}'"
-    return f"{operation or 'a collective'}{tensor}{place}"
+        awaited = frame.f_locals.get("awaited")
+        if not words and isinstance(awaited, str):
+            words = awaited
+    return f"{words or (operation or 'a collective') + tensor}{place}"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,4 +1,4 @@
-"""An error on one rank, wherever it happens, ends all of them: its traceback is shown once, and nothing is left behind.
+"""An error, wherever it happens, ends all ranks; its traceback is shown once, of `hvd-ckpt train` or a script, and nothing is left.
 
 In the forward pass: test_rank_failure.py.
 """
@@ -6,8 +6,10 @@ In the forward pass: test_rank_failure.py.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +17,7 @@ import pytest
 from controllers import HOROVODRUN, probe
 
 SCRIPT = Path(__file__).parent / "scripts" / "fail_somewhere.py"
+UNCAUGHT = SCRIPT.with_name("uncaught.py")
 MARK = "HVD_CKPT_TEST_OF_ENDINGS"
 
 
@@ -65,6 +68,59 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     assert not [process for process in psutil.process_iter() if has_mark(process, tmp_path)]
     assert not [path for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
     assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir() if ".tmp-" in path.name] == []
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Jobs of a script that fails without ``hvd-ckpt train``, all at once."""
+    mpi = "mpi" if probe("mpi").works else "gloo"
+    jobs = {}
+    for case, ranks, controller in (("differ", 3, "gloo"), ("alone", 2, mpi), ("hook", 2, "gloo")):
+        jobs[case] = subprocess.Popen(
+            [*HOROVODRUN, "-np", str(ranks), f"--{controller}", sys.executable, str(UNCAUGHT), case],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    yield jobs
+    for job in jobs.values():
+        job.kill()
+        job.communicate()
+
+
+def said_by_ranks(job: subprocess.Popen[str]) -> str:
+    """What the ranks of a job that failed said, without the launcher's tags and its own traceback."""
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode != 0, output
+    output = re.sub(r"\[(1,)?\d\]<std(out|err)>:", "", output)
+    return output.partition('Traceback (most recent call last):\n  File "' + HOROVODRUN[-1])[0]
+
+
+def test_an_error_of_several_ranks_is_shown_once_and_another_one_too(scripts) -> None:
+    said = said_by_ranks(scripts["differ"])
+    assert said.count("Traceback (most recent call last)") == 2, said
+    assert said.count("KeyError: 'planted on the last rank'") == 1
+    assert said.count("ValueError: planted on ranks") == 2
+    assert (
+        len(re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)) == 1
+    )
+
+
+def test_ranks_that_lose_another_one_say_where_they_were(scripts) -> None:
+    said = said_by_ranks(scripts["alone"])
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert said.count("ValueError: planted on the last rank") == 1
+    assert (
+        len(re.findall(r"(?m)^rank 0 on host .+: ended at uncaught.py:\d+, because another rank", said)) <= 1
+    )
+
+
+def test_a_hook_of_ones_own_hears_every_rank(scripts) -> None:
+    said = said_by_ranks(scripts["hook"])
+    assert said.count("own hook: planted on ranks") == 2, said
+    assert "Traceback" not in said
 
 
 def has_mark(process: psutil.Process, folder: Path) -> bool:

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def jobs(folder: Path) -> Iterator[Jobs]:
     """All at once: they spend their time waiting. Over MPI, which waits for ever by itself, where it works."""
-    running = {"polls": start("gloo", "polls")}
+    running = {case: start("gloo", case) for case in ("polls", "alone")}
     mpi = probe("mpi").works
     running["stops"] = start("mpi" if mpi else "gloo", "stops")
     if mpi:
@@ -59,7 +59,8 @@ def start(controller: str, *arguments: str) -> subprocess.Popen[str]:
     ("case", "waited_for", "reason"),
     [
         ("polls", r"a collective at stalled.py:\d+", STUCK),
-        ("stops", r"a collective 'hvd_ckpt\S+' at stalled.py:\d+", STOPPED),
+        ("stops", r"the gradients of all ranks \(.*optimizer\.step\(\)\) at stalled.py:\d+", STOPPED),
+        ("alone", r"the parameters of '0' \(.*gathered_parameters\(\).*\) at stalled.py:\d+", STUCK),
     ],
 )
 def test_a_wait_for_a_rank_that_does_not_come_ends(
@@ -71,6 +72,8 @@ def test_a_wait_for_a_rank_that_does_not_come_ends(
     lines = re.findall(rf"rank 0 on host \S+: waited \d+ s for {waited_for}; {reason}", output)
     assert len(lines) == 1, output
     assert "HorovodInternalError" not in output
+    announced = re.findall(rf"rank 0 on host \S+: still waiting, after \d+ s, for {waited_for};", output)
+    assert len(announced) == (case == "alone"), output
 
 
 def test_ranks_end_with_the_launcher_that_they_were_started_by(jobs: Jobs, folder: Path) -> None:

@@ -42,18 +42,34 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_watchdog_is_a_thread_only_where_asked_for_and_outlives_a_new_start() -> None:
+def test_a_long_wait_without_a_limit_is_announced_once() -> None:
+    result = run("""
+        stall.NOTICE_SECONDS = 0.5
+        hc.init()
+        stall._noted(time.sleep, "a test to end")(3.5)
+        with stall.unlimited():
+            stall._noted(time.sleep, "work")(2)
+        stall._noted(time.sleep, "another one")(2)
+    """)
+    assert result.returncode == 0, result.stderr
+    announced = re.findall(
+        r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", result.stderr
+    )
+    assert announced == ["a test to end", "another one"], result.stderr
+
+
+def test_the_watchdog_is_one_thread_that_outlives_a_new_start() -> None:
     result = run("""
         import torch
         from horovod.torch import mpi_ops
         hc.init()
-        assert threading.active_count() == 1
+        assert threading.active_count() == 2 and stall._dog.timeout is None
         try:
             hc.init(stall_timeout=0)
         except ValueError as error:
             assert "not 0" in str(error)
         assert not stall.end_with_parent()  # no launcher
-        assert threading.active_count() == 1
+        assert threading.active_count() == 2
         hc.init(stall_timeout=60)
         for _ in range(2):
             hc.allreduce(torch.ones(2), name="x")

@@ -1,9 +1,10 @@
 """Trains on two ranks until rank 1 comes to grief; rank 0 has to be ended by the watchdog.
 
-    horovodrun -np 2 --gloo python stalled.py {stops|polls|orphans} [FOLDER]
+    horovodrun -np 2 --gloo python stalled.py {stops|polls|alone|orphans} [FOLDER]
 
-stops: rank 1 stops itself (SIGSTOP) in mid-training. polls: it never comes to a collective, for which rank 0
-polls. orphans: nothing goes wrong; each rank writes its process id to FOLDER and trains on until its launcher is gone.
+alone: rank 0 runs a model of stage 3 and rank 1 does not; a wait is announced after 1 s there. stops: rank 1 stops itself
+(SIGSTOP) in mid-training. polls: it never comes to a collective, for which rank 0 polls. orphans: nothing goes wrong; each rank
+writes its process id to FOLDER and trains on until its launcher is gone.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from pathlib import Path
 import torch
 
 import hvd_ckpt as hc
+from hvd_ckpt import stall
 from hvd_ckpt.stall import end_with_parent
 
 CASE = sys.argv[1]
 AT_STEP = 2
 
 hc.init(stall_timeout=300)
-model = torch.nn.Linear(4, 4)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 optimizer = hc.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    named_parameters=model.named_parameters(),
+    shard=3 if CASE == "alone" else 0,
+    units=[model[0], model[1]] if CASE == "alone" else None,
 )
 if CASE == "orphans":
     assert end_with_parent()
@@ -38,7 +43,7 @@ for step in range(100_000):
         print("rank 1 comes to grief", flush=True)
         if CASE == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if CASE == "polls":
+        if CASE in ("polls", "alone"):
             time.sleep(600)
     if CASE == "polls" and step == AT_STEP:
         handle = hc.allreduce_async(torch.ones(2), name="polled")
@@ -46,6 +51,8 @@ for step in range(100_000):
             time.sleep(0.01)
     if CASE == "orphans":
         time.sleep(0.05)
+    if CASE == "alone" and step == AT_STEP:
+        stall.NOTICE_SECONDS = 1.0
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()

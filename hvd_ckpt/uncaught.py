@@ -1,0 +1,107 @@
+"""Uncaught errors of a script that runs as ranks: one traceback per error and host, and one line from each other rank.
+
+:func:`install` replaces Python's own ``sys.excepthook``, never another one. Ranks that end with an error that a rank on this host
+is showing already, and those that only notice that another rank has gone, say so in one line; everything else is shown in full.
+Ranks find each other without waiting: the first one binds a socket whose name is made of the job and the text of the traceback,
+which others cannot bind as long as that rank lives. Exit status and everything that runs at exit are Python's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import socket
+import sys
+import textwrap
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import horovod
+import horovod.torch as hvd
+import torch
+
+from hvd_ckpt import stall
+from hvd_ckpt.launchers import launched_rank
+from hvd_ckpt.peers import host_name
+
+__all__ = ["install"]
+
+JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE")
+HOLD_SECONDS = 1.0  # in which the other ranks come to the same error
+# Horovod's and Gloo's words for a rank that has ended; other errors of theirs are the script's own.
+GONE = ("has been shut down", "closed by peer", "reset by peer", "Broken pipe", "Timed out waiting")
+_LIBRARIES = tuple(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, __file__))
+_held: list[socket.socket] = []
+
+
+def install() -> None:
+    """Shows uncaught errors as said above from now on, unless something else than Python shows them or no launcher is there."""
+    interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+    if sys.excepthook == sys.__excepthook__ and launched_rank() is not None and not interactive:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    line = ""
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):  # a doubt is resolved by showing everything
+            line = _line_for(error, trace)
+    if line:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        return
+    sys.__excepthook__(kind, error, trace)
+    if _held:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
+        time.sleep(HOLD_SECONDS)
+
+
+def _line_for(error: Exception, trace: TracebackType | None) -> str:
+    """The line that stands for an error that another rank explains; empty if this rank has to."""
+    text = " ".join(str(error).split())
+    if getattr(error, "raised_elsewhere", False):
+        return f"{_who()}: ended with the others: {text}"
+    if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
+        lost = stall.lost_hosts()
+        reason = lost or ("" if "has been shut down" in text else text)
+        return (
+            f"{_who()}: ended{_place(trace)}, because another rank has ended or gone{reason and ': '}{reason}"
+        )
+    if not _is_first("".join(traceback.format_exception(error))):
+        return f"{_who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"
+    return ""
+
+
+def _is_first(shown: str) -> bool:
+    """Whether no other rank of this job on this host is showing this traceback; True if that cannot be known."""
+    job = [os.environ.get(name, "") for name in JOB_VARIABLES]
+    if not any(job):
+        return True
+    shown = re.sub(r"\b0x[0-9a-fA-F]+", "0x", shown)  # addresses of objects
+    digest = hashlib.sha256("\n".join([str(os.getuid()), *job, shown]).encode(errors="replace")).hexdigest()
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        mark.bind(f"\0hvd_ckpt.{digest}")  # a name of Linux's that is no file, and ends with the process
+    except OSError as error:
+        mark.close()
+        return error.errno != errno.EADDRINUSE
+    _held.append(mark)
+    return True
+
+
+def _who() -> str:
+    rank = hvd.rank() if hvd.is_initialized() else launched_rank()
+    return f"rank {rank} on host {host_name()}"
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Where the script was: the last of its own lines in the traceback."""
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_LIBRARIES)]
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
