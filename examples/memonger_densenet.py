@@ -17,14 +17,15 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.models.densenet import DEPTHS, densenet
+from hvd_ckpt.models.densenet import densenet
+from hvd_ckpt.models.sizes import DENSENETS
 from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.training.data.images import open_images
 from hvd_ckpt.training.data.stream import SampleStream
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--depth", type=click.Choice([str(depth) for depth in DEPTHS]), default="100")
+@click.option("--depth", type=click.Choice([str(depth) for depth in DENSENETS]), default="100")
 @click.option("--efficient", is_flag=True, help="Recompute inside each layer instead of in segments.")
 @click.option("--segments", type=click.IntRange(1), default=6)
 @click.option("--micro-batches", type=click.IntRange(1), default=2)

@@ -16,7 +16,8 @@ import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.objectives import Classification
-from hvd_ckpt.models.resnet import DEPTHS, resnet
+from hvd_ckpt.models.resnet import resnet
+from hvd_ckpt.models.sizes import RESNETS
 from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.data.images import open_images
@@ -24,7 +25,7 @@ from hvd_ckpt.training.trainer import Trainer
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--depth", type=int, default=164, help=", ".join(map(str, sorted(DEPTHS))))
+@click.option("--depth", type=int, default=164, help=", ".join(map(str, sorted(RESNETS))))
 @click.option("--images", help="Folder or .npz file; without it digits.")
 @click.option("--pixels", type=click.IntRange(8), default=32)
 @click.option("--steps", default=50)

@@ -12,9 +12,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hvd_ckpt.folders import new_folder
+from hvd_ckpt.heartbeat import Heartbeat, elapsed
 from hvd_ckpt.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.names import one_line
 
@@ -173,18 +174,45 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def progress_bar() -> Progress:
-    """A live line of progress on a terminal, and nothing elsewhere."""
+def progress_bar(each: bool = False) -> Progress:
+    """A live line of progress on a terminal; elsewhere a line at least every 30 seconds.
+
+    Args:
+        each: elsewhere, also print each new description of a task.
+    """
     console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    if not console.is_terminal:
+        return _Lines(console, each)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+class _Lines(Progress):
+    """Progress where there is no terminal."""
+
+    def __init__(self, console: Console, each: bool) -> None:
+        super().__init__(console=console, disable=True)
+        self._each = each
+        self._beat = Heartbeat(self._speak)
+
+    def start(self) -> None:
+        self._beat.__enter__()
+
+    def stop(self) -> None:
+        self._beat.__exit__()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if self._each and "description" in changes:
+            self._beat.said()
+            self._speak()
+
+    def _speak(self) -> None:
+        for task in self.tasks:
+            if not task.finished:
+                done = "" if task.total is None else f"  {task.completed:g}/{task.total:g}"
+                line = f"{task.description}{done}  {elapsed(task.elapsed or 0)}"
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def console_for_tables(width: int) -> Console:

@@ -11,7 +11,7 @@ also share arguments, such as a mask, the model is a ``Chain``, which hands thes
                      models of ``transformers`` as chains; bert has RoBERTa too
     wrapped          what these share
     hugging_face     the same from a configuration or a local folder
-    sizes            what the sizes of a transformer must be
+    sizes            of DenseNets and ResNets by depth, and what those of a transformer must be
     catalog          names for the commands: which kind of data a model is for, how it is built, its options
     batch            Batch: inputs, targets and shared arguments of some samples
     objectives       loss, metrics and weight of a batch, by kind of data

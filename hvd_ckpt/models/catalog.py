@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
-
-from hvd_ckpt.models import densenet, resnet
+from hvd_ckpt.models.sizes import DENSENETS, RESNETS
 from hvd_ckpt.names import nearest, unknown
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["FACTS", "KINDS", "Entry", "Limits", "find", "limits", "names", "overview"]
 
@@ -230,9 +231,9 @@ def _all_entries() -> Iterable[Entry]:
         yield Entry(
             f"lstm-{size}", "causal", "lstm.lstm_language_model", preset=shape, data={"length": length}
         )
-    for depth, dense in densenet.DEPTHS.items():
+    for depth, dense in DENSENETS.items():
         yield _of_images(f"densenet-{depth}", "densenet.densenet", depth, dense.large_images)
-    for depth, residual in sorted(resnet.DEPTHS.items()):
+    for depth, residual in sorted(RESNETS.items()):
         yield _of_images(f"resnet-{depth}", "resnet.resnet", depth, residual.large_images)
     yield Entry("vnet", "volumes", "vnet.vnet", data={"pixels": 32})
 

@@ -17,50 +17,18 @@ its features, each held once, rather than their concatenation. Weights, their na
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from hvd_ckpt.models.sizes import DENSENETS, DenseNetShape
 from hvd_ckpt.recompute import checkpoint
 
-__all__ = ["DEPTHS", "DenseNet", "DenseNetShape", "densenet"]
+__all__ = ["DenseNet", "densenet"]
 
 BOTTLENECK = 4  # a bottleneck makes 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")
 
 Features = torch.Tensor | tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class DenseNetShape:
-    """The numbers that tell one DenseNet from another.
-
-    Attributes:
-        growth: feature maps that each dense layer adds (the paper's k).
-        blocks: dense layers in each dense block; a transition halves maps and resolution between two blocks.
-        initial: feature maps made by the stem.
-        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) or
-            the CIFAR one (3x3 convolution at full resolution).
-    """
-
-    growth: int
-    blocks: tuple[int, ...]
-    initial: int
-    large_images: bool
-
-
-DEPTHS: dict[int, DenseNetShape] = {
-    22: DenseNetShape(12, (3, 3, 3), 24, large_images=False),
-    100: DenseNetShape(12, (16, 16, 16), 24, large_images=False),
-    121: DenseNetShape(32, (6, 12, 24, 16), 64, large_images=True),
-    161: DenseNetShape(48, (6, 12, 36, 24), 96, large_images=True),
-    169: DenseNetShape(32, (6, 12, 32, 32), 64, large_images=True),
-    201: DenseNetShape(32, (6, 12, 48, 32), 64, large_images=True),
-    264: DenseNetShape(32, (6, 12, 64, 48), 64, large_images=True),
-}
-"""The paper's networks by depth (100 is DenseNet-BC with k=12), and 22: DenseNet-BC small enough for a CPU.
-
-Depth counts convolutions and the classifier; the paper's 264 has 265 of them by its own table."""
 
 
 class Bottleneck(nn.Sequential):
@@ -178,7 +146,7 @@ class DenseNet(nn.Sequential):
 def densenet(
     depth: int, *, channels: int = 3, classes: int = 1000, dropout: float = 0.0, efficient: bool = False
 ) -> DenseNet:
-    """The DenseNet of a given depth, randomly initialized; the depths are the keys of :data:`DEPTHS`.
+    """The DenseNet of a given depth, randomly initialized; the depths are the keys of :data:`DENSENETS`.
 
     Args:
         channels: of the images.
@@ -189,9 +157,11 @@ def densenet(
     Raises:
         ValueError: for a depth that is not among them; see also :class:`DenseNet`.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"no DenseNet of depth {depth}: choose one of {', '.join(map(str, sorted(DEPTHS)))}")
-    return DenseNet(DEPTHS[depth], channels, classes, dropout, efficient)
+    if depth not in DENSENETS:
+        raise ValueError(
+            f"no DenseNet of depth {depth}: choose one of {', '.join(map(str, sorted(DENSENETS)))}"
+        )
+    return DenseNet(DENSENETS[depth], channels, classes, dropout, efficient)
 
 
 _NARROWING = 3  # modules at the start of a dense layer or a transition: norm, activation, 1x1 convolution

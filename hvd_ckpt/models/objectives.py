@@ -6,6 +6,7 @@ number of terms; so every objective tells that number from the batch alone, befo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -40,6 +41,10 @@ class Objective(ABC):
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Further means over the same terms."""
 
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """What else follows from the mean loss of an evaluation."""
+        return {}
+
     def units(self, batch: Batch) -> int:
         """How many of :attr:`unit` a batch has."""
         return len(batch)
@@ -62,6 +67,10 @@ class NextOrHiddenToken(Objective):
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         right = (output.argmax(-1) == batch.targets).sum()
         return {"accuracy": right / _terms(batch)}
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Perplexity: of the next token, or of those that are predicted where they were hidden."""
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan}
 
     def units(self, batch: Batch) -> int:
         return batch.inputs[0].numel()

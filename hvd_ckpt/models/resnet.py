@@ -16,52 +16,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["DEPTHS", "ResNet", "ResNetShape", "resnet"]
+from hvd_ckpt.models.sizes import RESNETS, ResNetShape
+
+__all__ = ["ResNet", "resnet"]
 
 EXPANSION = 4  # a bottleneck unit gives 4 times the maps of its 3x3 convolution
-
-
-@dataclass(frozen=True)
-class ResNetShape:
-    """The numbers that tell one ResNet from another.
-
-    Attributes:
-        unit: "basic" (two 3x3 convolutions), "bottleneck" (1x1, 3x3, 1x1) or "preactivated" (a bottleneck whose norms and
-            activations come before the convolutions).
-        units: residual units in each stage; from one stage to the next maps double and resolution halves.
-        maps: of the 3x3 convolutions in the first stage.
-        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) and shortcuts that
-            project, or the CIFAR stem (3x3 convolution at full resolution) and, for basic units, shortcuts that pad with zeros.
-    """
-
-    unit: str
-    units: tuple[int, ...]
-    maps: int
-    large_images: bool
-
-
-DEPTHS: dict[int, ResNetShape] = {
-    18: ResNetShape("basic", (2, 2, 2, 2), 64, large_images=True),
-    34: ResNetShape("basic", (3, 4, 6, 3), 64, large_images=True),
-    50: ResNetShape("bottleneck", (3, 4, 6, 3), 64, large_images=True),
-    101: ResNetShape("bottleneck", (3, 4, 23, 3), 64, large_images=True),
-    152: ResNetShape("bottleneck", (3, 8, 36, 3), 64, large_images=True),
-    **{
-        depth: ResNetShape("basic", ((depth - 2) // 6,) * 3, 16, large_images=False)
-        for depth in (20, 32, 44, 56, 110, 1202)
-    },
-    **{
-        depth: ResNetShape("preactivated", ((depth - 2) // 9,) * 3, 16, large_images=False)
-        for depth in (164, 1001)
-    },
-}
-"""The papers' networks by depth: convolutions and the classifier, without those in shortcuts."""
 
 
 class PaddedShortcut(nn.Module):
@@ -152,14 +116,14 @@ class ResNet(nn.Sequential):
 
 
 def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
-    """The ResNet of a given depth, randomly initialized; the depths are the keys of :data:`DEPTHS`.
+    """The ResNet of a given depth, randomly initialized; the depths are the keys of :data:`RESNETS`.
 
     Raises:
         ValueError: for a depth that is not among them.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"no ResNet of depth {depth}: choose one of {', '.join(map(str, sorted(DEPTHS)))}")
-    return ResNet(DEPTHS[depth], channels, classes)
+    if depth not in RESNETS:
+        raise ValueError(f"no ResNet of depth {depth}: choose one of {', '.join(map(str, sorted(RESNETS)))}")
+    return ResNet(RESNETS[depth], channels, classes)
 
 
 def _basic(shape: ResNetShape, maps: int, made: int, stride: int) -> nn.Module:

@@ -1,8 +1,10 @@
-"""What the sizes of a transformer must be, whoever builds it."""
+"""Sizes of models: the numbers of published DenseNets and ResNets, and what those of a transformer must be; imports no PyTorch."""
 
 from __future__ import annotations
 
-__all__ = ["ATTENTION", "check_sizes"]
+from dataclasses import dataclass
+
+__all__ = ["ATTENTION", "DENSENETS", "RESNETS", "DenseNetShape", "ResNetShape", "check_sizes"]
 
 ATTENTION = ("sdpa", "eager")
 """Implementations of attention: fused, or one operation after the other."""
@@ -33,3 +35,72 @@ def check_sizes(
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
     if attention not in ATTENTION:
         raise ValueError(f"attention must be one of {', '.join(map(repr, ATTENTION))}, got {attention!r}")
+
+
+@dataclass(frozen=True)
+class DenseNetShape:
+    """The numbers that tell one DenseNet from another.
+
+    Attributes:
+        growth: feature maps that each dense layer adds (the paper's k).
+        blocks: dense layers in each dense block; a transition halves maps and resolution between two blocks.
+        initial: feature maps made by the stem.
+        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) or
+            the CIFAR one (3x3 convolution at full resolution).
+    """
+
+    growth: int
+    blocks: tuple[int, ...]
+    initial: int
+    large_images: bool
+
+
+DENSENETS: dict[int, DenseNetShape] = {
+    22: DenseNetShape(12, (3, 3, 3), 24, large_images=False),
+    100: DenseNetShape(12, (16, 16, 16), 24, large_images=False),
+    121: DenseNetShape(32, (6, 12, 24, 16), 64, large_images=True),
+    161: DenseNetShape(48, (6, 12, 36, 24), 96, large_images=True),
+    169: DenseNetShape(32, (6, 12, 32, 32), 64, large_images=True),
+    201: DenseNetShape(32, (6, 12, 48, 32), 64, large_images=True),
+    264: DenseNetShape(32, (6, 12, 64, 48), 64, large_images=True),
+}
+"""The paper's networks by depth (100 is DenseNet-BC with k=12), and 22: DenseNet-BC small enough for a CPU.
+
+Depth counts convolutions and the classifier; the paper's 264 has 265 of them by its own table."""
+
+
+@dataclass(frozen=True)
+class ResNetShape:
+    """The numbers that tell one ResNet from another.
+
+    Attributes:
+        unit: "basic" (two 3x3 convolutions), "bottleneck" (1x1, 3x3, 1x1) or "preactivated" (a bottleneck whose norms and
+            activations come before the convolutions).
+        units: residual units in each stage; from one stage to the next maps double and resolution halves.
+        maps: of the 3x3 convolutions in the first stage.
+        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) and shortcuts that
+            project, or the CIFAR stem (3x3 convolution at full resolution) and, for basic units, shortcuts that pad with zeros.
+    """
+
+    unit: str
+    units: tuple[int, ...]
+    maps: int
+    large_images: bool
+
+
+RESNETS: dict[int, ResNetShape] = {
+    18: ResNetShape("basic", (2, 2, 2, 2), 64, large_images=True),
+    34: ResNetShape("basic", (3, 4, 6, 3), 64, large_images=True),
+    50: ResNetShape("bottleneck", (3, 4, 6, 3), 64, large_images=True),
+    101: ResNetShape("bottleneck", (3, 4, 23, 3), 64, large_images=True),
+    152: ResNetShape("bottleneck", (3, 8, 36, 3), 64, large_images=True),
+    **{
+        depth: ResNetShape("basic", ((depth - 2) // 6,) * 3, 16, large_images=False)
+        for depth in (20, 32, 44, 56, 110, 1202)
+    },
+    **{
+        depth: ResNetShape("preactivated", ((depth - 2) // 9,) * 3, 16, large_images=False)
+        for depth in (164, 1001)
+    },
+}
+"""The papers' networks by depth: convolutions and the classifier, without those in shortcuts."""

@@ -16,11 +16,8 @@ One page per step:
     ranks       one plan for all ranks
     file        a plan as a JSON file
     draw        a plan as pictures
-    command     ``hvd-ckpt plan``
+    command     ``hvd-ckpt plan``: its options
+    session     and what it does
+
+Import the module you need: nothing is imported here, so that reading a budget needs no PyTorch.
 """
-
-from hvd_ckpt.planning.budget import BudgetError
-from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError
-from hvd_ckpt.planning.planner import Planner, largest_batch, plan
-
-__all__ = ["BlockPlan", "BudgetError", "Cost", "Plan", "PlanError", "Planner", "largest_batch", "plan"]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+    from hvd_ckpt.planning.plan import Plan
 
 __all__ = ["Budget", "BudgetError", "parse_budget", "show_bytes"]
 
@@ -20,12 +24,14 @@ class BudgetError(ValueError):
     """No plan fits the budget; the message says what the smallest peak is and what sets it.
 
     Attributes:
-        smallest: bytes of the smallest reachable peak.
+        smallest: bytes of the smallest reachable peak, or that it is larger than, where the budget was refused early.
+        nearest: the plan with the smallest peak, measured; None where the budget was refused before the blocks were measured.
     """
 
-    def __init__(self, message: str, smallest: int) -> None:
+    def __init__(self, message: str, smallest: int, nearest: Plan | None = None) -> None:
         super().__init__(message)
         self.smallest = smallest
+        self.nearest = nearest
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ def parse_budget(budget: int | float | str | None) -> Budget:
 def device_budget(share: float, device: torch.device) -> int:
     """Bytes that a step may take so that the process (CUDA: everything on the device) stays within ``share`` of the memory."""
     if device.type == "cuda":
+        import torch
+
         free, total = torch.cuda.mem_get_info(device)
         held = total - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     else:

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from hvd_ckpt.command_line import BadArgument
 from hvd_ckpt.planning.budget import show_bytes
-from hvd_ckpt.planning.models import Job
-from hvd_ckpt.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from hvd_ckpt.planning.models import Job
+    from hvd_ckpt.planning.plan import Plan
     from hvd_ckpt.sharding.estimate import Estimator, MemoryEstimate
 
 __all__ = ["Cluster", "cluster_of", "cluster_options"]

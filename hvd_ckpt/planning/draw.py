@@ -8,13 +8,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
-except ImportError as error:
-    raise ImportError(f"pictures need matplotlib ({error}): pip install hvd_ckpt[comparison]") from error
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from hvd_ckpt.planning.plan import Cost, Plan
 

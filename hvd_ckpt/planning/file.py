@@ -97,14 +97,21 @@ class _Document:
                 "version of hvd_ckpt that wrote it"
             )
         names = {field.name for field in dataclasses.fields(Plan)}
-        _check_keys(content, names | {"format", "version", "treatments"}, names | {"treatments"}, "")
+        required = (names | {"treatments"}) - {"autocast"}  # which plans had not at first
+        _check_keys(content, names | {"format", "version", "treatments"}, required, "")
         self.treatments = self.parse(tuple[Treatment, ...], content["treatments"], "treatments")
         hints = _hints(Plan)
-        fields = {name: self.parse(hints[name], content[name], name) for name in sorted(names - {"items"})}
+        fields = {
+            name: self.parse(hints[name], content[name], name)
+            for name in sorted(names - {"items"})
+            if name in content
+        }
         items = self.items(content["items"], fields["blocks"])
         for name in fields["timelines"]:
             if name not in _TIMELINES:
                 raise _wrong(f"timelines.{_key(name)}", f"is none of {', '.join(_TIMELINES)}")
+        if fields.get("autocast") not in (None, "bfloat16", "float16"):
+            raise _wrong("autocast", f"is {shown(fields['autocast'])}, and must be null, bfloat16 or float16")
         return Plan(items=items, **fields)
 
     def parse(self, hint: Any, value: Any, place: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from hvd_ckpt.names import one_line
-from hvd_ckpt.planning.treatment import KEEP, Treatment, treat, treat_chain, untreat
+from hvd_ckpt.planning.treatment import KEEP, Treatment, expect_autocast, treat, treat_chain, untreat
 
 __all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
 
@@ -85,6 +85,7 @@ class Plan:
         items: the order of work: block numbers, and segments of them that are recomputed as a whole.
         sample: dtype and shape of each tensor that the plan was made with.
         budget: bytes, or None where the fastest plan was asked for.
+        autocast: the dtype of the autocast it was made under, such as ``"bfloat16"``, or None; a model that runs otherwise warns.
         predicted: what the step was predicted to cost.
         measured: what it cost when it was measured with this plan, or None.
         keep_everything: the predicted cost of keeping everything.
@@ -97,6 +98,7 @@ class Plan:
     items: Items
     sample: tuple[tuple[str, tuple[int, ...]], ...] = ()
     budget: int | None = None
+    autocast: str | None = None
     predicted: Cost = _NOTHING
     measured: Cost | None = None
     keep_everything: Cost = _NOTHING
@@ -121,6 +123,8 @@ class Plan:
                 treat(modules[block.members[0]], block.treatment)
         for container, items in self._containers().items():
             treat_chain(modules[container], items)
+        for module in modules.values():
+            expect_autocast(module, self.autocast)
         return model
 
     def remove(self, model: M) -> M:

@@ -7,6 +7,7 @@ that should be about as fast, the one that is fastest when measured is taken: on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.heartbeat import talking
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_bytes
 from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.measure import undisturbed
@@ -30,6 +32,7 @@ _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
 _RIVALS = 4
 _MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that costs no more than this much of keep-everything's time
+_SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
 _FITS = 0.5  # share of the free memory up to which keeping everything is measured
 
 
@@ -37,6 +40,13 @@ class Planner:
     """Makes plans for one model and one batch; the profile is taken once.
 
     Arguments as of :func:`plan`. The model is left as it was.
+
+    Args:
+        say: is told what is being measured.
+        budget: of the first plan; one in bytes is refused early where what runs around the blocks takes more.
+
+    Raises:
+        BudgetError: it is refused.
     """
 
     def __init__(
@@ -49,12 +59,16 @@ class Planner:
         autocast: torch.dtype | None = None,
         lossy: torch.dtype | None = None,
         say: Callable[[str], None] = lambda text: None,
+        budget: int | float | str | None = None,
     ) -> None:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
         self._args = (args, kwargs or {})
+        self._say = say
+        wanted = parse_budget(budget)
+        limit = wanted.bytes(0, 0, self._step.device) if wanted.kind in ("bytes", "device") else None
         self._peaks: dict[tuple[Item, ...], tuple[int, tuple[tuple[float, int], ...]]] = {}
         with undisturbed(model, self._step.device):
-            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy))
+            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit)
             self._calibrate()
 
     @property
@@ -82,19 +96,25 @@ class Planner:
 
         Raises:
             ValueError: the budget cannot be read.
-            BudgetError: no plan stays within it.
+            BudgetError: no plan stays within it; has the plan that comes nearest.
         """
         wanted = parse_budget(budget)
+        self._say("solving")
         points = self._points
         limit = self._limit(wanted, points)
         with undisturbed(self._step.model, self._step.device):
             try:
-                solution, measured, timeline = self._fastest(limit, points, rounds)
+                return self._finished(limit, *self._fastest(limit, points, rounds))
             except BudgetError as error:
-                if wanted.kind != "min":
-                    raise
-                limit = error.smallest  # it takes a little more than was predicted
-                solution, measured, timeline = self._fastest(limit, points, rounds)
+                if wanted.kind == "min":  # it takes a little more than was predicted
+                    return self._finished(error.smallest, *self._fastest(error.smallest, points, rounds))
+                error.nearest = self._finished(limit, *self._fastest(error.smallest, points, rounds))
+                raise
+
+    def _finished(
+        self, limit: int | None, solution: Solution, measured: Cost, timeline: tuple[tuple[float, int], ...]
+    ) -> Plan:
+        """The plan of a schedule, with all that is known of it."""
         predicted = Cost(solution.peak, solution.seconds)
         timelines = {"after": _thinned(timeline)}
         if self._kept is not None:
@@ -110,7 +130,7 @@ class Planner:
             measured=measured,
             keep_everything=self.keep_everything,
             smallest=self.smallest,
-            frontier=tuple(Cost(point.peak, point.seconds) for point in points),
+            frontier=tuple(Cost(point.peak, point.seconds) for point in self._points),
             timelines=timelines,
         )
 
@@ -140,6 +160,7 @@ class Planner:
                 if limit is None or peak <= limit:
                     rivals.append((point, peak, timeline))
         times: list[list[float]] = [[] for _ in rivals]
+        self._say(f"timing {len(rivals)} plans" if len(rivals) > 1 else "timing the plan")
         for number in range(max(rounds, 1)):
             order = range(len(rivals)) if number % 2 else range(len(rivals) - 1, -1, -1)
             for index in order:
@@ -201,6 +222,7 @@ class Planner:
         everything = self.keep_everything
         if everything.peak_bytes > _FITS * _free_memory(self._step.device):
             return
+        self._say("measuring a step with everything kept")
         self._step.run()
         self._kept = self._step.peak()
         seconds = statistics.median(self._step.seconds() for _ in range(3))
@@ -218,6 +240,7 @@ class Planner:
 
     def _peak(self, solution: Solution) -> tuple[int, tuple[tuple[float, int], ...]]:
         if solution.items not in self._peaks:
+            self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
             with applied(self._step.model, self._as_plan(solution.items)):
                 self._step.run()
                 self._peaks[solution.items] = self._step.peak()
@@ -250,7 +273,7 @@ def plan(
     blocks: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
     lossy: torch.dtype | None = None,
-    verbose: bool = False,
+    verbose: bool | None = None,
 ) -> Plan:
     """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
     time.
@@ -267,7 +290,8 @@ def plan(
         autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
         lossy: ``torch.bfloat16`` or ``torch.float16``: what is kept may be kept in that precision. Results then change, by about
             that rounding in the gradients.
-        verbose: say on standard error what is being measured.
+        verbose: print on standard error what is being measured, a line for each kind of block and one at least every 30 seconds;
+            None to begin with that once planning has taken 10 seconds. On rank 0 alone, which plans.
 
     Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It
     can be called before or after an optimizer is wrapped. Where Horovod runs on several ranks, all of them must call it:
@@ -278,22 +302,25 @@ def plan(
 
     Raises:
         ValueError: no blocks, a budget that cannot be read, a loss that is no single number.
-        BudgetError: no plan stays within the budget; names the smallest peak and what sets it.
+        BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. A
+            budget in bytes that is below what runs around the blocks (embeddings, head, loss) is refused before they are measured.
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
     def make(limit: int | float | str | None) -> Plan:
-        planner = Planner(
-            model,
-            *args,
-            kwargs=kwargs,
-            loss=loss,
-            blocks=blocks,
-            autocast=autocast,
-            lossy=lossy,
-            say=_speaker(verbose),
-        )
-        return planner.plan(limit)
+        with _talking(verbose) as say:
+            planner = Planner(
+                model,
+                *args,
+                kwargs=kwargs,
+                loss=loss,
+                blocks=blocks,
+                autocast=autocast,
+                lossy=lossy,
+                say=say,
+                budget=limit,
+            )
+            return planner.plan(limit)
 
     return on_rank_0(make, budget, Step(model, args, kwargs or {}, loss, autocast).device)
 
@@ -398,7 +425,7 @@ def _free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _speaker(verbose: bool) -> Callable[[str], None]:
-    import sys
-
-    return (lambda text: print(f"plan: {text}", file=sys.stderr)) if verbose else (lambda text: None)
+def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+    if verbose is False:
+        return contextlib.nullcontext(lambda text: None)
+    return talking("plan", after=0.0 if verbose else _SILENT_SECONDS)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.memory import Marks, recording_marks
+from hvd_ckpt.memory import Mark, Marks, recording_marks
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
+from hvd_ckpt.planning.budget import BudgetError, show_bytes
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
 from hvd_ckpt.planning.measure import BlockRunner, no_collection, now
@@ -50,6 +51,11 @@ class Step:
         self._kwargs = dict(kwargs)
         self._loss = loss
         self._autocast = autocast
+
+    @property
+    def autocast_name(self) -> str | None:
+        """The dtype of the autocast, such as ``"bfloat16"``; None for none."""
+        return None if self._autocast is None else str(self._autocast).removeprefix("torch.")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the forward pass."""
@@ -115,26 +121,58 @@ class Profile:
     """
 
     def __init__(
-        self, step: Step, names: Sequence[str] | None, say: Callable[[str], None], lossy: str | None = None
+        self,
+        step: Step,
+        names: Sequence[str] | None,
+        say: Callable[[str], None],
+        lossy: str | None = None,
+        limit: int | None = None,
     ) -> None:
         self.step = step
         self._lossy = lossy
         self.found, _ = find_blocks(step.model, step.forward, names)
         kinds = [index for index, block in enumerate(self.found) if block.like == index]
-        say(f"{len(self.found)} blocks of {len(kinds)} kinds")
+        say(f"found {len(self.found)} blocks of {len(kinds)} kinds")
+        if limit is not None:
+            say("measuring what runs around the blocks")
+            self._check_floor(limit)
         costs: dict[int, Block] = {}
         treatments: dict[int, list[Treatment]] = {}
         for done, index in enumerate(kinds):
             block = self.found[index]
-            say(f"measuring {block.members[0]} ({done + 1} of {len(kinds)})")
+            say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
             treatments[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
         self.treatments = [treatments[block.like] for block in self.found]
         inner = [
             dataclasses.replace(costs[block.like], joins_next=self._joins(index))
             for index, block in enumerate(self.found)
         ]
-        say("measuring a step")
+        say("measuring a step of the whole model")
         self.chain = self._with_ends(self._with_waiting_gradients(inner))
+
+    def _check_floor(self, limit: int) -> None:
+        """Refuses a budget that is below what runs around the blocks, whatever they keep; before they are measured, which takes
+        minutes.
+
+        Raises:
+            BudgetError: it is.
+        """
+        self.treatments = [[_RECOMPUTE]] * len(self.found)
+        with applied(self.step.model, self.plan_of(tuple(range(len(self.found))), [0] * len(self.found))):
+            self.step.run()
+            begin, _, behind = _ends(self._marked_step())
+        floor = max(begin.peak_bytes, begin.bytes + behind)
+        if limit < floor:
+            place = (
+                "before the first block"
+                if floor == begin.peak_bytes
+                else "behind the last block (head and loss)"
+            )
+            raise BudgetError(
+                f"No plan stays within a budget of {show_bytes(limit)}: what runs {place} takes {show_bytes(floor)}, whatever the "
+                "blocks keep. Give a larger budget or a smaller batch.",
+                floor,
+            )
 
     def _measure(self, block: FoundBlock, limit: int) -> tuple[list[Treatment], Block]:
         assert block.args is not None and block.kwargs is not None
@@ -222,10 +260,7 @@ class Profile:
             self.step.run()
             marks = self._marked_step()
             seconds = statistics.median(self.step.seconds() for _ in range(3))
-        by_name = {mark.name: mark for mark in marks.marks}
-        begin, end = by_name["first block"], by_name["last block"]
-        behind = max(by_name[name].peak_bytes for name in ("loss", "gradient") if name in by_name) - end.bytes
-        after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
+        begin, after, behind = _ends(marks)
         alone = sum(block.choices[choice].seconds for block, choice in zip(inner, leanest))
         if 0 < seconds < alone:  # by themselves, blocks ran slower than they do in a step
             inner = [_paced(block, seconds / alone) for block in inner]
@@ -236,7 +271,7 @@ class Profile:
             0.0,
             begin.peak_bytes,
         )
-        behind_block = Block((Choice("behind", rest, 0, max(behind, 0), max(behind, 0)),), 0, 0.0, 0)
+        behind_block = Block((Choice("behind", rest, 0, behind, behind),), 0, 0.0, 0)
         return [before_block, *inner, behind_block]
 
     def _marked_step(self) -> Marks:
@@ -298,7 +333,16 @@ class Profile:
                     block.members, block.kind, block.parameters, self.treatments[index][choice], kept, added
                 )
             )
-        return Plan(tuple(blocks), items, **facts)
+        return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
+
+
+def _ends(marks: Marks) -> tuple[Mark, int, int]:
+    """Of a marked step: the mark before the first block, the peak of what runs before it in the backward pass, and that of head and
+    loss above what is held behind the last block."""
+    by_name = {mark.name: mark for mark in marks.marks}
+    begin, end = by_name["first block"], by_name["last block"]
+    behind = max(by_name[name].peak_bytes for name in ("loss", "gradient") if name in by_name) - end.bytes
+    return begin, by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes, max(behind, 0)
 
 
 def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:

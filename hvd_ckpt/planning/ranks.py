@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -13,6 +14,7 @@ from hvd_ckpt.planning.plan import Plan
 __all__ = ["on_rank_0"]
 
 Limit = int | float | str | None
+_Answer = tuple[str, Any, int, Plan | None]
 
 
 def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device) -> Plan:
@@ -34,28 +36,33 @@ def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device
     for rank, (kind, value) in enumerate(everyone):
         if kind == "error":
             raise ValueError(f"rank {rank}: {value}")
-    answer: tuple[str, object, int] = _answer(make, everyone) if hvd.rank() == 0 else ("", "", 0)
-    kind, value, smallest = hvd.broadcast_object(answer, root_rank=0)
+    answer: _Answer = _answer(make, everyone) if hvd.rank() == 0 else ("", "", 0, None)
+    kind, value, smallest, nearest = hvd.broadcast_object(answer, root_rank=0)
     if kind == "plan":
         result: Plan = value
         return result
     if kind == "budget":
-        raise BudgetError(value, smallest)
+        raise BudgetError(value, smallest, nearest)
     raise ValueError(value) if kind == "value" else RuntimeError(f"planning failed on rank 0: {value}")
 
 
-def _answer(make: Callable[[Limit], Plan], everyone: list[tuple[str, Limit]]) -> tuple[str, object, int]:
+def _answer(make: Callable[[Limit], Plan], everyone: list[tuple[str, Limit]]) -> _Answer:
     limits = [value for kind, value in everyone if kind == "bytes"]
     others = {str(value) for kind, value in everyone if kind == "other"}
     if others and (limits or len(others) > 1):
         values = ", ".join(sorted(others | {str(limit) for limit in limits}))
-        return "value", f"budget: ranks asked for different kinds of budget: {values}. Give all the same.", 0
+        return (
+            "value",
+            f"budget: ranks asked for different kinds of budget: {values}. Give all the same.",
+            0,
+            None,
+        )
     limit: Limit = min(limits) if limits else everyone[0][1]  # type: ignore[type-var]
     try:
-        return "plan", make(limit), 0
+        return "plan", make(limit), 0, None
     except BudgetError as error:
-        return "budget", str(error), error.smallest
+        return "budget", str(error), error.smallest, error.nearest
     except ValueError as error:
-        return "value", str(error), 0
+        return "value", str(error), 0, None
     except Exception as error:  # the other ranks wait for an answer
-        return "error", f"{type(error).__name__}: {error}", 0
+        return "error", f"{type(error).__name__}: {error}", 0, None

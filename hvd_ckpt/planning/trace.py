@@ -19,6 +19,7 @@ from hvd_ckpt.recompute.keeper import memory_of
 from hvd_ckpt.recompute.replay import Call, unpack
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
+from hvd_ckpt.torch_private import DisableTorchFunction
 
 __all__ = ["Trace", "TracedCall", "fastest", "trace"]
 
@@ -142,7 +143,7 @@ class _Watch(Tape):
                 place = own.setdefault(memory, len(self._memory))
                 if place == len(self._memory):
                     self._memory.append(_bytes_of(tensor))
-                    with torch._C.DisableTorchFunction():
+                    with DisableTorchFunction():
                         packed = compress(tensor.detach())
                     if packed is not None:
                         self._compressible[place] = tensor.nbytes - packed.nbytes

@@ -7,19 +7,31 @@ identity, parameters, hooks and ``state_dict``, is still an instance of its clas
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 
-__all__ = ["KEEP", "Treatment", "base_class", "treat", "treat_chain", "treated_parts", "untreat"]
+__all__ = [
+    "KEEP",
+    "Treatment",
+    "base_class",
+    "expect_autocast",
+    "treat",
+    "treat_chain",
+    "treated_parts",
+    "untreat",
+]
 
 _TREATMENT = "_hvd_ckpt_treatment"
 _ITEMS = "_hvd_ckpt_items"
+_AUTOCAST = "_hvd_ckpt_autocast"
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,30 @@ def untreat(module: nn.Module) -> None:
         module.__class__ = base_class(module)
         module.__dict__.pop(_TREATMENT, None)
         module.__dict__.pop(_ITEMS, None)
+        module.__dict__.pop(_AUTOCAST, None)
+
+
+def expect_autocast(module: nn.Module, dtype: str | None) -> None:
+    """Lets a module that is treated warn when it trains under another autocast than to this dtype; None for no autocast."""
+    if _TREATMENT in module.__dict__ or _ITEMS in module.__dict__:
+        module.__dict__[_AUTOCAST] = dtype
+
+
+def _check_autocast(module: nn.Module) -> None:
+    if _AUTOCAST not in module.__dict__ or not torch.is_grad_enabled():
+        return
+    planned = module.__dict__[_AUTOCAST]
+    kinds = (kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind))
+    runs = next((str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds), None)
+    if runs != planned:
+        made, runs_so = (
+            "without autocast" if one is None else f"under autocast to {one}" for one in (planned, runs)
+        )
+        warnings.warn(
+            f"The plan was made {made}, and the model runs {runs_so}: its peak is another one, and may be over the budget. Make "
+            f"the plan with hc.plan(..., autocast={'None' if runs is None else f'torch.{runs}'}).",
+            stacklevel=3,
+        )
 
 
 def treated_parts(module: nn.Module) -> list[list[nn.Module]]:
@@ -100,6 +136,7 @@ def _treated(base: type[nn.Module], method: str) -> type[nn.Module]:
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         treatment: Treatment = self.__dict__[_TREATMENT]
+        _check_autocast(self)
         return treatment.run(functools.partial(original, self), args, kwargs)
 
     return _subclass(base, {method: functools.wraps(original)(run)})
@@ -109,6 +146,7 @@ def _treated(base: type[nn.Module], method: str) -> type[nn.Module]:
 def _chained(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, input: Any) -> Any:
         items: dict[str, Any] = self.__dict__[_ITEMS]
+        _check_autocast(self)
         names = list(self._modules)
         position = 0
         while position < len(names):

@@ -49,9 +49,12 @@ def run_folder(config: Config) -> tuple[Path, Path | None]:
     if hvd.rank() == 0:
         try:
             answer = (
-                _resumed(Path(config.resume)) if config.resume else (new_folder(config.output, "train"), None)
+                _resumed(Path(config.resume))
+                if config.resume
+                else (new_folder(config.output, "train", make=not config.dry_run), None)
             )
-            forget_file(answer[0])
+            if not config.dry_run:
+                forget_file(answer[0])
         except ValueError as error:
             answer = f"resume: {error}" if config.resume else f"output: {error}"
     answer = broadcast_from(answer, 0, global_process_set, "hvd_ckpt.train.folder")

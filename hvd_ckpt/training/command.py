@@ -11,17 +11,22 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hvd_ckpt.command_line import RANK_VARIABLES, BadArgument, OneLineErrors
 from hvd_ckpt.folders import new_folder
+from hvd_ckpt.heartbeat import SECONDS, talking
+from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.models.catalog import overview
 from hvd_ckpt.probe import find_launcher, launcher_environment
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.training.restarts import Commands, supervise
 from hvd_ckpt.values import named
+
+if TYPE_CHECKING:
+    from hvd_ckpt.training.trainer import Trainer
 
 __all__ = ["train"]
 
@@ -104,7 +109,7 @@ def _commands(config: Config, launcher: list[str], file: str | None, flags: dict
         again = [*files, *_arguments({**flags, "resume": str(run)})]
         return Commands(launcher, first, again, run, resumed=True)
     try:
-        run = new_folder(config.output, "train")
+        run = new_folder(config.output, "train", make=not config.dry_run)
     except ValueError as error:
         raise ConfigError(f"output: {error}") from None
     first = [*files, *_arguments({**flags, "output": str(run)})]
@@ -177,10 +182,9 @@ def run(config: Config) -> None:
     from hvd_ckpt import runtime, stall
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
-    from hvd_ckpt.training.assembly import assemble_in_turn
     from hvd_ckpt.training.ending import leave, one_ending
-    from hvd_ckpt.training.stopping import status_of
-    from hvd_ckpt.training.trainer import Trainer
+    from hvd_ckpt.training.opening import DryRun
+    from hvd_ckpt.training.stopping import asked_by, status_of
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with one_ending(Path(folder) if folder else None):
@@ -189,15 +193,33 @@ def run(config: Config) -> None:
             runtime.init(stall_timeout=config.stall_timeout)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
-        outcome = elastic.train(config) if is_elastic() else Trainer(config, *assemble_in_turn(config)).run()
+        try:
+            outcome = elastic.train(config) if is_elastic() else _prepared(config).run()
+        except DryRun:
+            return
     if hvd.rank() == 0:
-        stopped = f"stopped ({outcome.stopped})" if outcome.stopped else None
-        end = stopped or ("ended early" if outcome.ended_early else "done")
+        end = "ended early" if outcome.ended_early else "done"
+        if outcome.stopped:
+            end = f"stopped by {asked_by(outcome.stopped)}, with a snapshot,"
         click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
     if outcome.stopped:
         # Everything is written, and a launcher may give no time for the interpreter's own end.
         hvd.shutdown()
         leave(status_of(outcome.stopped))
+
+
+def _prepared(config: Config) -> Trainer:
+    """The trainer of this rank; large texts and snapshots, and plans, take their time."""
+    from hvd_ckpt.training.assembly import assemble_in_turn
+    from hvd_ckpt.training.trainer import Trainer
+
+    if launched_rank():
+        return Trainer(config, *assemble_in_turn(config))
+    with talking("train", after=SECONDS) as say:
+        say("reading the data and building the model")
+        assembly = assemble_in_turn(config)
+        say("preparing the first step")
+        return Trainer(config, *assembly)
 
 
 train = OneLineErrors(

@@ -17,11 +17,9 @@ from typing import Any
 import yaml
 
 from hvd_ckpt.json_file import write_text
-from hvd_ckpt.names import one_line, unknown
-from hvd_ckpt.precision import PRECISIONS
+from hvd_ckpt.names import CHECKPOINTS, PRECISIONS, one_line, unknown
 from hvd_ckpt.sharding.stages import STAGES, stage_of
 from hvd_ckpt.training import parsing
-from hvd_ckpt.training.microbatch import CHECKPOINTS
 from hvd_ckpt.training.schedules import SCHEDULES
 from hvd_ckpt.values import BROKEN, PlainLoader, converted
 
@@ -114,6 +112,11 @@ class Config:
     clip: float | None = _setting(
         None, parsing.number(0, above=True), "Largest norm of all gradients together."
     )
+    ema: float | None = _setting(
+        None,
+        parsing.number(0, 1, above=True),
+        "Decay, such as 0.999, of an exponential moving average of the weights.  [default: none is kept]",
+    )
     precision: str = _setting("fp32", parsing.one_of("precision", PRECISIONS), ", ".join(PRECISIONS) + ".")
 
     budget: str | int | None = _setting(
@@ -192,6 +195,7 @@ class Config:
     )
     commit_every: int = _setting(10, parsing.whole(1), "Steps between commits in an elastic job.")
     output: str | None = _setting(None, parsing.text, "Folder of the run.  [default: runs/train-<time>]")
+    dry_run: bool = _setting(False, parsing.truth, "Say what the run is about to do, and end.")
     resume: str | None = _setting(
         None,
         parsing.text,
@@ -220,6 +224,10 @@ class Config:
             raise ConfigError(
                 f"accumulate {self.accumulate}: a batch of {self.batch} has fewer samples, give at most {self.batch}"
             )
+        if self.ema == 1:
+            raise ConfigError("ema 1.0: the average would never move, give less than 1")
+        if self.ema is not None and self.precision.startswith("apex"):
+            raise ConfigError(f"ema {self.ema}: Apex replaces the parameters, give precision fp16 or bf16")
         if self.patience is not None and self.eval_every is None:
             raise ConfigError(f"patience {self.patience}: it counts evaluations, give eval_every as well")
         if self.patience is not None and not self.held_out:

@@ -14,15 +14,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hvd_ckpt.json_file import Wrong, shown
+from hvd_ckpt.training.averaging import check_average
 from hvd_ckpt.training.hashed_file import CHUNK, DAMAGED, HashedReader
-from hvd_ckpt.training.manifest import MANIFEST, MODEL, weights_name
+from hvd_ckpt.training.manifest import COMMON, MANIFEST, MODEL, shard_name, weights_name
+from hvd_ckpt.training.resharding import pairs_of
 from hvd_ckpt.training.shards import Range, Whole
 from hvd_ckpt.training.snapshot_files import SnapshotFiles, naming, opened
-from hvd_ckpt.training.tensor_file import Kind, checked_entries, dtype_called, entry_of, header_of
+from hvd_ckpt.training.tensor_file import Cut, Kind, checked_entries, dtype_called, entry_of, header_of
 
 __all__ = ["Consolidated", "consolidate"]
 
@@ -44,7 +47,7 @@ class Consolidated:
     bytes: int
 
 
-def consolidate(path: Path, output: Path) -> Consolidated:
+def consolidate(path: Path, output: Path, ema: bool = False) -> Consolidated:
     """Writes the weights and buffers of a snapshot as one safetensors file, with the names and shapes of ``state_dict()``.
 
     Tied weights are there under each of their names. The file is there whole or not at all.
@@ -52,14 +55,16 @@ def consolidate(path: Path, output: Path) -> Consolidated:
     Args:
         path: of a snapshot.
         output: of the file, in a folder that exists.
+        ema: write the moving averages of the weights in their place. Where the run was not sharded, this takes memory for rank 0's
+            optimizer state.
 
     Raises:
-        SnapshotError: the snapshot is damaged, or there is none.
+        SnapshotError: the snapshot is damaged, or there is none, or it has no averages.
         FileExistsError: something has the file's name.
         OSError: the file cannot be written.
     """
     try:
-        return _consolidate(path, output)
+        return _consolidate(path, output, ema)
     except _Unwritten as error:
         raise error.reason from None
 
@@ -72,7 +77,7 @@ class _Unwritten(Exception):
         self.reason = reason
 
 
-def _consolidate(path: Path, output: Path) -> Consolidated:
+def _consolidate(path: Path, output: Path, ema: bool) -> Consolidated:
     with opened(path) as files:
         manifest = files.manifest
         split = (
@@ -93,9 +98,67 @@ def _consolidate(path: Path, output: Path) -> Consolidated:
                 for name, one in split.parameters.items() if split is not None else ():
                     if one.order is not None:
                         _reorder(descriptor, places[name], one)
+                if ema:
+                    _write_averages(files, descriptor, places, wanted)
                 for alias, name in manifest.aliases.items():
                     _duplicate(descriptor, places[name], places[alias], wanted[name])
         return Consolidated(manifest.step, manifest.ranks, len(wanted), size)
+
+
+def _write_averages(
+    files: SnapshotFiles, descriptor: int, places: Mapping[str, int], kinds: Mapping[str, Kind]
+) -> None:
+    """Puts averages in the places of the weights."""
+    shards = files.manifest.shards
+    common = files.tree(COMMON)
+    with naming(files.path, COMMON):
+        check_average(common.get("ema") if isinstance(common, dict) else None, "ema", shards is not None)
+        if not isinstance(common, dict) or common.get("ema") is None:
+            raise Wrong("it has no averages of the weights: consolidate without --ema")
+    if shards is None:
+        for name, average in common["ema"]["averages"].items():
+            _write_part(
+                files, COMMON, (name, 0, average.numel()), average.contiguous(), descriptor, places, kinds
+            )
+        return
+    for rank, ranges in enumerate(shards.optimizer):
+        file = shard_name(rank)
+        part = files.tree(file, _averages_alone)
+        with naming(files.path, file):
+            averages = part.get("averages") if isinstance(part, dict) else None
+            if not isinstance(averages, dict) or set(averages) != set(range(len(ranges))):
+                raise Wrong(f"it has not the averages that the manifest says: {DAMAGED}")
+        for number, average in averages.items():
+            _write_part(files, file, ranges[number], average, descriptor, places, kinds)
+    for name in {name for ranges in shards.optimizer for name, _, _ in ranges}:
+        if shards.parameters[name].order is not None:
+            _reorder(descriptor, places[name], shards.parameters[name])
+
+
+def _averages_alone(document: Any) -> Cut:
+    """Leaves out the other tensors of a rank's part."""
+    pairs = pairs_of(document.get("averages") if isinstance(document, dict) else None)
+    wanted = {value.get("$tensor") for _, value in pairs}
+    return lambda name, shape: None if name in wanted else (0, 0)
+
+
+def _write_part(
+    files: SnapshotFiles,
+    file: str,
+    part: Range,
+    values: Any,
+    descriptor: int,
+    places: Mapping[str, int],
+    kinds: Mapping[str, Kind],
+) -> None:
+    name, start, stop = part
+    with naming(files.path, file):
+        if name not in kinds or not isinstance(values, torch.Tensor) or values.numel() != stop - start:
+            raise Wrong(f"the average of {shown(name)} is not of its size: {DAMAGED}")
+    dtype = kinds[name].dtype
+    content = values.to(dtype).reshape(-1).view(torch.uint8)
+    if content.numel():
+        _write(descriptor, content.numpy().data, places[name] + start * dtype.itemsize)
 
 
 def _kind(whole: Whole) -> Kind:

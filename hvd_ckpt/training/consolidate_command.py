@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.heartbeat import SECONDS, talking
 
 __all__ = ["consolidate"]
 
@@ -25,7 +26,10 @@ __all__ = ["consolidate"]
     show_default=True,
     help="For the weights; a new one.",
 )
-def consolidate(run: str, output: str) -> None:
+@click.option(
+    "--ema", is_flag=True, help="Write the moving averages of `hvd-ckpt train --ema` in place of the weights."
+)
+def consolidate(run: str, output: str, ema: bool) -> None:
     """Write the whole weights of a run of `hvd-ckpt train` as one safetensors file.
 
     RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is taken, or of a snapshot. Whatever was split over the
@@ -40,14 +44,18 @@ def consolidate(run: str, output: str) -> None:
     try:
         snapshot = _snapshot_of(Path(run))
         file.parent.mkdir(parents=True, exist_ok=True)
-        written = room.consolidate(snapshot, file)
+        with talking("consolidate", after=SECONDS) as say:
+            say(f"checking and copying '{snapshot}'")
+            written = room.consolidate(snapshot, file, ema)
     except SnapshotError as error:
         raise BadArgument(str(error)) from None
     except OSError as error:
         raise BadArgument(f"--output: cannot write '{output}': {error.strerror or error}") from None
     ranks = "1 rank" if written.ranks == 1 else f"{written.ranks} ranks"
     size = f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB"
-    click.echo(f"Weights of step {written.step}, written by {ranks}, {size}: {file}")
+    click.echo(
+        f"{'Averaged weights' if ema else 'Weights'} of step {written.step}, written by {ranks}, {size}: {file}"
+    )
 
 
 def _snapshot_of(path: Path) -> Path:

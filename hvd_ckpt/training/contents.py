@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
 from hvd_ckpt.training import structure
+from hvd_ckpt.training.averaging import check_average
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.manifest import MAX_RANKS
 from hvd_ckpt.training.structure import Check
@@ -58,6 +59,7 @@ def check_common(common: Any, settings: tuple[str, ...], progress: type, sharded
         "threads": structure.whole(1),
     }
     structure.each(common, "common", checks)
+    check_average(common.get("ema"), "common.ema", sharded)
     if "ranks" in common:  # with which the run began; earlier versions did not say
         structure.whole(1, MAX_RANKS)(common["ranks"], "common.ranks")
 
@@ -275,9 +277,10 @@ def _reduction(value: Any, place: str) -> None:
             "version": structure.whole(0),
             "order": structure.names,
             "sparse": structure.counts,
-            "densified": structure.names,
+            "densified": structure.counts,
             "bucket_cap_bytes": structure.number(0, above=True),
             "counts": lambda counts, here: None if counts is None else structure.counts(counts, here),
+            "lower_counts": structure.counts,
         }
         structure.each(value, place, checks)
         twice = set(value["order"]) & set(value["sparse"])

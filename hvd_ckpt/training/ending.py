@@ -19,6 +19,7 @@ from typing import NoReturn
 import horovod.torch as hvd
 
 from hvd_ckpt import stall
+from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere
 from hvd_ckpt.reduction.drift import WeightsDiffer
@@ -69,7 +70,13 @@ def one_ending(folder: Path | None = None) -> Iterator[None]:
         lost = stall.lost_hosts()
         _say(f"{_who()}: ended, because another rank has gone{': ' if lost else ''}{lost}")
         leave(1)
-    except BaseException:
+    except BaseException as error:
+        missing = explain_import_error(error) if isinstance(error, ImportError) else None
+        if missing:
+            if _rank() != 0:  # as above
+                time.sleep(MOMENT)
+            _say(f"Error: {missing}" if _rank() == 0 else f"{_who()}: {missing}")
+            leave(2)
         _say(f"{_who()}: ended by this error:\n{traceback.format_exc().rstrip()}")
         leave(1)
 

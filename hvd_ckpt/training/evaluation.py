@@ -39,7 +39,7 @@ def evaluate(
             samples left runs it on one that counts nothing.
 
     Returns:
-        ``{"loss": ..., ...}`` with what :meth:`Objective.metrics` names.
+        ``{"loss": ..., ...}`` with what :meth:`Objective.metrics` and :meth:`Objective.of_loss` name, and the number of samples.
     """
     samples = len(data) if batches is None else min(len(data), batches * batch * hvd.size())
     own = range(hvd.rank(), samples, hvd.size())
@@ -64,7 +64,8 @@ def evaluate(
                     sums[name] = sums.get(name, 0.0) + mean.double() * weight
     finally:
         model.train(training)
-    return _over_ranks(sums, terms)
+    found = _over_ranks(sums, terms)
+    return {**found, **objective.of_loss(found["loss"]), "samples": samples}
 
 
 def _over_ranks(sums: dict[str, torch.Tensor], terms: float) -> dict[str, float]:

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_ckpt.install.extras import explain_import_error
+
 __all__ = ["JsonLines", "Logs", "TensorBoard", "read"]
 
 MAX_BYTES = 1 << 30
@@ -124,7 +126,8 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except Exception as error:  # versions that do not fit each other raise more than ImportError
-            self.unavailable = f"no TensorBoard log: {error}"
+            text = explain_import_error(error) if isinstance(error, ImportError) else None
+            self.unavailable = f"No TensorBoard log: {text or error}"
         else:
             self._make_writer = SummaryWriter
 

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from hvd_ckpt.names import CHECKPOINTS
 from hvd_ckpt.recompute.frames import without_recomputation
+from hvd_ckpt.torch_private import pytree
 
-__all__ = ["CHECKPOINTS", "Accumulated", "accumulate"]
-
-CHECKPOINTS = ("always", "except_last", "never")
+__all__ = ["Accumulated", "accumulate"]
 
 T = TypeVar("T")
 

@@ -36,10 +36,8 @@ def plot(runs: tuple[str, ...], output: str, title: str) -> None:
     if file.suffix.lower() != ".png":
         raise BadArgument(f"--output: '{output}' is no PNG: give a name that ends in .png")
     _check_place(file)
-    try:
-        from hvd_ckpt.training.plots import loss_plot
-    except ImportError as error:
-        raise BadArgument(str(error)) from None
+    from hvd_ckpt.training.plots import loss_plot
+
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         loss_plot(logs, file, title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 import time
@@ -16,12 +17,14 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
+from hvd_ckpt.heartbeat import Heartbeat, elapsed
+from hvd_ckpt.launchers import launcher_terminal
 from hvd_ckpt.planning.budget import show_bytes
 
-__all__ = ["Meter", "ProcessMemory", "ProgressLine", "Reading", "duration", "peak_memory", "quantity"]
+__all__ = ["Meter", "ProcessMemory", "ProgressLine", "Reading", "peak_memory", "quantity"]
 
 _REDRAW_SECONDS = 0.5
-_SHOWN = ("step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "seconds")
+_SHOWN = ("step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds")
 
 
 @dataclass(frozen=True)
@@ -175,15 +178,17 @@ class Meter:
 
 
 class ProgressLine:
-    """Shows records: on a terminal one live line, with evaluations above it; elsewhere a line for each. For rank 0.
+    """Shows records: on a terminal one live line, with evaluations above it; elsewhere a line for each, and one at least every 30
+    seconds. For rank 0.
 
     A context manager; nothing is shown outside.
 
     Args:
         steps: of the whole run.
         start: steps taken before a resume.
-        console: where to; standard error if None.
+        console: where to; if None the launcher's terminal, if it has one, else standard error.
         clock: gives seconds.
+        peak: of a step, in words, to be shown in place of the process's.
     """
 
     def __init__(
@@ -192,12 +197,16 @@ class ProgressLine:
         start: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        peak: str | None = None,
     ) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or _console()
+        self._peak = peak
+        self._beat = Heartbeat(lambda: self._print("  ".join(self._line({}))))
         self._clock = clock
         self._steps, self._start, self._step = steps, start, start
         self._began = self._drawn = clock()
         self._last: Mapping[str, Any] = {}
+        self._evaluated: Mapping[str, Any] = {}
         self._live: Live | None = None
 
     def __enter__(self) -> ProgressLine:
@@ -205,9 +214,12 @@ class ProgressLine:
         if self._console.is_terminal:
             self._live = Live(self._text(), console=self._console, auto_refresh=False)
             self._live.start(refresh=True)
+        else:
+            self._beat.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._beat.__exit__()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -226,6 +238,8 @@ class ProgressLine:
             if self._live is not None:
                 self._redraw(self._live)
                 return
+        else:
+            self._evaluated = record
         self._print("  ".join(self._line(record)))
 
     def say(self, text: str) -> None:
@@ -233,6 +247,7 @@ class ProgressLine:
         self._print(text)
 
     def _print(self, text: str) -> None:
+        self._beat.said()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _redraw(self, live: Live) -> None:
@@ -240,7 +255,10 @@ class ProgressLine:
         live.update(self._text(), refresh=True)
 
     def _text(self) -> Text:
-        return Text("  ".join(self._line(self._last)), no_wrap=True, overflow="ellipsis")
+        parts = self._line(self._last)
+        if "perplexity" in self._evaluated:
+            parts.append(f"perplexity {self._evaluated['perplexity']:.5g} at step {self._evaluated['step']}")
+        return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
 
     def _line(self, record: Mapping[str, Any]) -> list[str]:
         parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
@@ -253,14 +271,16 @@ class ProgressLine:
         if "lr" in record:
             parts.append(f"lr {record['lr']:.3g}")
         if "memory" in record:
-            parts.append(f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
+            parts.append(self._peak or f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
         parts += [
             f"{name} {value:.5g}"
             for name, value in record.items()
             if name not in _SHOWN and isinstance(value, (int, float))
         ]
+        if "samples" in record:
+            parts.append(f"over {record['samples']} samples")
         if record.get("kind") != "eval":
-            parts.append(f"{duration(self._seconds_left())} left")
+            parts.append(f"{elapsed(self._seconds_left())} left")
         return parts
 
     def _seconds_left(self) -> float:
@@ -271,12 +291,20 @@ class ProgressLine:
         return (self._clock() - self._began) / done * (self._steps - self._step)
 
 
-def duration(seconds: float) -> str:
-    """``1:02:03``; ``?`` for what is not known."""
-    if not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+def _console() -> Console:
+    """The launcher's terminal, or standard error."""
+    console = Console(stderr=True)
+    path = None if console.is_terminal else launcher_terminal()
+    if path is None:
+        return console
+    try:
+        terminal = os.open(
+            path, os.O_WRONLY | os.O_NOCTTY
+        )  # a launched process has no terminal, and must not get one
+        width = os.get_terminal_size(terminal).columns
+        return Console(file=os.fdopen(terminal, "w", encoding="utf-8"), width=width or None)
+    except OSError:
+        return console
 
 
 def quantity(value: float, unit: str) -> str:

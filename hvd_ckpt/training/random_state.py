@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvd_ckpt.training.hashed_file import SnapshotError
 
-__all__ = ["random_state", "seed_all", "set_random_state"]
+__all__ = ["random_state", "seed_all", "seed_of_rank", "set_random_state"]
 
 _WAY_OUT = "leave it and seed anew, or use another snapshot"
 
@@ -21,6 +22,12 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_of_rank(seed: int, step: int) -> int:
+    """Ranks drop out different units; a run that resumes without its random state draws new ones."""
+    rank: int = hvd.rank()
+    return ((seed * 1_000_003 + step) * 100_003 + rank + 1) % 2**63
 
 
 def random_state() -> dict[str, Any]:

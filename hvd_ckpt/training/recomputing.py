@@ -8,15 +8,17 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_ckpt import stall
 from hvd_ckpt.json_file import write_text
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.planning import BudgetError, Plan, PlanError, plan
+from hvd_ckpt.planning.budget import BudgetError
+from hvd_ckpt.planning.plan import Plan, PlanError
+from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.recompute import CheckpointSequential, DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.data.dataset import Dataset
@@ -34,7 +36,7 @@ def with_batch_norm(model: nn.Module, kind: str) -> nn.Module:
     """
     if kind == "local":
         return model
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
         raise ConfigError(f"batch_norm {kind}: this {type(model).__name__} has no batch norm, leave it out")
     return SyncBatchNorm.convert(model) if kind == "synchronized" else DeferredBatchNorm.convert(model)
 
@@ -85,7 +87,7 @@ def plan_of_run(
     if text is not None or config.plan is not None:
         hvd.barrier()
         with errors_everywhere("hvd_ckpt.train.plan"):
-            made = load_plan(file if text is not None else Path(str(config.plan)), model)
+            made = load_plan(file if text is not None else Path(str(config.plan)), model, config.precision)
     else:
         made = _make(model, config, train, objective, device)
     if hvd.rank() == 0:
@@ -111,13 +113,14 @@ def _make(
             loss=lambda output: objective.loss(output, sample),
             budget=config.budget,
             autocast=AUTOCAST.get(config.precision),
+            verbose=True,
         )
     except BudgetError as error:
         raise ConfigError(f"budget {config.budget}: {error}") from None
 
 
-def load_plan(file: Path, model: nn.Module) -> Plan:
-    """The plan in a file, if it fits the model.
+def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
+    """The plan in a file, if it fits the model and was made in this precision.
 
     Raises:
         ConfigError: it cannot be read or does not fit.
@@ -129,4 +132,12 @@ def load_plan(file: Path, model: nn.Module) -> Plan:
         raise ConfigError(f"plan: {error}") from None
     except OSError as error:
         raise ConfigError(f"plan: cannot read '{file}': {error.strerror}") from None
+    made = next(
+        (name for name, dtype in AUTOCAST.items() if str(dtype) == f"torch.{loaded.autocast}"), "fp32"
+    )
+    if made != precision and {made, precision} & AUTOCAST.keys():
+        raise ConfigError(
+            f"plan '{file}': it was made for precision {made}, and this run's is {precision}, and its peak another one: make "
+            f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
+        )
     return loaded

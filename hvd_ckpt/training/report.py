@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.logs import Logs
 from hvd_ckpt.training.microbatch import Accumulated
-from hvd_ckpt.training.plots import loss_plot
 from hvd_ckpt.training.progress import Meter, ProgressLine, peak_memory
 
 __all__ = ["Report"]
@@ -34,13 +34,21 @@ class Report:
         unit: of throughput.
         start: steps taken before; what the logs hold of later ones is taken back.
         device: that the steps run on.
+        peak: of a step, in words, where it is known.
     """
 
     def __init__(
-        self, folder: Path, config: Config, steps: int, unit: str, start: int, device: torch.device
+        self,
+        folder: Path,
+        config: Config,
+        steps: int,
+        unit: str,
+        start: int,
+        device: torch.device,
+        peak: str | None = None,
     ) -> None:
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
-        self._unit, self._device = unit, device
+        self._unit, self._device, self._peak = unit, device, peak
         self._meter = Meter(device)
         self._before: tuple[float, float] = (0.0, 0.0)
         self._open = ExitStack()
@@ -50,7 +58,7 @@ class Report:
 
     def __enter__(self) -> Self:
         if hvd.rank() == 0:
-            self._line = self._open.enter_context(ProgressLine(self._steps, self._start))
+            self._line = self._open.enter_context(ProgressLine(self._steps, self._start, peak=self._peak))
             self._logs = self._open_logs(self._line)
         self._meter = Meter(self._device)
         self._meter.take_up(*self._before)
@@ -131,11 +139,16 @@ class Report:
             return None
         picture = self._folder / "loss.png"
         try:
+            from hvd_ckpt.training.plots import loss_plot
+
             loss_plot({self._config.model: self._folder / "log.jsonl"}, picture)
         except (OSError, ValueError) as error:
             self.say(f"Warning: no plot of the loss: {error}")
-            return None
-        return picture
+        except ImportError as error:
+            self.say(f"No plot of the loss: {explain_import_error(error) or error}")
+        else:
+            return picture
+        return None
 
     def _tell(self, record: dict[str, Any]) -> None:
         """Writes and shows a record. A log that cannot be written is a warning: the training is worth more."""

@@ -22,7 +22,9 @@ from hvd_ckpt.training.snapshot import Snapshot
 from hvd_ckpt.training.snapshot_files import naming, opened
 from hvd_ckpt.training.tensor_file import Cut
 
-__all__ = ["check_shards", "read_parts", "state_of_pieces", "wanted_by"]
+__all__ = ["check_shards", "pairs_of", "read_parts", "state_of_pieces", "wanted_by"]
+
+_FLAT = ("master_weights", "averages")  # one tensor for each piece; where a run has them
 
 
 def wanted_by(optimizer: Any, model: nn.Module) -> dict[str, list[tuple[int, int]]]:
@@ -96,7 +98,7 @@ def _cut(document: Any, ranges: Sequence[Range], wanted: Mapping[str, Sequence[t
     """What is to be left of the tensors of a part, of which nothing is checked yet."""
     pieces: dict[str, int] = {}
     outer = document if isinstance(document, dict) else {}
-    for number, kept in [*_pairs(outer.get("state")), *_pairs(outer.get("master_weights"))]:
+    for number, kept in (pair for name in ("state", *_FLAT) for pair in pairs_of(outer.get(name))):
         for value in (kept, *kept.values()):
             name = value.get("$tensor") if isinstance(value, dict) else None
             if isinstance(name, str) and isinstance(number, int) and 0 <= number < len(ranges):
@@ -114,7 +116,7 @@ def _cut(document: Any, ranges: Sequence[Range], wanted: Mapping[str, Sequence[t
     return cut
 
 
-def _pairs(value: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
+def pairs_of(value: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
     """The entries of a dict with numbers as keys, as :func:`hvd_ckpt.training.tree.encode` writes it."""
     pairs = value.get("$dict") if isinstance(value, dict) else None
     for pair in pairs if isinstance(pairs, list) else ():
@@ -125,12 +127,14 @@ def _pairs(value: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
 def _narrowed(part: dict[str, Any], ranges: Sequence[Range]) -> dict[str, Any]:
     """The part with what is left of its pieces."""
     left = {number for number, (_, start, stop) in enumerate(ranges) if start < stop}
-    masters = part.get("master_weights", {})
     return {
         "state": {number: kept for number, kept in part["state"].items() if number in left},
         "param_groups": part["param_groups"],
         "pieces": [list(one) for one in ranges],
-        "master_weights": {number: master for number, master in masters.items() if number in left},
+        **{
+            name: {number: one for number, one in part.get(name, {}).items() if number in left}
+            for name in _FLAT
+        },
     }
 
 
@@ -201,13 +205,14 @@ def check_part(
             if isinstance(value, Tensor) and not contents.is_like(kept[entry], value):
                 found, wanted = structure.described(kept[entry]), structure.described(value)
                 raise Wrong(f"{here}.{entry} is {found}, and must be {wanted}")
-    masters = part.get("master_weights", {})
-    structure.dictionary(masters, f"{place}.master_weights")
-    for number, master in masters.items():
-        if number not in range(len(ranges)) or not isinstance(master, Tensor):
-            raise Wrong(f"{place}.master_weights has {structure.in_words(number)}, which is no piece's")
-        _, start, stop = ranges[number]
-        if master.shape != (stop - start,) or not master.is_floating_point():
-            raise Wrong(
-                f"{place}.master_weights[{number}] is {structure.described(master)}, which is not its piece's"
-            )
+    for entry in _FLAT:
+        values = part.get(entry, {})
+        structure.dictionary(values, f"{place}.{entry}")
+        for number, value in values.items():
+            if number not in range(len(ranges)) or not isinstance(value, Tensor):
+                raise Wrong(f"{place}.{entry} has {structure.in_words(number)}, which is no piece's")
+            _, start, stop = ranges[number]
+            if value.shape != (stop - start,) or not value.is_floating_point():
+                raise Wrong(
+                    f"{place}.{entry}[{number}] is {structure.described(value)}, which is not its piece's"
+                )

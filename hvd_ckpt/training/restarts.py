@@ -30,7 +30,7 @@ import psutil
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.training.relaunching import Commands, newest_but, next_settings, origin, snapshots_of, start_of
 from hvd_ckpt.training.signals import Signals
-from hvd_ckpt.training.stopping import FAILURE_FILE, STOP_FILE, SUPERVISED_VARIABLE
+from hvd_ckpt.training.stopping import FAILURE_FILE, STOP_FILE, SUPERVISED_VARIABLE, asked_by
 
 __all__ = ["Commands", "supervise"]
 
@@ -243,7 +243,7 @@ def _reason(run: Path, status: int) -> str | None:
 
 def _stopped(number: int) -> int:
     """Says that a signal has ended it; returns the exit status."""
-    _say(f"stopped by {signal.Signals(number).name}: not launched again")
+    _say(f"stopped by {asked_by(signal.Signals(number).name)}: not launched again")
     return 128 + number
 
 

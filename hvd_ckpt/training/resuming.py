@@ -12,6 +12,7 @@ from torch import nn
 
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.training import contents
+from hvd_ckpt.training.averaging import check_average_fits
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.hashed_file import DAMAGED
 from hvd_ckpt.training.resharding import check_shards
@@ -74,6 +75,7 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
             contents.check_optimizer(resumed.common["optimizer"], optimizer)
         else:
             check_shards(resumed.shards, model, optimizer)
+        check_average_fits(resumed.common.get("ema"), "common.ema", model)
         if resumed.own is not None:
             contents.check_buffers(resumed.own["buffers"], model)
 

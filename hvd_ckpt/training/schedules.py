@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hvd_ckpt.names import unknown
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["SCHEDULES", "Schedule"]
 
@@ -70,10 +72,10 @@ class Schedule:
         """Sets :meth:`rate` in every group; a rate held in a tensor (as CUDA graphs need) is changed in place."""
         rate = self.rate(step)
         for group in optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
+            if isinstance(group["lr"], (int, float)):
                 group["lr"] = rate
+            else:
+                group["lr"].fill_(rate)
 
     def _share(self, step: int) -> float:
         if self.name == "constant":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,12 +81,13 @@ class RunShards:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {name: buffers[name] for name in self._buffers}
 
-    def own(self, optimizer: Any) -> OwnShard | None:
-        """What this rank writes of its shards; None where nothing is split. Tensors are not copied."""
+    def own(self, optimizer: Any, averages: Mapping[int, Tensor] | None) -> OwnShard | None:
+        """What this rank writes of its shards, and of their averages; None where nothing is split. Tensors are not copied."""
         if not self.stage:
             return None
         weights = optimizer.weight_pieces() if self.splits_weights else None
-        return OwnShard(self.stage, self._parameters, self._aliases, optimizer.state_dict(), weights)
+        state = optimizer.state_dict()
+        return OwnShard(self.stage, self._parameters, self._aliases, state, weights, averages)
 
     def publish(self, optimizer: Any) -> None:
         """Has the model's weights be what they were after the last step: what a lossy wire made of the exact ones. Collective."""

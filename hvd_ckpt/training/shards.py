@@ -100,6 +100,7 @@ class OwnShard:
         aliases: further names of tied parameters, and the name under which each is in ``parameters``.
         optimizer: its part of the state, ``optimizer.state_dict()``.
         weights: its exact weights, ``optimizer.weight_pieces()``; None where the model's own are exact and whole.
+        averages: of its weights, by the number of the piece in that state; None where the run has none.
     """
 
     stage: int
@@ -107,6 +108,7 @@ class OwnShard:
     aliases: Mapping[str, str]
     optimizer: Mapping[str, Any]
     weights: Sequence[tuple[str, int, int, Tensor]] | None
+    averages: Mapping[int, Tensor] | None = None
 
     @property
     def ranges(self) -> dict[str, list[list[str | int]] | None]:
@@ -119,9 +121,10 @@ class OwnShard:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state, without what the manifest says."""
+        """The optimizer's state, without what the manifest says, and the averages."""
         kept = ("state", "param_groups", "master_weights")
-        return {name: self.optimizer[name] for name in kept if name in self.optimizer}
+        state = {name: self.optimizer[name] for name in kept if name in self.optimizer}
+        return state if self.averages is None else {**state, "averages": dict(self.averages)}
 
 
 def overlap(start: int, stop: int, others: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.torch_private import foreach_copy_
 
 __all__ = ["Copying", "Staging"]
 
@@ -107,6 +108,4 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies, in one call, which leaves Python to other threads; from a CUDA device in its current stream, without waiting."""
     if pairs:
         with torch.no_grad():
-            torch._foreach_copy_(
-                [copy for _, copy in pairs], [source for source, _ in pairs], non_blocking=True
-            )
+            foreach_copy_([copy for _, copy in pairs], [source for source, _ in pairs], non_blocking=True)

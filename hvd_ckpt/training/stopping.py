@@ -23,6 +23,7 @@ __all__ = [
     "STOP_FILE",
     "SUPERVISED_VARIABLE",
     "StopRequest",
+    "asked_by",
     "forget_file",
     "status_of",
 ]
@@ -93,6 +94,14 @@ def forget_file(folder: Path) -> None:
     """Removes the file from a run's folder, if it is there: it was for a run that has ended."""
     with contextlib.suppress(OSError):
         (folder / STOP_FILE).unlink()
+
+
+def asked_by(reason: str) -> str:
+    """Who has asked a run to stop, in words for people."""
+    if reason != STOP_FILE:
+        return "Ctrl-C (SIGINT)" if reason == "SIGINT" else reason
+    supervised = os.environ.get(SUPERVISED_VARIABLE) == "1"
+    return "hvd-ckpt, which a signal told to" if supervised else f"the file '{STOP_FILE}' in its folder"
 
 
 def status_of(reason: str | None) -> int:

@@ -32,7 +32,7 @@ from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.drift import check_equal_weights
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
-from hvd_ckpt.training import guards, optimizers, snapshot
+from hvd_ckpt.training import averaging, guards, optimizers, snapshot
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.background import SnapshotWriter
 from hvd_ckpt.training.commit import Origin
@@ -44,7 +44,8 @@ from hvd_ckpt.training.device import device_of, precision_of
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
-from hvd_ckpt.training.random_state import seed_all
+from hvd_ckpt.training.opening import open_run, peak_of
+from hvd_ckpt.training.random_state import seed_all, seed_of_rank
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resharding import read_parts, state_of_pieces, wanted_by
@@ -103,6 +104,7 @@ class Trainer:
 
     Raises:
         ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
+        DryRun: the configuration asks for no more than to be told what the run is about to do.
     """
 
     def __init__(
@@ -148,8 +150,10 @@ class Trainer:
             self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
             rate = config.lr * self.rate_scale
             self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup, config.final_lr)
-            if hvd.rank() == 0:
+            if hvd.rank() == 0 and not config.dry_run:
                 config.write_yaml(self.folder / "config.yaml")
+        taken = self.progress.step
+        open_run(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
         self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if resumed else []
         broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.plan, self._plan_text = plan_of_run(
@@ -162,8 +166,10 @@ class Trainer:
         self.model, self._optimizer = self.precision.prepare(self.model, self._optimizer)
         if not config.stage:
             broadcast_optimizer_state(self._optimizer, root_rank=0)
-        seed_all(_seed_of_rank(config.seed, self.progress.step))
-        self.report = Report(self.folder, config, self.steps, objective.unit, self.progress.step, self.device)
+        seed_all(seed_of_rank(config.seed, self.progress.step))
+        peak = peak_of(self.plan)
+        self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, peak)
+        self._average = averaging.of_run(self._optimizer, config.ema)
         if resumed is not None:
             self._go_on_from(resumed, kept)
 
@@ -207,7 +213,7 @@ class Trainer:
                 progress.position = loader.position
                 last = progress.step == self.steps
                 report.add(progress.step, accumulated, self.objective.units(batch) if samples else 0)
-                if progress.step % config.log_every == 0 or last:
+                if progress.step % config.log_every == 0 or last or progress.step == 1:
                     report.log(progress.step, self.schedule.rate(progress.step - 1))
                 if _due(config.check_weights, progress.step):
                     check_equal_weights(self.model)
@@ -276,10 +282,23 @@ class Trainer:
             self._writer.check()
             self._writer.before_update()
         self.precision.step(self._optimizer)
+        if self._average is not None:
+            self._average.update_parameters()
         return accumulated
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the held-out samples; the same on every rank."""
+        """Loss and metrics over the held-out samples; the same on every rank.
+
+        With ``ema``, those of the averaged weights as well, under names that begin with ``ema_``.
+        """
+        means = self._evaluate()
+        if self._average is not None:
+            with self._average.applied():
+                averaged = self._evaluate()
+            means.update({f"ema_{name}": averaged[name] for name in averaged if name != "samples"})
+        return means
+
+    def _evaluate(self) -> dict[str, float]:
         assert self.test is not None
         return evaluate(
             self.model,
@@ -296,13 +315,14 @@ class Trainer:
         """Everything that the run needs to go on, as ``weights``, ``common``, ``own`` and ``shard`` of a snapshot; tensors are not
         copied."""
         scaler = self.precision.scaler
-        shard = self._shards.own(self._optimizer)
+        shard = self._shards.own(self._optimizer, averaging.shard_state(self._average))
         common = {
             "config": self.config.as_dict(),
             "steps": self.steps,
             "ranks": self._first_ranks,
             "progress": dataclasses.asdict(self.progress),
             "optimizer": self._optimizer.state_dict() if shard is None else None,
+            "ema": averaging.common_state(self._average, shard is not None),
             "scaler": None if scaler is None else scaler.state_dict(),
             "plan": self._plan_text,
             "samples": len(self.train),
@@ -439,6 +459,8 @@ class Trainer:
                 parts = read_parts(resumed, wanted, kept, len(self._optimizer.param_groups))
         restore_optimizer(resumed, parts, self._optimizer)
         self._shards.publish(self._optimizer)
+        if self._average is not None:
+            averaging.load(self._average, resumed.common, parts)
         with errors_everywhere("hvd_ckpt.train.resume"):
             restore(resumed, self.model, self._optimizer, self.precision.scaler, self.report)
 
@@ -467,9 +489,3 @@ def _due(every: int | None, step: int) -> bool:
 
 def _nothing(batch: Batch) -> float:
     return 0.0
-
-
-def _seed_of_rank(seed: int, step: int) -> int:
-    """Ranks drop out different units; a run that goes on without its random state draws new ones."""
-    rank: int = hvd.rank()
-    return ((seed * 1_000_003 + step) * 100_003 + rank + 1) % 2**63

@@ -22,6 +22,7 @@ import numpy
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from hvd_ckpt import folders
 from hvd_ckpt.training.data.array_files import BROKEN
 
 __all__ = ["cache_folder", "cache_key", "obtain"]
@@ -32,15 +33,15 @@ STRETCH = 1 << 20  # tokens
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/hvd_ckpt/tokens``, or ``~/.cache/hvd_ckpt/tokens``.
+    """``$XDG_CACHE_HOME/hvd_ckpt/tokens``, or ``~/.cache/hvd_ckpt/tokens``; without a home folder, one in the Python environment.
 
     Raises:
-        ValueError: there is no home folder.
+        ValueError: none can be written to.
     """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvd_ckpt" / "tokens"
-    except RuntimeError:
-        raise ValueError("there is no home folder to keep tokens in: name one with XDG_CACHE_HOME") from None
+        return folders.cache_folder()[0] / "tokens"
+    except OSError as error:
+        raise ValueError(f"there is no folder to keep tokens in: {error}") from None
 
 
 def cache_key(files: Sequence[Path], encoder: str) -> str:
