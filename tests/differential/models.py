@@ -1,0 +1,229 @@
+"""The models of random programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from programs import REENTRANT, Block, Program
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+import hvd_ckpt as hc
+from hvd_ckpt.planning.plan import BlockPlan, Plan, kind_of, parameter_shapes
+from hvd_ckpt.planning.treatment import KEEP, Treatment
+from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
+from hvd_ckpt.recompute.tape import Policy
+
+__all__ = ["Caught", "Net", "build"]
+
+WIDTH = 8
+VOCABULARY = 11
+
+
+class Caught(Exception):
+    """Raised in the middle of a pass, and caught by the program."""
+
+
+class _RaisesBehind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Caught
+
+
+class Part(nn.Module):
+    """A block: takes and returns float32 of shape (batch, WIDTH), whatever it computes in."""
+
+    def __init__(self, number: int, block: Block, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.number, self.kind, self.dtype = number, block.kind, getattr(torch, block.dtype)
+        self.trapped = False
+        if block.kind == "tied":
+            self.weight = parts[block.of].layer.weight  # type: ignore[union-attr]
+            self.bias = nn.Parameter(torch.zeros(WIDTH))
+        elif block.kind == "scale":
+            self.factor = nn.Parameter(torch.tensor(0.5))
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+        elif block.kind == "norm":
+            self.layer: nn.Module = nn.LayerNorm(WIDTH)
+        elif block.kind == "batchnorm":
+            self.layer = nn.BatchNorm1d(WIDTH, eps=0.1)
+        elif block.kind == "conv":
+            self.layer = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        elif block.kind == "deep":
+            self.layer = nn.Sequential(
+                nn.Linear(WIDTH, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, WIDTH)
+            )
+        else:
+            self.layer = nn.Linear(WIDTH, WIDTH)
+        if block.kind in ("branch", "unused"):
+            self.other = nn.Linear(WIDTH, WIDTH)
+        self.to(self.dtype)
+        if block.kind == "frozen":
+            self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trapped:
+            raise Caught
+        x = x.to(self.dtype)
+        if self.kind == "tied":
+            x = torch.tanh(nn.functional.linear(x, self.weight, self.bias))
+        elif self.kind == "scale":
+            x = x * self.factor + self.nothing.sum()
+        elif self.kind == "conv":
+            x = torch.tanh(self.layer(x.view(-1, 2, 2, WIDTH // 4)).reshape(-1, WIDTH))
+        elif self.kind == "deep":
+            x = x + self.layer(x)
+        elif self.kind == "branch":
+            x = self.layer(x) + torch.sigmoid(self.other(x))
+        elif self.kind == "dropout":
+            x = nn.functional.dropout(torch.tanh(self.layer(x)), 0.25, self.training)
+        elif self.kind in ("norm", "batchnorm"):
+            x = self.layer(x)
+        else:
+            x = torch.tanh(self.layer(x))
+        return x.float()
+
+
+class Net(nn.Module):
+    """An embedding, perhaps, and segments of blocks.
+
+    Args:
+        recompute: whether segments are recomputed as the program says, or not at all.
+    """
+
+    def __init__(self, program: Program, recompute: bool) -> None:
+        super().__init__()
+        parts: list[Part] = []
+        chains: list[nn.Module] = []
+        if program.embedding:
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=program.embedding == "sparse")
+        self.kinds = [segment.recompute if recompute else "keep" for segment in program.segments]
+        for segment, kind in zip(program.segments, self.kinds):
+            first = len(parts)
+            for block in segment.blocks:
+                parts.append(parts[block.of] if block.kind == "again" else Part(len(parts), block, parts))
+            if kind.startswith("module"):
+                count = max(1, len(parts[first:]) - 1)
+                chains.append(
+                    hc.CheckpointSequential(parts[first:], count, kind in REENTRANT, keep_last=False)
+                )
+            else:
+                chains.append(nn.Sequential(*parts[first:]))
+        self.parts = parts
+        self.segments = nn.ModuleList(chains)
+        self.trap: tuple[str, int] | None = None
+        if recompute and program.recomputed_as("plan", "plan_segment"):
+            self._apply_plan()
+
+    @property
+    def parts(self) -> list[Part]:
+        return self._parts[0]
+
+    @parts.setter
+    def parts(self, parts: list[Part]) -> None:
+        self._parts = (parts,)  # no child: the segments have them
+
+    def forward(self, x: Tensor, path: Sequence[int]) -> Tensor:
+        if hasattr(self, "embedding"):
+            x = self.embedding(x).mean(1)
+        for number in path:
+            x = _run(self.kinds[number], self.segments[number], x)
+            if self.trap == ("backward", number) and x.requires_grad:
+                x = _RaisesBehind.apply(x)  # type: ignore[no-untyped-call]
+        return x
+
+    def set_trap(self, trap: tuple[str, int] | None) -> None:
+        self.trap = trap
+        for part in self.parts:
+            part.trapped = False
+        if trap is not None and trap[0] == "forward":
+            self.parts[trap[1]].trapped = True
+
+    def _apply_plan(self) -> None:
+        """Drops every call of a block, or recomputes a whole segment."""
+        names = {module: name for name, module in self.named_modules()}
+        blocks: list[BlockPlan] = []
+        items: list[Any] = []
+        for chain, kind in zip(self.segments, self.kinds):
+            if not kind.startswith("plan"):
+                continue
+            inside = []
+            for part in chain.children():
+                if any(block.members == (names[part],) for block in blocks):
+                    continue
+                treatment = _drop_all(part) if kind == "plan" else KEEP
+                own = BlockPlan((names[part],), kind_of([part]), parameter_shapes([part]), treatment)
+                inside.append(len(blocks))
+                blocks.append(own)
+            whole = [names[part] for part in chain.children()] == [blocks[at].members[0] for at in inside]
+            in_order = all(
+                name.startswith(f"{names[chain]}.") for at in inside for name in blocks[at].members
+            )
+            items += [tuple(inside)] if kind == "plan_segment" and whole and in_order else inside
+        Plan(tuple(blocks), tuple(items)).apply(self)
+
+
+class _Names(CallMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if any(True for _ in tensors_in(result)):
+            self.names.append(call_name(func))
+        return result
+
+
+def _drop_all(part: Part) -> Treatment:
+    buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
+    with torch.random.fork_rng(), torch.no_grad(), _Names() as mode:
+        part(torch.randn(4, WIDTH))
+    for name, buffer in part.named_buffers():
+        buffer.copy_(buffers[name])
+    return Treatment("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
+
+
+def _run(kind: str, chain: Any, x: Tensor) -> Tensor:
+    layers = list(chain) if kind.startswith(("nested", "sequential")) else []
+    result: Tensor
+    if kind == "hc" or kind == "hc_reentrant":
+        result = hc.checkpoint(chain, x, use_reentrant=kind in REENTRANT)
+    elif kind == "torch" or kind == "torch_reentrant":
+        result = torch_checkpoint.checkpoint(chain, x, use_reentrant=kind in REENTRANT)  # type: ignore[assignment]
+    elif kind == "function":
+        result = hc.CheckpointFunction.apply(chain, 1, x, *chain.parameters())
+    elif kind.startswith("sequential"):
+        result = hc.checkpoint_sequential(
+            layers, max(1, len(layers) - 1), x, use_reentrant=kind in REENTRANT, keep_last=False
+        )
+    elif kind == "nested":
+
+        def outer(x: Tensor) -> Tensor:
+            x = hc.checkpoint(layers[0], x, use_reentrant=False)
+            for layer in layers[1:]:
+                x = layer(x)
+            return x
+
+        result = hc.checkpoint(outer, x, use_reentrant=False)
+    else:
+        result = chain(x)
+    return result
+
+
+def build(program: Program, recompute: bool) -> Net:
+    """The same weights on every rank and in every run."""
+    torch.manual_seed(program.seed)
+    model = Net(program, recompute=False)
+    if not recompute:
+        return model
+    weights = model.state_dict()
+    model = Net(program, recompute=True)
+    model.load_state_dict(weights)
+    return model

@@ -1,0 +1,169 @@
+"""Random training programs, checked: python tests/differential/run.py --programs 1000 --np 3 --controller gloo --seed 0
+
+Each is drawn from its seed, runs on the ranks of a job, and must end in what one process computes, and in the same bits on every
+rank, in a second run that is resumed after a random step, and without recomputation. Prints what does not, and how to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import pprint
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--np", type=int, default=2, help="ranks")
+    parser.add_argument("--controller", choices=["gloo", "mpi"], default="gloo")
+    parser.add_argument("--stall", type=float, default=60.0, help="seconds after which a program is ended")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further program begins")
+    parser.add_argument("--only", type=int, metavar="SEED", help="this program alone, printed")
+    parser.add_argument(
+        "--shrink", action="store_true", help="with --only: look for the smallest program that fails"
+    )
+    options = parser.parse_args()
+    job = Job(options.np, options.controller, options.stall)
+    if options.only is not None:
+        from programs import draw
+
+        pprint.pprint(draw(options.only, options.np), width=140)
+        _, found = job.run(seeds=[options.only])
+        report(found, options)
+        if found and options.shrink:
+            job.shrink(draw(options.only, options.np))
+        return 1 if found else 0
+    began = time.monotonic()
+    seeds = list(range(options.seed, options.seed + options.programs))
+    failed: dict[int, list[str]] = {}
+    checked = 0
+    while seeds and time.monotonic() - began < 60 * options.minutes:
+        done, found = job.run(seeds, began + 60 * options.minutes)
+        report(found, options)
+        failed.update(found)
+        checked += len({*done, *found})
+        seeds = [seed for seed in seeds if seed not in done and seed not in found]
+    print(
+        f"{checked} programs from seed {options.seed} on {options.np} ranks over {options.controller}: {len(failed)} failed "
+        f"{sorted(failed)} in {time.monotonic() - began:.0f} s"
+    )
+    return 1 if failed else 0
+
+
+def report(found: dict[int, list[str]], options: argparse.Namespace) -> None:
+    for seed, failures in found.items():
+        print(
+            f"seed {seed} failed: python {sys.argv[0]} --np {options.np} --controller {options.controller} --only {seed}"
+        )
+        for failure in failures:
+            for line in failure.splitlines()[-24:]:
+                print(f"    {line[:240]}", flush=True)
+
+
+class Job:
+    """How programs are run: on how many ranks, over what, and for how many seconds each at most."""
+
+    def __init__(self, ranks: int, controller: str, stall: float) -> None:
+        self.ranks, self.controller, self.stall = ranks, controller, stall
+
+    def run(
+        self, seeds: Sequence[int] = (), until: float = float("inf"), program: object = None
+    ) -> tuple[list[int], dict[int, list[str]]]:
+        """Runs programs until one of them ends the job; returns the seeds of those that ended, and the failures of seeds."""
+        with tempfile.TemporaryDirectory(prefix="hvd_ckpt_differential_") as folder:
+            log, given = Path(folder, "log"), Path(folder, "program")
+            log.touch()
+            if program is not None:
+                given.write_bytes(pickle.dumps(program))
+            launcher = str(Path(sys.executable).parent / "horovodrun")
+            command = [
+                launcher,
+                "-np",
+                str(self.ranks),
+                f"--{self.controller}",
+                sys.executable,
+                str(HERE / "worker.py"),
+            ]
+            command += [str(log), "-" if program is None else str(given), *map(str, seeds)]
+            path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+            environment = {
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONPATH": path,
+            }
+            with open(Path(folder, "output"), "w+") as output:
+                process = subprocess.Popen(
+                    command, env=environment, stdout=output, stderr=output, start_new_session=True
+                )
+                why = self._wait(process, log, until)
+                output.seek(0)
+                said = output.read()[-3000:]
+            lines = log.read_text().splitlines()
+            done = [int(line.split()[1]) for line in lines if line.startswith("end ")]
+            failures: dict[int, list[str]] = {}
+            current = -1
+            for line in lines:
+                word, _, rest = line.partition(" ")
+                current = int(rest) if word == "begin" else current
+                if word == "fail":
+                    failures.setdefault(current, []).append(rest)
+            if current not in done and why != "time is up":
+                errors = [path.read_text() for path in sorted(Path(folder).glob("log.*"))]
+                own = [error for error in errors if "HorovodInternalError" not in error.splitlines()[-1]]
+                failures.setdefault(current, []).extend([why, *(own or errors or [said])])
+            return done, failures
+
+    def _wait(self, process: subprocess.Popen[bytes], log: Path, until: float) -> str:
+        size, since = -1, time.monotonic()
+        try:
+            while process.poll() is None:
+                if log.stat().st_size != size:
+                    size, since = log.stat().st_size, time.monotonic()
+                if time.monotonic() > until:
+                    return "time is up"
+                if time.monotonic() - since > self.stall + (30 if size == 0 else 0):
+                    return f"did not end within {self.stall:g} seconds"
+                time.sleep(0.1)
+            return f"the job ended with {process.returncode}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def shrink(self, program: object) -> None:
+        """Leaves out what the failure does not need, one thing after the other."""
+        from programs import simpler
+
+        smaller = True
+        while smaller:
+            smaller = False
+            for candidate in simpler(program):
+                _, found = self.run(program=candidate)
+                if found:
+                    program, smaller = candidate, True
+                    print(
+                        f"still fails: {next(iter(found.values()))[-1].strip().splitlines()[-1]}", flush=True
+                    )
+                    break
+        pprint.pprint(program, width=140)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""Some random programs of tests/differential; `python tests/differential/run.py --help` tells how to run more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvd_ckpt as hc
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "differential"))
+from checking import check
+from programs import draw
+
+SEEDS = {2: range(12), 3: range(100, 108)}  # of each number of ranks
+
+
+@pytest.mark.parametrize("seed", SEEDS.get(hc.size(), ()))
+def test_random_program(seed: int) -> None:
+    assert check(draw(seed, hc.size())) == []
