@@ -9,12 +9,10 @@ import shlex
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.benchmark.reduce import Case, Plan
-from hvd_ckpt.benchmark.report import Report
-from hvd_ckpt.benchmark.workloads import WORKLOADS
 from hvd_ckpt.command_line import (
     OneLineErrors,
     check_controller,
@@ -24,12 +22,15 @@ from hvd_ckpt.command_line import (
     split_names,
     whole_number,
 )
-from hvd_ckpt.comparison.engines import find_engine
 from hvd_ckpt.machine import machine_facts
+
+if TYPE_CHECKING:
+    from hvd_ckpt.benchmark.reduce import Case, Plan
 
 __all__ = ["bench"]
 
 ENGINES = "hvd_ckpt,horovod,ddp"
+WORKLOADS = "densenet,transformer"
 PAIRS, QUICK_PAIRS = 5, 3
 WIDTH = 120  # of the table where the output is not a terminal
 
@@ -74,7 +75,7 @@ def bench() -> None:
 @click.option(
     "--controller", "controllers", default="gloo,mpi", show_default=True, help="What starts the ranks."
 )
-@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="What is trained.")
+@click.option("--workloads", default=WORKLOADS, show_default=True, help="What is trained.")
 @click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
 @click.option(
     "--pairs",
@@ -109,6 +110,11 @@ def reduce(
     ratio to stock Horovod's and DDP's in the same pair of jobs, and the bytes held for gradients. Run it on a machine
     that does nothing else.
     """
+    from hvd_ckpt.benchmark.reduce import Plan
+    from hvd_ckpt.benchmark.report import Report
+    from hvd_ckpt.benchmark.workloads import WORKLOADS as KNOWN
+    from hvd_ckpt.comparison.engines import find_engine
+
     chosen = split_names("--engines", engines, find=find_engine)
     plan = Plan(
         engines=chosen,
@@ -119,7 +125,7 @@ def reduce(
         controllers=tuple(
             check_controller(name) for name in split_names("--controller", controllers, ("gloo", "mpi"))
         ),
-        workloads=split_names("--workloads", workloads, WORKLOADS),
+        workloads=split_names("--workloads", workloads, KNOWN),
         pairs=pairs or (QUICK_PAIRS if quick else PAIRS),
         steps=steps,
         timeout=timeout,

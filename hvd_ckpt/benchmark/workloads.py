@@ -53,7 +53,8 @@ class ManySmall(Workload):
     steps = 30
 
     def model(self) -> nn.Module:
-        from hvd_ckpt.models.densenet import DenseNet, DenseNetShape
+        from hvd_ckpt.models.densenet import DenseNet
+        from hvd_ckpt.models.sizes import DenseNetShape
 
         shape = DenseNetShape(growth=12, blocks=(20, 20, 20), initial=24, large_images=False)
         return DenseNet(shape, channels=1, classes=CLASSES).train()

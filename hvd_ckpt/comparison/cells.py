@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["VARIANTS", "Cell", "Variant", "find_variant", "make_cells", "planned"]
+__all__ = ["PRECISIONS", "VARIANTS", "Cell", "Variant", "find_variant", "make_cells", "planned"]
 
+PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 PLAN = "plan "  # and a budget: the name of a variant
 
 

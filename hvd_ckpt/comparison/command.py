@@ -6,14 +6,14 @@ nothing can be compared.
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from hvd_ckpt import runtime
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -24,21 +24,23 @@ from hvd_ckpt.command_line import (
     split_names,
     whole_number,
 )
-from hvd_ckpt.comparison.catalog import CATALOG
-from hvd_ckpt.comparison.cells import VARIANTS, make_cells, planned
-from hvd_ckpt.comparison.comparison import Comparison, ComparisonError
-from hvd_ckpt.comparison.data import check_text
-from hvd_ckpt.comparison.engines import ENGINES, find_engine
-from hvd_ckpt.comparison.events import Event
-from hvd_ckpt.comparison.mixed import PRECISIONS
-from hvd_ckpt.comparison.report import Report
-from hvd_ckpt.comparison.scenarios import SCENARIOS
-from hvd_ckpt.comparison.workloads import WORKLOADS
+from hvd_ckpt.comparison.cells import PRECISIONS, VARIANTS, make_cells, planned
+from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.precision import apex_unavailable
+
+if TYPE_CHECKING:
+    from hvd_ckpt.comparison.comparison import Comparison
+    from hvd_ckpt.comparison.events import Event
+    from hvd_ckpt.comparison.report import Report
 
 __all__ = ["compare"]
 
+ENGINES = "hvd_ckpt,horovod,horovod-groups,ddp,ddp-find-unused,ddp-static,apex"
+WORKLOADS = "densenet,bert"
+SCENARIOS = (
+    "plain,tied,nested,unused,unused-on-one-rank,accumulation,short-last-group,frozen,changing-graph,two-forwards,no-grad-forward,"
+    "explicit-parameters,mixed-dtypes,overflow-on-one-rank,uneven-data,sparse"
+)
 SUBJECT = "hvd_ckpt"
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
@@ -71,16 +73,12 @@ PRESETS = {
 )
 @click.option(
     "--engines",
-    default=",".join(name for name, engine in ENGINES.items() if engine.by_default),
+    default=ENGINES,
     show_default=True,
     help="Engines, or module:Class of your own.",
 )
-@click.option(
-    "--workloads", default=",".join(WORKLOADS), show_default=True, help="Models on real data, or 'nothing'."
-)
-@click.option(
-    "--scenarios", default=",".join(SCENARIOS), show_default=True, help="Small hard models, or 'nothing'."
-)
+@click.option("--workloads", default=WORKLOADS, show_default=True, help="Models on real data, or 'nothing'.")
+@click.option("--scenarios", default=SCENARIOS, show_default=True, help="Small hard models, or 'nothing'.")
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
 @click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
 @click.option(
@@ -140,6 +138,13 @@ def compare(
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
+    from hvd_ckpt.comparison import scenarios as small
+    from hvd_ckpt.comparison import workloads as real
+    from hvd_ckpt.comparison.comparison import Comparison, ComparisonError
+    from hvd_ckpt.comparison.data import check_text
+    from hvd_ckpt.comparison.engines import find_engine
+    from hvd_ckpt.runtime import threads_per_rank
+
     if quick and full:
         raise BadArgument("--quick and --full exclude each other: give one")
     scale = "quick" if quick else "full" if full else "default"
@@ -156,9 +161,11 @@ def compare(
     _check_precision(precision, device)
     plan = _plan_of(budget, chosen)
     trained = [
-        *split_names("--workloads", workloads, (*WORKLOADS, NOTHING)),
-        *split_names("--scenarios", scenarios, (*SCENARIOS, NOTHING)),
+        *split_names("--workloads", workloads, (*real.WORKLOADS, NOTHING)),
+        *split_names("--scenarios", scenarios, (*small.SCENARIOS, NOTHING)),
     ]
+    for name in trained:
+        _check_packages(name)
     cells = make_cells(
         {name: _meaningful(name, plan) for name in trained if name != NOTHING and _fits(name, precision)},
         (*split_names("--variants", variants, VARIANTS), *plan),
@@ -178,7 +185,7 @@ def compare(
         subject=subject,
         size=size,
         controller=check_controller(controller),
-        threads=runtime.threads_per_rank(size),
+        threads=threads_per_rank(size),
         steps=steps or preset.steps,
         passes=preset.passes if passes is None else passes,
         precision=precision,
@@ -216,12 +223,16 @@ def _run(comparison: Comparison) -> Report:
 
 
 def _fits(name: str, precision: str) -> bool:
+    from hvd_ckpt.comparison.catalog import CATALOG
+
     precisions = CATALOG[name].precisions
     return precisions is None or precision in precisions
 
 
 def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
     """The name of the planned variant, if there is a budget to plan for."""
+    from hvd_ckpt.comparison.engines import find_engine
+
     if budget is None:
         return ()
     try:
@@ -235,14 +246,30 @@ def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
     return (planned(budget.strip()).name,)
 
 
+def _check_packages(workload: str) -> None:
+    """Bad argument where a package is missing that a workload needs."""
+    from hvd_ckpt.comparison.catalog import CATALOG
+
+    for package in CATALOG[workload].requires if workload != NOTHING else ():
+        if importlib.util.find_spec(package) is None:
+            text = explain_import_error(ModuleNotFoundError(name=package))
+            raise BadArgument(f"{workload}: {text or f'{package} is not installed'}")
+
+
 def _meaningful(workload: str, plan: tuple[str, ...]) -> tuple[str, ...]:
     """The variants that mean something for a workload, ``plan`` among them."""
+    from hvd_ckpt.comparison.catalog import CATALOG
+
     kind = CATALOG[workload]
     return (*kind.variants, *plan) if kind.plannable else kind.variants
 
 
 def _check_precision(precision: str, device: str) -> None:
     """Refuse what this machine cannot do."""
+    import torch
+
+    from hvd_ckpt.precision import apex_unavailable
+
     if device == "cuda" and not torch.cuda.is_available():
         raise BadArgument("--device cuda: PyTorch finds no CUDA GPU here; see `hvd-ckpt doctor`")
     if precision.startswith("apex"):

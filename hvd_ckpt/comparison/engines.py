@@ -41,7 +41,6 @@ class Engine(ABC):
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
         plans: it has :meth:`plan`.
-        by_default: it is compared where no engines are named.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
     """
@@ -50,7 +49,6 @@ class Engine(ABC):
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
     plans: ClassVar[bool] = False
-    by_default: ClassVar[bool] = True
     rank: int
     size: int
 
@@ -191,9 +189,9 @@ class HvdCkpt(HorovodFamily):
         )
 
     def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-        from hvd_ckpt import planning
+        from hvd_ckpt.planning.planner import plan
 
-        return planning.plan(model, *inputs, **options)
+        return plan(model, *inputs, **options)
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         from hvd_ckpt import precision
@@ -204,7 +202,6 @@ class HvdCkpt(HorovodFamily):
 class Sharded(HvdCkpt):
     """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
 
-    by_default = False
     stage: ClassVar[int]
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:

@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from hvd_ckpt.comparison.engines import Engine
 
-__all__ = ["AUTOCAST", "PRECISIONS", "MixedPrecision"]
-
-PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
+__all__ = ["AUTOCAST", "MixedPrecision"]
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -28,7 +26,7 @@ class MixedPrecision:
     """The precision of one training run.
 
     Args:
-        name: one of :data:`PRECISIONS`.
+        name: one of :data:`~hvd_ckpt.comparison.cells.PRECISIONS`.
         device: where the model is.
         engine: who reduces the gradients; None for the reference, which is one process.
         scales_loss: scale the loss in other precisions than fp16, too.

@@ -139,7 +139,7 @@ def executed(timeline: Path) -> list[str]:
 @contextmanager
 def recording_ddp(recording: Recording, model: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     """Record the buckets that PyTorch's DDP reduces, with a hook that reduces as it does without one."""
-    from torch._C._distributed_c10d import GradBucket
+    from torch.distributed import GradBucket  # type: ignore[attr-defined]
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     def hook(state: object, bucket: Any) -> Any:

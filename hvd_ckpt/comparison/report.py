@@ -15,6 +15,7 @@ from rich.console import Console
 from hvd_ckpt.comparison import tables
 from hvd_ckpt.comparison.cells import find_variant
 from hvd_ckpt.comparison.verdict import BASELINE, Result
+from hvd_ckpt.install.extras import say_no_pictures
 
 __all__ = ["Report"]
 
@@ -122,7 +123,8 @@ class Report:
         """Draw the plots; returns their file names, none where matplotlib is not installed."""
         try:
             from hvd_ckpt.comparison import plots
-        except ImportError:
+        except ImportError as error:
+            say_no_pictures(error)
             return []
         return plots.draw(folder, self.results, self.workloads, self.absent, self.settings)
 

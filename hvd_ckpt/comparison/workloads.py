@@ -69,6 +69,7 @@ class Workload(ABC):
     Attributes:
         title: one line that says what learns what.
         model_line: one line with the model's size, at this scale.
+        requires: optional packages that it needs.
         variants: the ways to recompute that mean something for it.
         plannable: planning what it recomputes means something for it, too.
         passes: most backward passes in a step, for engines that must be told.
@@ -84,6 +85,7 @@ class Workload(ABC):
     title: ClassVar[str]
     model_line: str
     learning_rate: ClassVar[float]
+    requires: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[str, ...]] = ("none", "reentrant", "non-reentrant")
     plannable: ClassVar[bool] = True
     passes: ClassVar[int] = 1
@@ -142,6 +144,7 @@ class DenseNetOnDigits(Workload):
     """A DenseNet on handwritten digits: batch norms everywhere, many small parameters."""
 
     title = "DenseNet on handwritten digits"
+    requires = ("sklearn",)
     learning_rate = 0.1
     # depth, pixels, images per rank and step
     sizes: ClassVar[dict[str, tuple[int, int, int]]] = {
@@ -187,6 +190,7 @@ class BertOnText(Workload):
     """A BERT guessing hidden bytes of real text: dropout, a shared mask, tied weights, inputs without gradients."""
 
     title = "BERT learning masked words of text"
+    requires = ("transformers",)
     learning_rate = 0.05
     # hidden size, layers, heads, longest sequence, sequences per rank and step
     sizes: ClassVar[dict[str, tuple[int, int, int, int, int]]] = {

@@ -23,7 +23,8 @@ from hvd_ckpt import command_line, runtime
 from hvd_ckpt.cli import main
 from hvd_ckpt.comparison.engines import launched_rank_and_size
 from hvd_ckpt.folders import new_folder
-from hvd_ckpt.planning import Plan, PlanError, plan
+from hvd_ckpt.planning.plan import Plan, PlanError
+from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.training.data.token_cache import cache_folder
 
@@ -223,7 +224,8 @@ class Environment(Kind):
             with mock.patch.dict(os.environ):
                 runtime._set_fusion_default()
                 runtime._set_crowded_defaults()
-            cache_folder()
+            with mock.patch("hvd_ckpt.folders.make_writable"):  # makes the folder, wherever it is
+                cache_folder()
             try:
                 launched_rank_and_size()
             except RuntimeError as error:

@@ -98,12 +98,13 @@ def state_of_run() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     own = {
         "random": snapshot.random_state(),
         "reduction": {
-            "version": 1,
+            "version": 2,
             "order": names[::-1],
             "sparse": {},
-            "densified": [],
+            "densified": {},
             "bucket_cap_bytes": float(25 << 20),
             "counts": dict.fromkeys(names, 1),
+            "lower_counts": {},
         },
         "buffers": dict(model.named_buffers()),
         "logged": (3.5, 2.0),

@@ -1,6 +1,6 @@
-"""Jobs of Horovod Elastic over several hosts: a worker that is killed, and a host that joins.
+"""Jobs of Horovod Elastic over several hosts: workers that are killed, and hosts that join.
 
-The hosts are network namespaces (see hosts.py). Each job begins on hosts a and b. The worker on b is killed, and Horovod drops that
+The hosts are network namespaces (see hosts.py). Each job begins on hosts a and b. A worker on b is killed, and Horovod drops that
 host; then the discovery script lists c as well.
 """
 
@@ -50,16 +50,17 @@ def nothing_left(hosts: Hosts) -> Iterator[None]:
 
 
 class Job:
-    """A Python program in an elastic job on hosts a and b, and later others."""
+    """A Python program in an elastic job on hosts a and b, and later others, with so many workers on each."""
 
-    def __init__(self, hosts: Hosts, folder: Path, program: list[str]) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, program: list[str], workers: int = 1) -> None:
         self._hosts = hosts
         self._listed, self._output = folder / "listed", folder / "output"
-        self.discover("a:1", "b:1")
+        self.discover(f"a:{workers}", f"b:{workers}")
         script = folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {shlex.quote(str(self._listed))}\n")
         script.chmod(0o755)
-        command = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+        ranks = str(2 * workers)
+        command = ["horovodrun", "--gloo", "-np", ranks, "--min-np", "1", "--max-np", ranks]
         command += ["--host-discovery-script", str(script), "--network-interfaces", "eth0", *program]
         line = f"exec {shlex.join(command)} >{shlex.quote(str(self._output))} 2>&1"
         self._process = hosts.start("a", ["bash", "-c", line], environment={"OMP_NUM_THREADS": "1"})
@@ -76,11 +77,11 @@ class Job:
         new.write_text("".join(f"{host}\n" for host in found))
         new.rename(self._listed)
 
-    def kill(self, host: str) -> None:
-        """Kills the worker on a host, which is not the launcher's."""
-        workers = [one for one, line in self._hosts.processes(host).items() if "python" in line.split()[0]]
-        assert workers, self.output
-        for worker in workers:
+    def kill(self, host: str, workers: int | None = None) -> None:
+        """Kills so many workers on a host, which is not the launcher's; all of them if None."""
+        running = [one for one, line in self._hosts.processes(host).items() if "python" in line.split()[0]]
+        assert running, self.output
+        for worker in running[:workers]:
             os.kill(worker, signal.SIGKILL)
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
@@ -136,20 +137,23 @@ def test_training_goes_on_from_the_last_commit(hosts, tmp_path) -> None:
     assert weights(tmp_path / "again", last) == weights(run, last)
 
 
-def test_ranks_stay_equal_in_a_loop_of_ones_own(hosts, tmp_path) -> None:
+def test_a_loop_of_ones_own_loses_a_rank_gets_a_host_and_loses_it(hosts, tmp_path) -> None:
     told = tmp_path / "told.jsonl"
-    job = Job(hosts, tmp_path, [sys.executable, str(LOOP), str(told), str(tmp_path / "stop")])
+    job = Job(hosts, tmp_path, [sys.executable, str(LOOP), str(told), str(tmp_path / "stop")], workers=2)
+    job.wait_for(lambda: count(told, "commit", 4) > 2)
+    job.kill("b", workers=1)
     job.wait_for(lambda: count(told, "commit", 2) > 2)
-    job.kill("b")
-    job.wait_for(lambda: count(told, "commit", 1) > 2)
-    job.discover("a:1", "b:1", "c:1")
+    job.discover("a:2", "b:2", "c:2")
+    before = count(told, "commit", 4)
+    job.wait_for(lambda: count(told, "commit", 4) > before + 2)
     before = count(told, "commit", 2)
+    job.kill("c")
     job.wait_for(lambda: count(told, "commit", 2) > before + 2)
     (tmp_path / "stop").touch()
     assert job.end() == 0, job.output
     records = told_in(told)
     assert all(one["equal"] for one in records)
-    assert [one["ranks"] for one in records if one["what"] in ("start", "end")] == [2, 1, 2, 2]
+    assert [one["ranks"] for one in records if one["what"] in ("start", "end")] == [4, 2, 4, 2, 2]
     for earlier, one in itertools.pairwise(records):
         gone = {"commit": [COMMIT_EVERY], "end": [0]}.get(
             one["what"], [0, -COMMIT_EVERY]

@@ -21,7 +21,7 @@ from hvd_ckpt.planning.models import build
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.training.assembly import assemble
-from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.recomputing import load_plan
 
 OWN = """
@@ -203,10 +203,33 @@ def test_bad_arguments_are_one_line(run) -> None:
         assert says in error_of(run(*arguments, model=model))
 
 
-def test_a_budget_that_cannot_be_met_is_one_line_with_the_smallest(run) -> None:
-    message = error_of(run("--budget", "10KiB", "--output", "impossible"))
-    assert "No plan stays within a budget of 10.00 KiB: the smallest peak" in message
+def test_a_budget_below_what_runs_around_the_blocks_is_refused_before_they_are_measured(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_ckpt.planning.profile.Profile._measure", None)
+    result = run("--budget", "10KiB", "--output", "impossible")
+    assert result.exit_code == 2, result.output
+    message = result.output.splitlines()[-1]
+    assert "No plan stays within a budget of 10.00 KiB: what runs behind the last block" in message
     assert "Give a larger budget or a smaller batch." in message
+
+
+def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    result = run("--budget", "0.05x", "--output", "unmet")
+    assert result.exit_code == 2, result.output
+    assert re.search(r"measuring block '0' \(kind 1 of \d\)", result.output)
+    assert re.search(r"^ +this plan, measured +\d", result.output, re.MULTILINE)
+    assert all(Path("unmet", name).exists() for name in ("plan.json", "frontier.png", "timeline.png"))
+    nearest = re.search(r"^Nearest budget: (\d+) ", result.output, re.MULTILINE)
+    assert nearest is not None and int(nearest[1]) == Plan.load("unmet/plan.json").measured.peak_bytes
+    last = result.output.splitlines()[-1]
+    assert "--budget 0.05x: No plan stays within a budget of" in last and "the smallest peak is" in last
+    # Which plans are tried depends on times, so the smallest peak differs a little between two calls.
+    met = run("--budget", str(int(nearest[1]) * 11 // 10), "--output", "met")
+    assert met.exit_code == 0, met.output
 
 
 SMALL = {"width": 32, "layers": 3, "heads": 2}
@@ -288,8 +311,12 @@ def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPa
         "gpt-tiny", {"width": 32, "layers": 2}, text=str(tmp_path / "text.txt"), length=16, batch=2
     )
     trained = assemble(config)
-    plan = load_plan(tmp_path / "plan" / "plan.json", trained.model)
+    plan = load_plan(tmp_path / "plan" / "plan.json", trained.model, "fp32")
     assert [block.name for block in plan.blocks] == ["embedding", "layer0", "layer1", "head"]
+    with pytest.raises(
+        ConfigError, match=r"made for precision fp32, and this run's is bf16.*--precision bf16"
+    ):
+        load_plan(tmp_path / "plan" / "plan.json", trained.model, "bf16")
     batch = trained.train.batch([0, 1], [0, 0])
     kept = trained.objective.loss(trained.model(*batch.inputs), batch)
     plan.apply(trained.model)

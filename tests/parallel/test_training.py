@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -223,6 +224,8 @@ def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count
     data = Recording(parts.train)
     trainer = Trainer(config, parts.model, parts.objective, data)
     outcome = trainer.run()
+    if hc.rank() == 0:
+        assert data.asked.pop(0) == [(0, 0)]  # a look at one sample, to say what a step is
     assert 3 * count % (2 * hc.size()) == min(3, 2 * hc.size() - 1)
     assert outcome.steps == -(-3 * count // (2 * hc.size())) and outcome.evaluation == {}
 
@@ -267,13 +270,17 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
     ]
     records = read(outcome.folder / "log.jsonl")
     assert [(one["kind"], one["step"]) for one in records] == [
+        ("train", 1),  # at once, whatever log_every says
         ("train", 2),
         ("eval", 3),
         ("train", 4),
         ("eval", 4),
     ]
     assert records[0]["unit"] == "tokens" and records[0]["rate"] > 0 and records[0]["memory"] > 1 << 20
-    assert records[1]["loss"] > 0 and 0 <= records[1]["accuracy"] <= 1
+    evaluated = records[2]
+    assert evaluated["loss"] > 0 and 0 <= evaluated["accuracy"] <= 1
+    assert evaluated["perplexity"] == pytest.approx(math.exp(evaluated["loss"]))
+    assert evaluated["samples"] == outcome.evaluation["samples"] > 0
 
 
 NO_TEXT = {"text": None, "length": None, "model_options": {}}

@@ -347,6 +347,7 @@ def test_frozen_first_segment(use_reentrant: bool) -> None:
     assert len(runs) == 1
 
 
+@pytest.mark.filterwarnings("ignore:None of the results")
 @VARIANTS
 def test_parameters_within_reach_but_not_used(use_reentrant: bool) -> None:
     both = nn.ModuleList([nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)])
@@ -356,13 +357,46 @@ def test_parameters_within_reach_but_not_used(use_reentrant: bool) -> None:
     assert both[1].weight.grad is not None
 
 
-@VARIANTS
-def test_result_that_does_not_depend_on_the_input(use_reentrant: bool) -> None:
+def test_result_that_does_not_depend_on_the_input() -> None:
     x, other = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
-    y = checkpoint(lambda x: x.detach().sin(), x, use_reentrant=use_reentrant)
+    y = checkpoint(lambda x: x.detach().sin(), x)
     (y * other).sum().backward()
     assert x.grad is None
     assert torch.equal(other.grad, x.detach().sin())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, data: data.sin(),
+        lambda x, data: x.detach().sin(),
+        lambda x, data: {"both": (x.detach() * data, 3)},
+    ],
+)
+def test_a_reentrant_region_without_gradients_is_an_error(function: Callable[..., Any]) -> None:
+    x = torch.randn(2, requires_grad=True)
+    result = checkpoint(function, x, torch.randn(2), use_reentrant=True)
+    loss = (result["both"][0] if isinstance(result, dict) else result).sum()
+    with pytest.raises(RuntimeError, match="requires_grad=True"):
+        loss.backward()
+
+
+def test_a_reentrant_region_some_of_whose_results_need_gradients() -> None:
+    x = torch.randn(2, requires_grad=True)
+    constant, result = checkpoint(lambda x: (x.detach().sin(), x.cos()), x, use_reentrant=True)
+    constant.sum().backward(retain_graph=True)
+    assert x.grad is None
+    result.sum().backward()
+    assert torch.equal(x.grad, -x.detach().sin())  # type: ignore[arg-type]
+
+
+def test_a_reentrant_region_that_is_recomputed_for_nothing_warns() -> None:
+    layer, head = nn.Linear(3, 3), nn.Linear(3, 3)
+    hidden = checkpoint(lambda x: layer(x).detach(), torch.randn(2, 3), use_reentrant=True)
+    with pytest.warns(UserWarning, match="recomputed for nothing"):
+        head(hidden).sum().backward()
+    assert layer.weight.grad is None
+    assert head.weight.grad is not None
 
 
 @VARIANTS

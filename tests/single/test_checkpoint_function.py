@@ -107,6 +107,20 @@ def test_unused_outputs_and_unused_parameters_have_no_gradient() -> None:
     assert behind.weight.grad is None and unused.weight.grad is None
 
 
+def test_outputs_that_need_no_gradients_are_an_error() -> None:
+    layer, x = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    y = CheckpointFunction.apply(lambda x: layer(x).detach(), 1, x, *layer.parameters())
+    with pytest.raises(RuntimeError, match="requires_grad=True"):
+        y.sum().backward()
+
+
+def test_an_output_that_needs_no_gradient_beside_one_that_does() -> None:
+    x = torch.randn(2, requires_grad=True)
+    constant, _ = CheckpointFunction.apply(lambda x: (x.detach().sin(), x.cos()), 1, x)
+    constant.sum().backward()
+    assert x.grad is None
+
+
 def test_two_backward_passes_and_grad() -> None:
     def run(recompute: bool) -> list[torch.Tensor | None]:
         module = model()

@@ -520,7 +520,7 @@ def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_
 
 def test_a_model_that_cannot_be_planned_says_why(tmp_path):
     plain = make_workload("plain", "quick", 1, None)
-    with pytest.raises(NoPlan, match="No plan stays within a budget of 8 B: the smallest peak is"):
+    with pytest.raises(NoPlan, match="No plan stays within a budget of 8 B"):
         make_plan(
             plain.model(KEEP),
             plain,

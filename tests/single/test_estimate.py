@@ -11,7 +11,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.planning import command
+from hvd_ckpt.planning import command, session
 from hvd_ckpt.planning.cluster import Cluster
 
 OWN = """
@@ -138,8 +138,8 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "own_model_to_estimate.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
-    monkeypatch.setattr(command, "ROUNDS", 1)
-    monkeypatch.setattr(command, "_draw", lambda *_: None)
+    monkeypatch.setattr(session, "ROUNDS", 1)
+    monkeypatch.setattr(session, "_draw", lambda *_: None)
 
     def run(*options):
         arguments = ["--model", "own_model_to_estimate:make", "--output", "made", *options]

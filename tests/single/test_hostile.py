@@ -47,12 +47,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         "threads": 2,
     }
     reduction = {
-        "version": 1,
+        "version": 2,
         "order": names,
         "sparse": {},
-        "densified": [],
+        "densified": {},
         "bucket_cap_bytes": 1e6,
         "counts": None,
+        "lower_counts": {},
     }
     own = {
         "random": snapshot.random_state(),

@@ -16,7 +16,8 @@ import hvd_ckpt as hc
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.models.lstm import lstm_language_model
-from hvd_ckpt.models.resnet import DEPTHS, ResNet, ResNetShape, resnet
+from hvd_ckpt.models.resnet import ResNet, resnet
+from hvd_ckpt.models.sizes import RESNETS, ResNetShape
 from hvd_ckpt.models.vnet import vnet
 from hvd_ckpt.planning.blocks import find_blocks
 
@@ -31,7 +32,7 @@ PRESS_WOLF = "Press and Wolf, 2017, Large + weight tying"
 def outline(depth):
     """The ResNet as published, without storage."""
     with torch.device("meta"):
-        return resnet(depth, classes=1000 if DEPTHS[depth].large_images else 10)
+        return resnet(depth, classes=1000 if RESNETS[depth].large_images else 10)
 
 
 def word_model(width, tied=False):
@@ -83,7 +84,7 @@ def test_resnet_1001_has_the_papers_size():
     assert parameters_of(model) == 10_327_706
 
 
-@pytest.mark.parametrize("depth", sorted(DEPTHS))
+@pytest.mark.parametrize("depth", sorted(RESNETS))
 def test_depth_counts_convolutions_and_classifier(depth):
     model = outline(depth)
     beside = ("shortcut", "projection")
@@ -92,7 +93,7 @@ def test_depth_counts_convolutions_and_classifier(depth):
         for name, module in model.named_modules()
     )
     assert convolutions + 1 == depth
-    assert len(model) == 2 + sum(DEPTHS[depth].units)  # stem, units, classifier
+    assert len(model) == 2 + sum(RESNETS[depth].units)  # stem, units, classifier
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
-from hvd_ckpt.models.densenet import DEPTHS, densenet
+from hvd_ckpt.models.densenet import densenet
+from hvd_ckpt.models.sizes import DENSENETS
 
 
 def parameters_of(model):
@@ -29,7 +30,7 @@ def test_densenet_bc_100_has_the_papers_size():
         assert parameters_of(densenet(100, classes=10)) == 769_162
 
 
-@pytest.mark.parametrize("depth", sorted(DEPTHS))
+@pytest.mark.parametrize("depth", sorted(DENSENETS))
 def test_depth_is_counted_as_in_the_paper(depth):
     with torch.device("meta"):
         model = densenet(depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.planning import Planner
+from hvd_ckpt.planning.planner import Planner
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +245,23 @@ def test_impossible_budget_names_the_smallest_and_it_can_be_met():
     assert planner.plan(smallest, rounds=0).measured.peak_bytes <= smallest
 
 
+def test_planning_says_what_it_measures_where_it_is_asked_or_takes_long(monkeypatch, capsys):
+    model, args, _ = listed()
+    kinds = ["measuring block 'layers.0' (kind 1 of 1)"]
+
+    def told(**options):
+        hc.plan(model, *args, **options)
+        lines = capsys.readouterr().err.splitlines()
+        assert all(line.startswith("plan: ") for line in lines)
+        return [line.removeprefix("plan: ") for line in lines if "(kind " in line]
+
+    assert told(verbose=True) == kinds
+    assert told(verbose=False) == []
+    assert told() == []
+    monkeypatch.setattr("hvd_ckpt.planning.planner._SILENT_SECONDS", 0.0)
+    assert told() == kinds
+
+
 def test_fastest_plan_and_min():
     model, args, _ = listed()
     planner = Planner(model, *args)
@@ -319,6 +337,30 @@ def test_autocast():
     model.load_state_dict(start)
     plan.apply(model)
     assert all(torch.equal(one, other) for one, other in zip(expected, train(model, args, {}, forward=step)))
+
+
+@pytest.mark.parametrize("make", [listed, sequential])
+def test_a_plan_for_another_autocast_warns(make):
+    model, args, _ = make()
+    plain = hc.plan(model, *args, budget="0.7x")
+    mixed = hc.plan(model, *args, budget="0.7x", autocast=torch.bfloat16)
+    assert plain.autocast is None and mixed.autocast == "bfloat16"
+
+    def warned(plan, enabled):
+        plan.apply(model)
+        with (
+            warnings.catch_warnings(record=True) as found,
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+        ):
+            warnings.simplefilter("always")
+            model(*args).float().sum().backward()
+        return {str(one.message) for one in found if "plan was made" in str(one.message)}
+
+    assert warned(plain, False) == warned(mixed, True) == set()
+    (said,) = warned(plain, True)
+    assert "made without autocast" in said and "autocast=torch.bfloat16" in said
+    (said,) = warned(mixed, False)
+    assert "made under autocast to bfloat16" in said and "autocast=None" in said
 
 
 def test_frozen_blocks():

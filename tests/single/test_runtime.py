@@ -120,6 +120,29 @@ def test_ranks_that_share_cpus_wait_quietly(
     assert "HOROVOD_CYCLE_TIME" not in os.environ
 
 
+OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+AGAIN = """
+def start():
+    hc.init()
+    return hc.allreduce(torch.ones(1), op=hc.Sum).item()
+start()
+hc.shutdown()
+try:
+    print(json.dumps(start()))
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_horovod_starts_again_where_ranks_share_cpus() -> None:
+    assert run_alone(AGAIN, OMPI_COMM_WORLD_LOCAL_SIZE="64", **OVER_GLOO) == 1
+
+
+def test_a_second_start_with_both_variables_set_does_not_kill_the_process() -> None:
+    said = run_alone(AGAIN, HOROVOD_FUSION_THRESHOLD="0", HOROVOD_CYCLE_TIME="3", **OVER_GLOO)
+    assert said == 1 or "unset HOROVOD_CYCLE_TIME" in said  # a Horovod built elsewhere cannot
+
+
 def test_importing_starts_no_mpi_and_a_lone_process_finds_it() -> None:
     report = run_alone("""
 imported = "mpi4py.MPI" in sys.modules

@@ -102,8 +102,15 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
                 for name, parameter in model.named_parameters()
                 if (span := cuts(parameter.numel())[rank])[0] < span[1]
             ]
-            shard = OwnShard(3, parameters, aliases, part_of(model, optimizer, rank), weights)
-            writer.begin(step, weights=buffers, common={"a": 1}, own=rank, changing=buffers, shard=shard)
+            part = part_of(model, optimizer, rank)
+            named = dict(model.named_parameters())
+            averages = {
+                number: flat(named[name])[start:stop].float() + 1
+                for number, (name, start, stop) in enumerate(part["pieces"])
+            }
+            shard = OwnShard(3, parameters, aliases, part, weights, averages if step == 2 else None)
+            common = {"a": 1, "ema": {"n_averaged": 1, "averages": None} if step == 2 else None}
+            writer.begin(step, weights=buffers, common=common, own=rank, changing=buffers, shard=shard)
         for writer in writers:
             writer.wait()
     for writer in writers:
@@ -117,7 +124,7 @@ def test_what_ranks_have_shared_out_is_put_together(
 ) -> None:
     path, model, _ = made
     found = snapshot.read(path, 1)
-    assert (found.own, found.common, found.ranks) == (1, {"a": 1}, RANKS)
+    assert (found.own, found.common["a"], found.ranks) == (1, 1, RANKS)
     assert found.shards is not None and found.shards.stage == 3
     expected = model.state_dict()
     written = consolidate(path, tmp_path / "whole.safetensors")
@@ -129,6 +136,13 @@ def test_what_ranks_have_shared_out_is_put_together(
         for name, weight in expected.items():
             assert weights[name].dtype == weight.dtype and torch.equal(weights[name], weight), name
     assert found.weights["images.weight"].stride() == model.state_dict()["images.weight"].stride()
+    consolidate(path, tmp_path / "average.safetensors", ema=True)
+    average = load_file(tmp_path / "average.safetensors")
+    assert average.keys() == expected.keys()
+    buffers = dict(model.named_buffers())
+    for name, weight in expected.items():
+        wanted = weight if name in buffers else (weight.float() + 1).to(weight.dtype)
+        assert average[name].dtype == weight.dtype and torch.equal(average[name], wanted), name
 
 
 def test_any_rank_of_another_job_reads_what_it_wants(
@@ -183,6 +197,10 @@ def test_what_cannot_be_consolidated_is_one_line(
     for arguments, says in (
         ((str(made[0]), "--output", str(tmp_path / "there")), "there' is there: give another name"),
         ((str(tmp_path / "none"),), "there is no snapshot in"),
+        (
+            (str(made[0].with_name("step-00000001")), "--ema", "--output", str(tmp_path / "new")),
+            "no averages",
+        ),
         ((str(made[0]), "--output", "/proc/none/file"), "--output: cannot write '/proc/none/file'"),
     ):
         result = CliRunner().invoke(main, ["consolidate", *arguments])

@@ -6,8 +6,10 @@ import io
 import itertools
 import json
 import math
+import re
 import resource
 import sys
+import time
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from hvd_ckpt import names
+from hvd_ckpt.heartbeat import elapsed
 from hvd_ckpt.training import logs, optimizers, progress
 from hvd_ckpt.training.plots import COLORS, loss_plot
 from hvd_ckpt.training.schedules import SCHEDULES, Schedule
@@ -278,7 +281,7 @@ def test_tensorboard_hides_what_a_resume_writes_anew(tmp_path):
 def test_without_tensorboard_json_is_still_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with logs.Logs(tmp_path) as log:
-        assert "no TensorBoard log" in log.unavailable
+        assert "No TensorBoard log" in log.unavailable
         log.rewind(0)
         log.write({"step": 1})
     assert logs.read(log.path) == [{"step": 1}]
@@ -348,7 +351,7 @@ def test_peak_memory_is_in_bytes():
 
 
 def test_formats():
-    assert [progress.duration(value) for value in (0, 59.6, 3723, 360_000, math.nan)] == [
+    assert [elapsed(value) for value in (0, 59.6, 3723, 360_000, math.nan)] == [
         "0:00:00", "0:01:00", "1:02:03", "100:00:00", "?",
     ]  # fmt: skip
     values = (0.5, 12, 999.4, 999.9, 12_345, 1.5e6, 2e9, 3e12, 4e15, math.nan)
@@ -392,6 +395,20 @@ def test_one_live_line_on_a_terminal():
         assert "loss 2.3457" in output.getvalue() and "\x1b[2K" in output.getvalue()
         line.show({"step": 20, "kind": "eval", "loss": 1.5})
         assert "step  20/100  evaluation  loss 1.5\n" in output.getvalue()
+        line.show({"step": 20, "kind": "eval", "loss": 1.5, "perplexity": 4.48169, "samples": 64})
+        assert "step  20/100  evaluation  loss 1.5  perplexity 4.4817  over 64 samples\n" in output.getvalue()
+        line.show(RECORD)
+        assert output.getvalue().endswith("perplexity 4.4817 at step 20")
+
+
+def test_long_silence_elsewhere_is_broken_by_where_the_run_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hvd_ckpt.heartbeat.SECONDS", 0.01)
+    output = io.StringIO()
+    with progress.ProgressLine(100, 10, Console(file=output, width=20)) as line:
+        line.advance(19)
+        while output.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    assert all(re.fullmatch(r"step  19/100  0:00:\d\d left", one) for one in output.getvalue().splitlines())
 
 
 # ------------------------------------------------------------------------------------ plots

@@ -13,10 +13,6 @@ import time
 
 import click
 
-from hvd_ckpt.benchmark.densenet.case import Case
-from hvd_ckpt.benchmark.densenet.job import Job
-from hvd_ckpt.benchmark.densenet.launch import run_job
-from hvd_ckpt.benchmark.densenet.report import Report
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -29,7 +25,7 @@ from hvd_ckpt.command_line import (
     whole_number,
 )
 from hvd_ckpt.machine import machine_facts
-from hvd_ckpt.models.densenet import DEPTHS
+from hvd_ckpt.models.sizes import DENSENETS
 from hvd_ckpt.planning.budget import parse_budget
 
 __all__ = ["densenet"]
@@ -63,7 +59,7 @@ WIDTH = 130  # of the table where the output is not a terminal
 )
 @click.option(
     "--depth",
-    type=click.Choice([str(depth) for depth in DEPTHS]),
+    type=click.Choice([str(depth) for depth in DENSENETS]),
     default="100",
     show_default=True,
     help="Of the DenseNet.",
@@ -95,6 +91,11 @@ def densenet(
     The table of the pytorch-checkpoint project, anew. All train the same batches in one process per rank, step by step in turn, and
     batches that do not fit the memory are left out. Run it on a machine that does nothing else.
     """
+    from hvd_ckpt.benchmark.densenet.case import Case
+    from hvd_ckpt.benchmark.densenet.job import Job
+    from hvd_ckpt.benchmark.densenet.launch import run_job
+    from hvd_ckpt.benchmark.densenet.report import Report
+
     sizes = [int(name) for name in split_names("--ranks", ranks, RANKS)]
     counts = [whole_number("--batches", text, "images") for text in split_names("--batches", batches)]
     wishes = split_names("--budgets", budgets, find=parse_budget)
@@ -103,7 +104,7 @@ def densenet(
             raise BadArgument(
                 f"--batches: {count} images cannot be shared by {max(sizes)} ranks: give even numbers"
             )
-    if pixels < (least := SMALLEST[DEPTHS[int(depth)].large_images]):
+    if pixels < (least := SMALLEST[DENSENETS[int(depth)].large_images]):
         raise BadArgument(f"--pixels: a DenseNet of depth {depth} needs at least {least}, got {pixels}")
     carrier = check_controller(controller)
     folder = output_folder(output, "bench-densenet")

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from hvd_ckpt.benchmark.recompute.chain import Forward
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.densenet import DenseLayer, DenseNet, densenet
-from hvd_ckpt.planning import BudgetError, Planner
+from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.measure import no_collection, now
+from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.ranks import on_rank_0
 
 __all__ = [

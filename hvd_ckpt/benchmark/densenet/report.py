@@ -10,6 +10,7 @@ from hvd_ckpt.benchmark.densenet.case import WANTED_TIME, Case
 from hvd_ckpt.benchmark.densenet.contenders import NAIVE, OURS, WANTED_MEMORY
 from hvd_ckpt.benchmark.densenet.job import Entry
 from hvd_ckpt.benchmark.table_report import TableReport
+from hvd_ckpt.install.extras import say_no_pictures
 
 __all__ = ["COLUMNS", "PICTURE", "Report"]
 
@@ -67,7 +68,8 @@ class Report(TableReport[Case]):
     def picture(self, folder: Path) -> str | None:
         try:
             from hvd_ckpt.benchmark.densenet.picture import draw
-        except ImportError:
+        except ImportError as error:
+            say_no_pictures(error)
             return None
         draw(folder / PICTURE, self.cases)
         return f"![Memory and time over batch sizes]({PICTURE})"

@@ -12,17 +12,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.progress import Progress
 
-from hvd_ckpt.benchmark.faults.drawing import draw
-from hvd_ckpt.benchmark.faults.kill import STEPS, JobError, Killed, disturbed_run, undisturbed_run, write_text
-from hvd_ckpt.benchmark.faults.records import Records
-from hvd_ckpt.benchmark.faults.report import Report, kill_section, save_section, soak_section, stall_section
-from hvd_ckpt.benchmark.faults.save import SaveError, SaveKill, save_kills
-from hvd_ckpt.benchmark.faults.soak import soak
-from hvd_ckpt.benchmark.faults.stall import measure_stall
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -34,6 +28,12 @@ from hvd_ckpt.command_line import (
     whole_number,
 )
 from hvd_ckpt.machine import machine_facts
+
+if TYPE_CHECKING:
+    from hvd_ckpt.benchmark.faults.kill import Killed
+    from hvd_ckpt.benchmark.faults.records import Records
+    from hvd_ckpt.benchmark.faults.report import Report
+    from hvd_ckpt.benchmark.faults.save import SaveKill
 
 __all__ = ["faults"]
 
@@ -92,6 +92,9 @@ def faults(
     Runs are killed, restarted and compared with one that nobody disturbs; a process is killed within its saves; a long run is
     watched for growth. What is drawn follows from the seed: run i has the seed S + i, and --runs 1 --seed S+i repeats it.
     """
+    from hvd_ckpt.benchmark.faults.records import Records
+    from hvd_ckpt.benchmark.faults.report import Report
+
     numbers = [whole_number("--np", text, "ranks") for text in split_names("--np", sizes)]
     carriers = list(
         dict.fromkeys(
@@ -134,6 +137,16 @@ class _Call:
 
     def kill(self, runs: int, sizes: list[int], controllers: list[str]) -> None:
         """Folders of runs that were right are removed."""
+        from hvd_ckpt.benchmark.faults.drawing import draw
+        from hvd_ckpt.benchmark.faults.kill import (
+            STEPS,
+            JobError,
+            disturbed_run,
+            undisturbed_run,
+            write_text,
+        )
+        from hvd_ckpt.benchmark.faults.report import kill_section
+
         task = self.progress.add_task("killed runs", total=runs)
         folder = self.folder / "runs"
         folder.mkdir()
@@ -162,6 +175,9 @@ class _Call:
         self.report.sections["kill"] = kill_section(found, self.records.killed if self.records else (), fault)
 
     def save(self, saves: int) -> None:
+        from hvd_ckpt.benchmark.faults.report import save_section
+        from hvd_ckpt.benchmark.faults.save import SaveError, save_kills
+
         task = self.progress.add_task("kills within a save", total=saves)
         found: list[SaveKill] = []
         fault = None
@@ -179,6 +195,10 @@ class _Call:
         self._saved()
 
     def soak(self, minutes: float, controller: str) -> None:
+        from hvd_ckpt.benchmark.faults.kill import write_text
+        from hvd_ckpt.benchmark.faults.report import soak_section
+        from hvd_ckpt.benchmark.faults.soak import soak
+
         task = self.progress.add_task("soak, seconds", total=round(minutes * 60))
         folder = self.folder / "soak"
         text = write_text(self.folder)
@@ -194,6 +214,9 @@ class _Call:
         self._saved()
 
     def stall(self, rounds: int) -> None:
+        from hvd_ckpt.benchmark.faults.report import stall_section
+        from hvd_ckpt.benchmark.faults.stall import measure_stall
+
         folder = self.folder / "stall"
         folder.mkdir()
         self.progress.add_task("stall", total=rounds)

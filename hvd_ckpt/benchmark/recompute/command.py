@@ -9,16 +9,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from hvd_ckpt.benchmark.recompute.case import run_case
-from hvd_ckpt.benchmark.recompute.compiled import COMPILED
-from hvd_ckpt.benchmark.recompute.contenders import FAMILIES
-from hvd_ckpt.benchmark.recompute.plans import FASTEST
-from hvd_ckpt.benchmark.recompute.report import Report
-from hvd_ckpt.benchmark.recompute.workloads import NAMES, workload
 from hvd_ckpt.command_line import (
     OneLineErrors,
     check_device,
@@ -29,7 +23,13 @@ from hvd_ckpt.command_line import (
 )
 from hvd_ckpt.machine import machine_facts
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["recompute"]
+
+WORKLOADS = "gpt,bert,densenet,lstm"
+CONTENDERS = "keep,sequential,blocks,selective,torch_remat,ckptplan,rockmate,ours"
 
 BUDGETS = "0.7x,0.5x,0.3x,0.15x,min"
 ROUNDS, QUICK_ROUNDS = 15, 3
@@ -37,10 +37,10 @@ WIDTH = 150  # of the tables where the output is not a terminal
 
 
 @click.command("recompute", cls=OneLineErrors)
-@click.option("--workloads", default=",".join(NAMES), show_default=True, help="What is trained.")
+@click.option("--workloads", default=WORKLOADS, show_default=True, help="What is trained.")
 @click.option(
     "--contenders",
-    default=",".join(FAMILIES),
+    default=CONTENDERS,
     show_default=True,
     help="Who runs it, beside keeping everything.",
 )
@@ -48,7 +48,7 @@ WIDTH = 150  # of the tables where the output is not a terminal
     "--budgets",
     default=BUDGETS,
     show_default=True,
-    help=f"Of our plans, as hvd_ckpt.plan takes them, or '{FASTEST}'.",
+    help="Of our plans, as hvd_ckpt.plan takes them, or 'fastest'.",
 )
 @click.option(
     "--rounds",
@@ -79,6 +79,14 @@ def recompute(
     Says for each contender its peak and its time, and for the plan that was given just as much memory the same. All of it
     runs in one process, step by step in turn. Run it on a machine that does nothing else.
     """
+    import torch
+
+    from hvd_ckpt.benchmark.recompute.case import run_case
+    from hvd_ckpt.benchmark.recompute.compiled import COMPILED
+    from hvd_ckpt.benchmark.recompute.contenders import FAMILIES
+    from hvd_ckpt.benchmark.recompute.report import Report
+    from hvd_ckpt.benchmark.recompute.workloads import NAMES, workload
+
     names = split_names("--workloads", workloads, NAMES)
     families = split_names("--contenders", contenders, FAMILIES)
     wishes = split_names("--budgets", budgets)
@@ -119,4 +127,6 @@ def recompute(
 
 
 def _describe(device: torch.device) -> str:
+    import torch
+
     return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

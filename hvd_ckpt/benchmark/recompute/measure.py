@@ -18,6 +18,7 @@ from torch import nn
 from hvd_ckpt.benchmark.recompute.chain import Forward, twin
 from hvd_ckpt.benchmark.recompute.workloads import Workload
 from hvd_ckpt.benchmark.reduce import Quartiles, quartiles, ratios
+from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.memory import measure_peak
 
 __all__ = ["BITWISE", "Bench", "Entry", "reason", "time_rounds"]
@@ -89,7 +90,7 @@ class Entry:
 def reason(error: BaseException) -> str:
     """An error as one line."""
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
-        return f"{error.name} is not installed (pip install hvd_ckpt[peers])"
+        return explain_import_error(error) or f"{error.name} is not installed"
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= 160 else line[:157] + "..."

@@ -44,7 +44,7 @@ def make_plans(
         An entry for each different plan and each failure, and for each budget (its own name, or a peer's) the
         name of the entry that answers it.
     """
-    from hvd_ckpt.planning import Planner
+    from hvd_ckpt.planning.planner import Planner
 
     listener("profiling for plans")
     planner = Planner(bench.twin(), bench.inputs, loss=bench.loss)

@@ -16,6 +16,7 @@ from hvd_ckpt.benchmark.recompute.case import WANTED_SMALLEST, Case
 from hvd_ckpt.benchmark.recompute.contenders import KEEP
 from hvd_ckpt.benchmark.recompute.measure import Entry
 from hvd_ckpt.benchmark.reduce import Quartiles
+from hvd_ckpt.install.extras import say_no_pictures
 
 __all__ = ["COLUMNS", "PICTURE", "PLAN_COLUMNS", "Report"]
 
@@ -110,7 +111,8 @@ class Report:
     def _draw(self, folder: Path) -> bool:
         try:
             from hvd_ckpt.benchmark.recompute.picture import draw
-        except ImportError:
+        except ImportError as error:
+            say_no_pictures(error)
             return False
         draw(folder / PICTURE, self.cases)
         return True

@@ -13,16 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.benchmark.launch import JobError
 from hvd_ckpt.benchmark.shard.contenders import ENGINES, OURS, Contender, contenders
-from hvd_ckpt.benchmark.shard.job import Job, run_job
-from hvd_ckpt.benchmark.shard.model import Samples
-from hvd_ckpt.benchmark.shard.report import Report
-from hvd_ckpt.benchmark.shard.results import Result, Results
-from hvd_ckpt.benchmark.shard.wire import FORMATS, STAGES, WireJob, run_wire_job, wire_table
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -35,6 +30,10 @@ from hvd_ckpt.command_line import (
 )
 from hvd_ckpt.json_file import write_json, write_text
 from hvd_ckpt.machine import machine_facts
+
+if TYPE_CHECKING:
+    from hvd_ckpt.benchmark.shard.report import Report
+    from hvd_ckpt.benchmark.shard.results import Result, Results
 
 __all__ = ["shard"]
 
@@ -145,6 +144,8 @@ def shard(
     A GPT-lite is trained at each stage, with and without recomputation: time of a step, memory of each rank by kind, bytes sent.
     Run it on a machine that does nothing else.
     """
+    from hvd_ckpt.benchmark.shard.model import Samples
+
     size = ranks or (QUICK_RANKS if quick else RANKS)
     chosen = [int(name) for name in split_names("--stages", stages, [str(stage) for stage in range(4)])]
     beside = () if peers == NOBODY else split_names("--peers", peers, PEERS)
@@ -208,6 +209,9 @@ class Run:
 
     def report(self) -> Report:
         """One without results."""
+        from hvd_ckpt.benchmark.shard.report import Report
+        from hvd_ckpt.benchmark.shard.results import Results
+
         scale = self.scale
         settings = {
             "ranks": f"{self.size} over {self.controller}",
@@ -222,6 +226,8 @@ class Run:
         self, results: Results, everyone: list[Contender], quick: bool, listener: Callable[[str], object]
     ) -> None:
         """Looks at the memory of each engine in a job of its own, then times all that have not failed; ``quick``: in one job."""
+        from hvd_ckpt.benchmark.shard.results import Result
+
         results.all = [Result(contender) for contender in everyone]
         if quick:
             listener("memory and time")
@@ -238,6 +244,9 @@ class Run:
         )
 
     def _take(self, results: Results, chosen: list[Result], name: str, *, memory: bool, rounds: int) -> None:
+        from hvd_ckpt.benchmark.launch import JobError
+        from hvd_ckpt.benchmark.shard.job import Job, run_job
+
         names = tuple(one.contender.name for one in chosen)
         scale = self.scale
         job = Job(
@@ -257,6 +266,9 @@ class Run:
 
     def wire(self) -> bool:
         """Trains in each format and tells of it; whether it could."""
+        from hvd_ckpt.benchmark.launch import JobError
+        from hvd_ckpt.benchmark.shard.wire import FORMATS, STAGES, WireJob, run_wire_job, wire_table
+
         scale = self.scale
         job = WireJob(
             self.folder / "jobs" / "wire", self.size, self.text, scale.width, scale.layers, scale.heads, scale.length,

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hvd_ckpt.benchmark.reduce import Quartiles
-from hvd_ckpt.benchmark.shard.picture import draw
 from hvd_ckpt.benchmark.shard.results import MIB, Result, Results
 from hvd_ckpt.benchmark.shard.theory import state_bytes
+from hvd_ckpt.install.extras import say_no_pictures
 from hvd_ckpt.json_file import write_text
 
 __all__ = ["NOTES", "Report", "Table"]
@@ -145,15 +145,20 @@ class Report:
         """Write everything into ``folder``, over what was there before, and the picture to ``chart``, too."""
         lines = [{**self._beside(), "settings": self.settings}, *map(self._line, self.results.all)]
         write_text("".join(json.dumps(line) + "\n" for line in lines), folder / LINES)
-        for path in (folder / PICTURE, chart):
-            if path is not None:
-                draw(path, self.results)
-        write_text(self.markdown(), folder / PAGE)
+        try:
+            from hvd_ckpt.benchmark.shard.picture import draw
 
-    def markdown(self) -> str:
-        """The report as a page of Markdown."""
-        lines = ["# Sharding beside PyTorch's and DeepSpeed's", "", *self.head()]
-        lines += ["", f"![Memory of a rank by kind, and throughput]({PICTURE})", ""]
+            for path in filter(None, (folder / PICTURE, chart)):
+                draw(path, self.results)
+        except ImportError as error:
+            say_no_pictures(error)
+        write_text(self.markdown(picture=(folder / PICTURE).exists()), folder / PAGE)
+
+    def markdown(self, picture: bool = False) -> str:
+        """The report as a page of Markdown; ``picture``: whether it shows one."""
+        lines = ["# Sharding beside PyTorch's and DeepSpeed's", "", *self.head(), ""]
+        if picture:
+            lines += [f"![Memory of a rank by kind, and throughput]({PICTURE})", ""]
         for table in self.tables():
             lines += table.markdown()
         return "\n".join([*lines, *(f"- {line}" for line in (*self.remarks(), *NOTES)), ""])

@@ -132,7 +132,7 @@ def tensors_of(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimi
     """The parameters, their gradients and the optimizer's state; of what is distributed, this rank's part."""
     parameters = list(parameters)
     return Tensors(
-        [local(parameter.detach()) for parameter in parameters],
+        [local(parameter) for parameter in parameters],
         _gradients(parameters),
         list(state_tensors(optimizer)),
     )

@@ -12,8 +12,6 @@ import time
 
 import click
 
-from hvd_ckpt.benchmark.train.job import Job, run_job
-from hvd_ckpt.benchmark.train.report import Case, Report
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -73,6 +71,9 @@ def train(
     Both train the same model on the same batches in the same processes, in rounds that alternate, and must come to the same weights
     bit for bit. Run it on a machine that does nothing else.
     """
+    from hvd_ckpt.benchmark.train.job import Job, run_job
+    from hvd_ckpt.benchmark.train.report import Case, Report
+
     names = split_names("--models", models, find=catalog.find)
     counts = [
         whole_number("--accumulate", text, "micro-batches")
