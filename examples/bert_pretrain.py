@@ -10,12 +10,12 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.text import MaskedText
+from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.bert import bert
 from hvd_ckpt.models.objectives import NextOrHiddenToken
 from hvd_ckpt.planning.budget import show_bytes
-from hvd_ckpt.training.data.stream import SampleStream
-from hvd_ckpt.training.data.text import MaskedText
-from hvd_ckpt.training.data.tokens import Tokens
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})

@@ -11,13 +11,13 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.data.text import CausalText
+from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.objectives import NextOrHiddenToken
 from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.data.text import CausalText
-from hvd_ckpt.training.data.tokens import Tokens
 from hvd_ckpt.training.trainer import Trainer
 
 

@@ -16,12 +16,12 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.data.images import open_images
+from hvd_ckpt.data.stream import SampleStream
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.models.sizes import DENSENETS
 from hvd_ckpt.planning.budget import show_bytes
-from hvd_ckpt.training.data.images import open_images
-from hvd_ckpt.training.data.stream import SampleStream
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})

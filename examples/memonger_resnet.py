@@ -14,13 +14,13 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.data.images import open_images
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.objectives import Classification
 from hvd_ckpt.models.resnet import resnet
 from hvd_ckpt.models.sizes import RESNETS
 from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.data.images import open_images
 from hvd_ckpt.training.trainer import Trainer
 
 

@@ -14,11 +14,11 @@ from transformers import RobertaConfig
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.data.text import MaskedText
+from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.hugging_face import from_config, from_folder
 from hvd_ckpt.models.objectives import NextOrHiddenToken
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.data.text import MaskedText
-from hvd_ckpt.training.data.tokens import Tokens
 from hvd_ckpt.training.trainer import Trainer
 
 

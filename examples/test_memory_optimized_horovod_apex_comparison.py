@@ -12,7 +12,7 @@ option goes to ``hvd-ckpt compare``. The exit status is 0 if this library is rig
 import argparse
 import sys
 
-from hvd_ckpt.comparison.command import compare
+from hvd_ckpt.bench.compare.command import compare
 from hvd_ckpt.precision import apex_unavailable
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from .launchers import look_up
+from hvd_ckpt.launchers import look_up
 
 PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after one second
 SSH_PORT = 22

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.measure import copied_objects
+from hvd_ckpt.planning.block_runner import copied_objects
 from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.treatment import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.heartbeat import talking
+from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_bytes
 from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
-from hvd_ckpt.planning.measure import undisturbed
 from hvd_ckpt.planning.plan import Cost, Plan, applied
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solve import frontier, smallest_peak, solve

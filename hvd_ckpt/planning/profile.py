@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.measure import no_collection, now
 from hvd_ckpt.memory import Mark, Marks, recording_marks
+from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError, show_bytes
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.cuts import candidates
-from hvd_ckpt.planning.measure import BlockRunner, no_collection, now
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.planning.treatment import KEEP, Treatment

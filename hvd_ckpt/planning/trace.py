@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_ckpt.planning.measure import now
+from hvd_ckpt.measure import now
 from hvd_ckpt.recompute.calls import call_name, tensors_in
 from hvd_ckpt.recompute.keeper import memory_of
 from hvd_ckpt.recompute.replay import Call, unpack

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hvd_ckpt.recompute.frames import depth
+from hvd_ckpt.frames import depth
 
 __all__ = ["CallMode", "call_name", "in_place", "is_random", "map_tensors", "tensors_in"]
 

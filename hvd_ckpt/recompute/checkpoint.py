@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from hvd_ckpt.recompute.frames import is_checkpointing, is_recomputing, keeps_everything
+from hvd_ckpt.frames import is_checkpointing, is_recomputing, keeps_everything
 from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.recompute.reentrant import checkpoint_reentrant
 from hvd_ckpt.recompute.region import Region

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import checkpoint as torch_checkpoint
 
-from hvd_ckpt.recompute.frames import keeps_everything
+from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.reach import reach
 from hvd_ckpt.recompute.region import Region
 from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type

@@ -6,7 +6,6 @@ Autograd holds in place of a kept tensor what :meth:`Keeper.keep` gives back, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,19 +13,9 @@ from torch import Tensor
 
 from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
+from hvd_ckpt.unmaterialized import present
 
-__all__ = ["Keeper", "Kept", "Packed", "Plain", "absent", "changed_in_place", "memory_of", "version_of"]
-
-absent: dict[int, Callable[[], None]] = {}
-"""Storages, by identity, that are without their contents now (parameters split over ranks), and what brings these back."""
-
-
-def _present(tensor: Tensor) -> Tensor:
-    if absent and tensor.layout is torch.strided:
-        bring = absent.get(tensor.untyped_storage()._cdata)
-        if bring is not None:
-            bring()
-    return tensor
+__all__ = ["Keeper", "Kept", "Packed", "Plain", "changed_in_place", "memory_of", "version_of"]
 
 
 class Keeper:
@@ -147,7 +136,7 @@ class Kept(NamedTuple):
         """The tensor; an error if it was changed in place before the end of the forward pass."""
         if self.slot.changed != self.slot.version:
             raise changed_in_place(self.slot.version, self.slot.changed, self.user)
-        return _present(self.slot.get())
+        return present(self.slot.get())
 
 
 class Plain(NamedTuple):
@@ -165,7 +154,7 @@ class Plain(NamedTuple):
         """The tensor; an error if it was changed in place meanwhile."""
         if version_of(self.tensor) != self.version:
             raise changed_in_place(self.version, version_of(self.tensor), self.user)
-        return _present(self.tensor)
+        return present(self.tensor)
 
 
 def changed_in_place(expected: int, version: int, user: str) -> RuntimeError:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvd_ckpt.recompute.batchnorm import RunningStatistics
-from hvd_ckpt.recompute.frames import Frame, Phase
+from hvd_ckpt.batchnorm.deferred import RunningStatistics
+from hvd_ckpt.frames import Frame, Phase
 from hvd_ckpt.recompute.reach import Reach
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
+from hvd_ckpt.frames import depth, keeps_everything
 from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors, tensors_in
-from hvd_ckpt.recompute.frames import depth, keeps_everything
 from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress

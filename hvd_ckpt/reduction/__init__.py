@@ -1,10 +1,15 @@
 """How gradients meet: each is allreduced once, in a fixed order."""
 
-from .broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .compression import Compression
-from .elastic import register as _register_elastic
-from .optimizer import join
-from .stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.broadcast import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvd_ckpt.reduction.compression import Compression
+from hvd_ckpt.reduction.elastic import register as _register_elastic
+from hvd_ckpt.reduction.optimizer import join
+from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 _register_elastic()
 

@@ -14,7 +14,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Sum
 
-from . import compression as wire_formats
+from hvd_ckpt.reduction import compression as wire_formats
 
 
 def unavailable() -> str | None:

@@ -15,9 +15,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.sharding.readiness import is_absent
-
-from .agreement import allgather_objects, broadcast_from, raise_together
+from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
+from hvd_ckpt.unmaterialized import is_absent
 
 
 def broadcast_object(

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hvd_ckpt.reduction.summed import copied
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
-
-from .summed import copied
 
 MEBIBYTE = 1 << 20
 LAST_BUCKET_BYTES = MEBIBYTE

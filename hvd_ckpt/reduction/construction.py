@@ -15,8 +15,14 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import adasum
-from .agreement import ParameterFacts, allgather_objects, check_parameters, digest, raise_first_failure
+from hvd_ckpt.reduction import adasum
+from hvd_ckpt.reduction.agreement import (
+    ParameterFacts,
+    allgather_objects,
+    check_parameters,
+    digest,
+    raise_first_failure,
+)
 
 _constructed = itertools.count(1)
 

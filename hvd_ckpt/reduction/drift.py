@@ -18,9 +18,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.peers import host_name, ranks_text
-from hvd_ckpt.sharding.readiness import is_absent
-
-from .agreement import allgather_objects
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.unmaterialized import is_absent
 
 NAME = "hvd_ckpt.weights"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 
-from .broadcast import broadcast_optimizer_state
-from .optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 
 
 class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]

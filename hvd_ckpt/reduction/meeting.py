@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .agreement import ParameterFacts, check_parameters
+from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .buckets import Bucket, Slot, lay_out
+from hvd_ckpt.reduction.buckets import Bucket, Slot, lay_out
 
 VERSION = 2
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .placement import Placement
-from .sparse import empty_sparse_like
-from .wire import Wire
+from hvd_ckpt.reduction.placement import Placement
+from hvd_ckpt.reduction.sparse import empty_sparse_like
+from hvd_ckpt.reduction.wire import Wire
 
 
 @dataclass(frozen=True)

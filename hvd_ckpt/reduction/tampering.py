@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from .buckets import Bucket, Slot
-from .placement import Placement
+from hvd_ckpt.reduction.buckets import Bucket, Slot
+from hvd_ckpt.reduction.placement import Placement
 
 
 @dataclass(frozen=True)

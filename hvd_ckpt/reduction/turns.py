@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from .hooks import GradientHooks
+from hvd_ckpt.reduction.hooks import GradientHooks
 
 __all__ = ["TurnTaker"]
 

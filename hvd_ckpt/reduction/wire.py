@@ -11,11 +11,11 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, Sum
 
-from . import compression as wire_formats
-from .agreement import allgather_objects
-from .buckets import Bucket
-from .sparse import reduce_sparse
-from .summed import keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction import compression as wire_formats
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.reduction.sparse import reduce_sparse
+from hvd_ckpt.reduction.summed import keep_sum, leave_own_part, mark_summed
 
 POLL_SECONDS = 50e-6
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"

@@ -16,10 +16,9 @@ from torch.optim.swa_utils import get_swa_avg_fn
 
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding.formats import sum_dtype
+from hvd_ckpt.sharding.state import assembled, targets_of
 from hvd_ckpt.torch_private import foreach_copy_
-
-from .formats import sum_dtype
-from .state import assembled, targets_of
 
 __all__ = ["AveragedWeights"]
 

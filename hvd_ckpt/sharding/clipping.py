@@ -11,11 +11,10 @@ import torch
 
 from hvd_ckpt.reduction.hooks import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.pieces import Piece
 from hvd_ckpt.torch_private import foreach_mul_
-
-from .exchange import Exchange
-from .optimizer import ShardedOptimizer
-from .pieces import Piece
 
 __all__ = ["clip_grad_norm_"]
 

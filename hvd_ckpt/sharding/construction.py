@@ -14,21 +14,20 @@ from horovod.torch.mpi_ops import Average, Sum
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.broadcast import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
-
-from . import state
-from .elementwise import check_elementwise
-from .exchange import Exchange
-from .flat import FlatParameters
-from .formats import FP32, WireFormat, wire_format
-from .layout import Layout, is_packed, lay_out
-from .masters import Masters
-from .offload import OptimizerOffload, raised_everywhere
-from .optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces
-from .parameters import ShardedParameters, Unit
-from .pieces import Form
-from .reducer import ShardReducer
-from .stages import stage_of
-from .units import UnitModules, find_units
+from hvd_ckpt.sharding import state
+from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flat import FlatParameters
+from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
+from hvd_ckpt.sharding.layout import Layout, is_packed, lay_out
+from hvd_ckpt.sharding.masters import Masters
+from hvd_ckpt.sharding.offload import OptimizerOffload, raised_everywhere
+from hvd_ckpt.sharding.optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces
+from hvd_ckpt.sharding.parameters import ShardedParameters, Unit
+from hvd_ckpt.sharding.pieces import Form
+from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.stages import stage_of
+from hvd_ckpt.sharding.units import UnitModules, find_units
 
 __all__ = ["ShardOptions", "check_shard_options", "shard_optimizer"]
 

@@ -18,8 +18,7 @@ from horovod.torch.mpi_ops import Max, Sum
 
 from hvd_ckpt.reduction.wire import wait
 from hvd_ckpt.runtime import controller
-
-from .formats import FP32, WireFormat, sum_dtype
+from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
 __all__ = ["Exchange", "Traffic", "Transfer"]
 

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from .exchange import Exchange, Transfer
-from .flights import IN_FLIGHT
-from .formats import WireFormat
-from .layout import Group, Layout
-from .pieces import Form
-from .readiness import is_split
+from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.sharding.flights import IN_FLIGHT
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.pieces import Form
+from hvd_ckpt.unmaterialized import is_split
 
 __all__ = ["FlatParameters"]
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from hvd_ckpt.reduction.wire import GRADIENTS, POLL_SECONDS
+from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
-
-from .exchange import Exchange, Transfer
-from .formats import WireFormat
-from .layout import Group, Layout
 
 __all__ = ["Flights", "Packer"]
 

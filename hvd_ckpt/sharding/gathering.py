@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.recompute.keeper import absent
-
-from .exchange import Exchange, Transfer
-from .formats import FP32, WireFormat
-from .layout import Group, Layout
-from .pieces import Form
-from .readiness import absent_class
+from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.pieces import Form
+from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
 __all__ = ["UnitParameters"]
 
@@ -176,7 +174,7 @@ class UnitParameters:
         """Sets what is called when a recomputation is about to read parameters that are free."""
         self._bring = bring
         for identity in self._identities | self._absences:
-            absent[identity] = bring
+            absent_storages[identity] = bring
 
     def _arrive(self) -> None:
         assert self._state is _State.COMING
@@ -268,4 +266,4 @@ def _nothing(group: Group) -> torch.Tensor:
 
 def _forget(identities: Iterable[int]) -> None:
     for identity in identities:
-        absent.pop(identity, None)
+        absent_storages.pop(identity, None)

@@ -23,7 +23,7 @@ import torch
 from hvd_ckpt.planning.budget import show_bytes
 
 if TYPE_CHECKING:
-    from .exchange import Exchange
+    from hvd_ckpt.sharding.exchange import Exchange
 
 __all__ = ["HostMemory", "MappedFiles", "OffloadError", "PinnedMemory", "raised_everywhere"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from .layout import Group, Span
+from hvd_ckpt.sharding.layout import Group, Span
 
 __all__ = ["Masters"]
 

@@ -17,9 +17,15 @@ from typing import Any
 
 import torch
 
-from .elementwise import StepFacts, probe
-from .host_memory import HostMemory, MappedFiles, OffloadError, PinnedMemory, raised_everywhere
-from .layout import ALIGNMENT
+from hvd_ckpt.sharding.elementwise import StepFacts, probe
+from hvd_ckpt.sharding.host_memory import (
+    HostMemory,
+    MappedFiles,
+    OffloadError,
+    PinnedMemory,
+    raised_everywhere,
+)
+from hvd_ckpt.sharding.layout import ALIGNMENT
 
 __all__ = ["CHUNK_ELEMENTS", "OffloadError", "OptimizerOffload", "raised_everywhere"]
 

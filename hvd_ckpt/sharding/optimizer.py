@@ -17,15 +17,14 @@ import torch
 
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-
-from . import state
-from .exchange import Exchange
-from .layout import Group, Layout
-from .masters import Masters
-from .offload import OffloadError, OptimizerOffload, raised_everywhere
-from .pieces import Form, Piece
-from .reducer import ShardReducer
-from .released import Released
+from hvd_ckpt.sharding import state
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.masters import Masters
+from hvd_ckpt.sharding.offload import OffloadError, OptimizerOffload, raised_everywhere
+from hvd_ckpt.sharding.pieces import Form, Piece
+from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.released import Released
 
 __all__ = ["ShardedOptimizer", "Sharding"]
 

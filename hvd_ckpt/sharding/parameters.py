@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .exchange import Exchange
-from .formats import FP32, WireFormat
-from .gathering import UnitParameters
-from .layout import Group, Layout
-from .passes import GatherStats, Passes, ShardedUnit
-from .readiness import check_memory, forget_split, note_split
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.gathering import UnitParameters
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.passes import GatherStats, Passes, ShardedUnit
+from hvd_ckpt.sharding.readiness import check_memory
+from hvd_ckpt.unmaterialized import forget_split, note_split
 
 __all__ = ["ShardedParameters", "Unit"]
 

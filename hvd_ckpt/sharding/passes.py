@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.recompute.frames import is_recomputing
+from hvd_ckpt.frames import is_recomputing
+from hvd_ckpt.sharding.entrance import Visit, enter, is_entrance, leave
+from hvd_ckpt.sharding.gathering import UnitParameters
+from hvd_ckpt.sharding.order import Orders, Pass
+from hvd_ckpt.sharding.structures import tensors_left_in, tensors_within
 from hvd_ckpt.torch_private import (
     DisableTorchFunction,
     current_graph_task_id,
@@ -31,11 +35,6 @@ from hvd_ckpt.torch_private import (
     execution_engine,
     pytree,
 )
-
-from .entrance import Visit, enter, is_entrance, leave
-from .gathering import UnitParameters
-from .order import Orders, Pass
-from .structures import tensors_left_in, tensors_within
 
 __all__ = ["GatherStats", "Passes", "ShardedUnit"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layout import flat_view, packed_stride
+from hvd_ckpt.sharding.layout import flat_view, packed_stride
 
 __all__ = ["Form", "Piece"]
 

@@ -26,13 +26,12 @@ from hvd_ckpt.reduction.hooks import GradientHooks
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.summed import keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.turns import TurnTaker
-
-from . import flights
-from .exchange import Exchange
-from .flights import Flights, Packer
-from .formats import WireFormat
-from .layout import Group, Layout
-from .rounds import Rounds
+from hvd_ckpt.sharding import flights
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flights import Flights, Packer
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.rounds import Rounds
 
 __all__ = ["ShardReducer"]
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_ckpt.reduction.readiness import FireCounts
-
-from .layout import Group, Layout
+from hvd_ckpt.sharding.layout import Group, Layout
 
 __all__ = ["Rounds"]
 

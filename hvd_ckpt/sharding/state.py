@@ -12,14 +12,12 @@ from horovod.torch import mpi_ops
 
 from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.reduction.wire import wait
-
-from .elementwise import probe
-from .pieces import Form, key
+from hvd_ckpt.sharding.elementwise import probe
+from hvd_ckpt.sharding.pieces import Form, key
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-
-    from .optimizer import ShardedOptimizer, Sharding
+    from hvd_ckpt.sharding.optimizer import ShardedOptimizer, Sharding
 
 __all__ = ["assembled", "load_parts", "targets_of"]
 

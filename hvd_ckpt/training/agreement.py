@@ -12,9 +12,9 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.reduction.agreement import FailedElsewhere, broadcast_from, raise_together
-from hvd_ckpt.training import snapshot
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.snapshot import SnapshotError
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.snapshot import SnapshotError
 from hvd_ckpt.training.stopping import forget_file
 
 __all__ = ["errors_everywhere", "run_folder"]

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hvd_ckpt import stall
+from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import OBJECTIVES, Objective
-from hvd_ckpt.planning.measure import undisturbed
 from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.data.dataset import Dataset
 
 __all__ = ["Assembly", "assemble", "assemble_in_turn"]
 
@@ -131,8 +131,8 @@ def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any])
 
 
 def _text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    from hvd_ckpt.training.data.text import CausalText, MaskedText, PermutedText
-    from hvd_ckpt.training.data.tokens import Tokens
+    from hvd_ckpt.data.text import CausalText, MaskedText, PermutedText
+    from hvd_ckpt.data.tokens import Tokens
 
     tokenizer = config.tokenizer
     if tokenizer is None and entry.folder is not None and (entry.folder / "tokenizer.json").is_file():
@@ -149,7 +149,7 @@ def _text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None
 
 
 def _images(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    from hvd_ckpt.training.data.images import open_images
+    from hvd_ckpt.data.images import open_images
 
     data = open_images(
         config.images, config.pixels or entry.data["pixels"], seed=config.seed, augment=config.augment
@@ -159,7 +159,7 @@ def _images(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | No
 
 
 def _volumes(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    from hvd_ckpt.training.data.volumes import open_volumes
+    from hvd_ckpt.data.volumes import open_volumes
 
     data = open_volumes(config.volumes, config.pixels or entry.data["pixels"], seed=config.seed)
     train, test = data.split(config.held_out)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hvd_ckpt.json_file import Wrong, shown
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.training import structure
 
-__all__ = ["check_average", "check_average_fits", "common_state", "load", "of_run", "shard_state"]
+__all__ = ["common_state", "load", "of_run", "shard_state"]
 
 
 def of_run(optimizer: Any, decay: float | None) -> AveragedWeights | None:
@@ -49,7 +47,7 @@ def load(
 
     Args:
         common: what is the same on every rank, checked.
-        parts: of the ranks, if the run was sharded, as :func:`~hvd_ckpt.training.resharding.read_parts` gives them.
+        parts: of the ranks, if the run was sharded, as :func:`~hvd_ckpt.snapshots.resharding.read_parts` gives them.
     """
     state = common.get("ema")
     if state is None:
@@ -59,32 +57,3 @@ def load(
         pieces = [(name, 0, one.numel()) for name, one in whole.items()]
         parts = [{"pieces": pieces, "averages": dict(enumerate(whole.values()))}]
     average.load_state_dict([{**part, "n_averaged": state["n_averaged"]} for part in parts])
-
-
-def check_average(value: Any, place: str, sharded: bool) -> None:
-    """Raises Wrong unless it is what :func:`common_state` gives."""
-    if value is None:
-        return
-    structure.each(value, place, {"n_averaged": structure.whole(0)})
-    if sharded != (value.get("averages") is None):
-        raise Wrong(f"{place}.averages must be None where ranks have parts of them, and only there")
-    if not sharded:
-        structure.tensors(value["averages"], f"{place}.averages")
-
-
-def check_average_fits(value: Any, place: str, model: nn.Module) -> None:
-    """Raises Wrong unless the averages, where nothing was split, are of the model's parameters by names and shapes."""
-    if value is None or value["averages"] is None:
-        return
-    parameters = dict(model.named_parameters())
-    for name, average in value["averages"].items():
-        if name not in parameters:
-            raise Wrong(f"{place}.averages has {shown(name)}: the snapshot is of another model")
-        if average.shape != parameters[name].shape or not average.is_floating_point():
-            wanted = structure.described(parameters[name])
-            raise Wrong(
-                f"{place}.averages[{shown(name)}] is {structure.described(average)}, and must be {wanted}"
-            )
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and name not in value["averages"]:
-            raise Wrong(f"{place}.averages has no {shown(name)}: the snapshot is of another model")

@@ -1,6 +1,6 @@
 """Where a run starts: at its beginning, from a snapshot on the disk, or from a commit, which is a snapshot in memory.
 
-A commit is what all ranks have in common of a snapshot (:mod:`hvd_ckpt.training.snapshot`), copied, so that training may go on and
+A commit is what all ranks have in common of a snapshot (:mod:`hvd_ckpt.snapshots.snapshot`), copied, so that training may go on and
 be taken back to it. Any rank may become the one that the others get it from, so every rank keeps one.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.wire import wait
-from hvd_ckpt.training import snapshot
-from hvd_ckpt.training.snapshot import Snapshot
-from hvd_ckpt.training.staging import Copying, Staging
-from hvd_ckpt.training.tree import decode, encode
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.snapshot import Snapshot
+from hvd_ckpt.snapshots.staging import Copying, Staging
+from hvd_ckpt.snapshots.tree import decode, encode
 
 __all__ = ["Commit", "CommitMemory", "Origin", "broadcast_origin"]
 
@@ -33,7 +33,7 @@ class Commit:
 
     Attributes:
         step: steps taken.
-        weights, common: documents of :func:`hvd_ckpt.training.tree.encode`.
+        weights, common: documents of :func:`hvd_ckpt.snapshots.tree.encode`.
         tensors: the tensors of both, on the CPU; nobody changes them.
     """
 

@@ -10,8 +10,8 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.training.data.dataset import Dataset
 
 __all__ = ["evaluate"]
 

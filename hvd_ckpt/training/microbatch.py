@@ -16,8 +16,8 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from hvd_ckpt.frames import without_recomputation
 from hvd_ckpt.names import CHECKPOINTS
-from hvd_ckpt.recompute.frames import without_recomputation
 from hvd_ckpt.torch_private import pytree
 
 __all__ = ["Accumulated", "accumulate"]

@@ -9,12 +9,12 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.data.dataset import Dataset
 
 __all__ = ["DryRun", "open_run", "peak_of"]
 

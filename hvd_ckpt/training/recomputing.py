@@ -10,18 +10,19 @@ from horovod.torch.mpi_ops import global_process_set
 from torch import nn
 
 from hvd_ckpt import stall
+from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
+from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.json_file import write_text
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
-from hvd_ckpt.recompute import CheckpointSequential, DeferredBatchNorm, SyncBatchNorm
+from hvd_ckpt.recompute import CheckpointSequential
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.data.dataset import Dataset
 
 __all__ = ["in_segments", "load_plan", "plan_of_run", "with_batch_norm"]
 

@@ -222,7 +222,7 @@ def _subreaper() -> Iterator[None]:
 
 def _program() -> list[str]:
     beside = Path(sys.executable).with_name("hvd-ckpt")
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli"]
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli.main"]
 
 
 def _how_to_go_on(start: Path, run: Path) -> str:

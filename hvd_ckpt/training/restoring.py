@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from hvd_ckpt.precision import GradScaler
 from hvd_ckpt.sharding.state import load_parts
+from hvd_ckpt.snapshots.random_state import set_random_state
+from hvd_ckpt.snapshots.snapshot import Snapshot
 from hvd_ckpt.training.config import ConfigError
-from hvd_ckpt.training.random_state import set_random_state
 from hvd_ckpt.training.report import Report
-from hvd_ckpt.training.snapshot import Snapshot
 
 __all__ = ["load_weights", "restore", "restore_optimizer", "with_options"]
 
@@ -40,7 +40,7 @@ def restore_optimizer(resumed: Snapshot, parts: Sequence[Mapping[str, Any]] | No
     """Takes up the optimizer's state; the options of its groups stay as they are. Collective.
 
     Args:
-        parts: what :func:`~hvd_ckpt.training.resharding.read_parts` gave, if the state was split over the ranks.
+        parts: what :func:`~hvd_ckpt.snapshots.resharding.read_parts` gave, if the state was split over the ranks.
         optimizer: a ``DistributedOptimizer``.
     """
     options = [dict(group) for group in optimizer.param_groups]

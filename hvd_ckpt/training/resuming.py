@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from hvd_ckpt.json_file import Wrong
-from hvd_ckpt.training import contents
-from hvd_ckpt.training.averaging import check_average_fits
+from hvd_ckpt.snapshots import contents, structure
+from hvd_ckpt.snapshots.hashed_file import DAMAGED
+from hvd_ckpt.snapshots.resharding import check_shards
+from hvd_ckpt.snapshots.snapshot import Snapshot
+from hvd_ckpt.snapshots.snapshot_folder import Warn, list_snapshots, remove_all, step_of
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.hashed_file import DAMAGED
-from hvd_ckpt.training.resharding import check_shards
-from hvd_ckpt.training.snapshot import Snapshot
-from hvd_ckpt.training.snapshot_folder import Warn, list_snapshots, remove_all, step_of
 
 __all__ = [
     "Progress",
@@ -56,9 +56,23 @@ def check_contents(resumed: Snapshot) -> None:
     """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
     stage = 0 if resumed.shards is None else resumed.shards.stage
     with _naming(resumed, DAMAGED):
-        contents.check_common(resumed.common, tuple(dict.fromkeys(FIXED + PLANNED)), Progress, stage > 0)
+        contents.check_common(resumed.common, _check_config, Progress, stage > 0)
         if resumed.own is not None:
             contents.check_own(resumed.own, stage)
+
+
+def _check_config(value: Any, place: str) -> None:
+    structure.texts_as_keys(value, place)
+    for name in (*FIXED, *PLANNED):
+        if name not in value:
+            raise Wrong(f"{place} has no {name}")
+    try:
+        made = Config.make(value)
+    except ConfigError as error:
+        raise Wrong(f"{place}: {error}") from None
+    for name, setting in made.as_dict().items():
+        if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
+            raise Wrong(f"{place}.{name} is {structure.in_words(value[name])}, which no run writes")
 
 
 def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -75,7 +89,7 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
             contents.check_optimizer(resumed.common["optimizer"], optimizer)
         else:
             check_shards(resumed.shards, model, optimizer)
-        check_average_fits(resumed.common.get("ema"), "common.ema", model)
+        contents.check_average_fits(resumed.common.get("ema"), "common.ema", model)
         if resumed.own is not None:
             contents.check_buffers(resumed.own["buffers"], model)
 

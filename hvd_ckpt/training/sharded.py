@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.snapshots.shards import OwnShard, names_of
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.shards import OwnShard, names_of
 
 __all__ = ["RunShards", "check_job", "distributed"]
 

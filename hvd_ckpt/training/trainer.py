@@ -21,9 +21,12 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 
+from hvd_ckpt.batchnorm import commit_batch_norm
+from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.data.loader import Loader
+from hvd_ckpt.data.stream import SampleStream
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.recompute import commit_batch_norm
 from hvd_ckpt.reduction import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -32,23 +35,22 @@ from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.drift import check_equal_weights
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
-from hvd_ckpt.training import averaging, guards, optimizers, snapshot
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
+from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces, wanted_by
+from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
+from hvd_ckpt.training import averaging, guards, optimizers
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
-from hvd_ckpt.training.background import SnapshotWriter
 from hvd_ckpt.training.commit import Origin
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.data.dataset import Dataset
-from hvd_ckpt.training.data.loader import Loader
-from hvd_ckpt.training.data.stream import SampleStream
 from hvd_ckpt.training.device import device_of, precision_of
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.opening import open_run, peak_of
-from hvd_ckpt.training.random_state import seed_all, seed_of_rank
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
-from hvd_ckpt.training.resharding import read_parts, state_of_pieces, wanted_by
 from hvd_ckpt.training.restoring import load_weights, restore, restore_optimizer
 from hvd_ckpt.training.resuming import (
     Progress,
@@ -61,7 +63,6 @@ from hvd_ckpt.training.resuming import (
 )
 from hvd_ckpt.training.schedules import Schedule
 from hvd_ckpt.training.sharded import RunShards, check_job, distributed
-from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
 from hvd_ckpt.training.stopping import StopRequest
 
 __all__ = ["Outcome", "Trainer"]

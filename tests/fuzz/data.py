@@ -17,12 +17,12 @@ import numpy
 from fuzzing import Finding, Kind
 from mutations import PICKLE, changed, damaged, odd_value, replace, spoil
 
+from hvd_ckpt.data.images import open_images
+from hvd_ckpt.data.text import CausalText
+from hvd_ckpt.data.tokens import Tokens
+from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.models import catalog
 from hvd_ckpt.training.config import ConfigError
-from hvd_ckpt.training.data.images import open_images
-from hvd_ckpt.training.data.text import CausalText
-from hvd_ckpt.training.data.tokens import Tokens
-from hvd_ckpt.training.data.volumes import open_volumes
 
 TEXT = "".join(f"The {at}th line of a text, in which é and 漢字 stand.\n" for at in range(60))
 

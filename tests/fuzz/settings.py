@@ -20,13 +20,13 @@ from mutations import TEXTS, changed, odd_value, replace, spoil
 from torch import nn
 
 from hvd_ckpt import command_line, runtime
-from hvd_ckpt.cli import main
-from hvd_ckpt.comparison.engines import launched_rank_and_size
+from hvd_ckpt.bench.compare.engines import launched_rank_and_size
+from hvd_ckpt.cli.main import main
+from hvd_ckpt.data.token_cache import cache_folder
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.training.data.token_cache import cache_folder
 
 
 def as_given(path: Path) -> Path:
@@ -280,15 +280,15 @@ def _stop(*_: Any, **__: Any) -> Any:
 
 
 STOPS = (
-    "hvd_ckpt.training.command.run",
-    "hvd_ckpt.training.command.supervise",
-    "hvd_ckpt.planning.command.output_folder",
-    "hvd_ckpt.planning.command.build",
-    "hvd_ckpt.comparison.command.output_folder",
-    "hvd_ckpt.benchmark.command.output_folder",
-    "hvd_ckpt.benchmark.densenet.command.output_folder",
-    "hvd_ckpt.benchmark.train.command.output_folder",
-    "hvd_ckpt.benchmark.recompute.command.output_folder",
+    "hvd_ckpt.cli.train.run",
+    "hvd_ckpt.cli.train.supervise",
+    "hvd_ckpt.cli.plan.output_folder",
+    "hvd_ckpt.cli.plan.build",
+    "hvd_ckpt.bench.compare.command.output_folder",
+    "hvd_ckpt.bench.command.output_folder",
+    "hvd_ckpt.bench.densenet.command.output_folder",
+    "hvd_ckpt.bench.train.command.output_folder",
+    "hvd_ckpt.bench.recompute.command.output_folder",
 )
 
 COMMANDS = (

@@ -19,7 +19,9 @@ from mutations import changed, odd_value, replace, spoil
 from torch import Tensor, nn
 
 from hvd_ckpt.reduction.placement import Placement
-from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
+from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.restoring import with_options
 from hvd_ckpt.training.resuming import (
@@ -29,7 +31,6 @@ from hvd_ckpt.training.resuming import (
     check_resumed,
     plan_text,
 )
-from hvd_ckpt.training.snapshot import Snapshot, SnapshotError
 
 RANKS = 2
 

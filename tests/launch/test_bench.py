@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.benchmark.command import bench
+from hvd_ckpt.bench.command import bench
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = ("--controller", "gloo", "--workloads", "densenet", "--pairs", "1")
@@ -21,7 +21,7 @@ MIB = 1 << 20
 def run_bench(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SCRIPTS), str(SCRIPTS.parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [sys.executable, "-m", "hvd_ckpt.cli", "bench", "reduce", *arguments, "--output", str(output)],
+        [sys.executable, "-m", "hvd_ckpt.cli.main", "bench", "reduce", *arguments, "--output", str(output)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.DEVNULL,
         capture_output=True,

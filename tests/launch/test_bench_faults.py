@@ -14,7 +14,7 @@ def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_sn
     output, file = tmp_path / "out", tmp_path / "results.jsonl"
     process = subprocess.run(
         [
-            *(sys.executable, "-m", "hvd_ckpt.cli", "bench", "faults", "--np", "2", "--seed", "8"),
+            *(sys.executable, "-m", "hvd_ckpt.cli.main", "bench", "faults", "--np", "2", "--seed", "8"),
             *("--runs", "1", "--saves", "4", "--add", str(file), "--output", str(output)),
         ],
         stdin=subprocess.DEVNULL,

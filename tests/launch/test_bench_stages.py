@@ -16,7 +16,7 @@ def test_stages_are_measured_beside_a_peer_that_trains_the_same(tmp_path: Path) 
             *(
                 sys.executable,
                 "-m",
-                "hvd_ckpt.cli",
+                "hvd_ckpt.cli.main",
                 "bench",
                 "shard",
                 "--quick",

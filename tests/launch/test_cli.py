@@ -9,14 +9,14 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt import cli
+from hvd_ckpt.cli import main as cli
 from hvd_ckpt.command_line import progress_bar
 
 
 def test_help_and_bad_flags_import_neither_torch_nor_horovod() -> None:
     code = """
 import click, sys
-from hvd_ckpt.cli import COMMANDS, main
+from hvd_ckpt.cli.main import COMMANDS, main
 
 BENCHES = ("densenet", "faults", "recompute", "reduce", "shard", "train")
 for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)):
@@ -46,15 +46,15 @@ def test_every_command_that_is_listed_exists(name: str) -> None:
 
 
 def test_defaults_that_help_lists_name_all_there_is() -> None:
-    from hvd_ckpt.benchmark import command as reduce
-    from hvd_ckpt.benchmark import workloads
-    from hvd_ckpt.benchmark.recompute import command as recompute
-    from hvd_ckpt.benchmark.recompute.contenders import FAMILIES
-    from hvd_ckpt.benchmark.recompute.workloads import NAMES
-    from hvd_ckpt.comparison import command as compare
-    from hvd_ckpt.comparison.engines import ENGINES
-    from hvd_ckpt.comparison.scenarios import SCENARIOS
-    from hvd_ckpt.comparison.workloads import WORKLOADS
+    from hvd_ckpt.bench import command as reduce
+    from hvd_ckpt.bench import workloads
+    from hvd_ckpt.bench.compare import command as compare
+    from hvd_ckpt.bench.compare.engines import ENGINES
+    from hvd_ckpt.bench.compare.scenarios import SCENARIOS
+    from hvd_ckpt.bench.compare.workloads import WORKLOADS
+    from hvd_ckpt.bench.recompute import command as recompute
+    from hvd_ckpt.bench.recompute.contenders import FAMILIES
+    from hvd_ckpt.bench.recompute.workloads import NAMES
 
     for told, known in (
         (compare.ENGINES, [name for name in ENGINES if not name.startswith("shard-")]),

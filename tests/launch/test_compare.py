@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.comparison.command import compare
-from hvd_ckpt.comparison.launch import Launcher, Outcome
+from hvd_ckpt.bench.compare.command import compare
+from hvd_ckpt.bench.compare.launch import Launcher, Outcome
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = ("--quick", "--steps", "2", "--workloads", "densenet", "--scenarios", "nothing", "--chunks", "2")
@@ -22,7 +22,7 @@ def run_compare(output, *arguments):
     """Run the command; returns its exit status, output and results by engine and cell."""
     paths = [str(SCRIPTS), str(SCRIPTS.parents[2]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.run(
-        [sys.executable, "-m", "hvd_ckpt.cli", "compare", *SMALL, *arguments, "--output", str(output)],
+        [sys.executable, "-m", "hvd_ckpt.cli.main", "compare", *SMALL, *arguments, "--output", str(output)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "NP": "2"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -44,7 +44,7 @@ def ranks_alive(output):
     for file in Path(output).glob("jobs/**/rank*.jsonl"):
         pid = json.loads(file.read_text().splitlines()[0])["pid"]
         command = Path(f"/proc/{pid}/cmdline")
-        if command.exists() and b"hvd_ckpt.comparison" in command.read_bytes():
+        if command.exists() and b"hvd_ckpt.bench.compare" in command.read_bytes():
             alive.append(pid)
     return alive
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from hvd_ckpt import doctor
+from hvd_ckpt.cli import doctor
 from hvd_ckpt.probe import OPERATIONS
 
 
 def call(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """``hvd-ckpt doctor`` in a fresh process, after the statements in ``before``."""
-    code = f"import sys\n{before}\nfrom hvd_ckpt.cli import main\nmain(['doctor', *sys.argv[1:]])"
+    code = f"import sys\n{before}\nfrom hvd_ckpt.cli.main import main\nmain(['doctor', *sys.argv[1:]])"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=dict(os.environ) | environment,

@@ -23,7 +23,8 @@ import hosts as namespaces
 import pytest
 from hosts import Hosts
 
-from hvd_ckpt.training import logs, snapshot
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.training import logs
 
 pytestmark = pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable()))
 

@@ -30,7 +30,7 @@ absent, commands = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(absent))
 import importlib.metadata
 from click.testing import CliRunner
-from hvd_ckpt.cli import main
+from hvd_ckpt.cli.main import main
 from hvd_ckpt.install import extras
 extras.importlib.metadata.requires = lambda name: {requires!r}
 extras.pip_command = lambda extra: f"pip install 'here[{{extra}}]'"
@@ -101,7 +101,7 @@ def test_training_without_optional_packages(tmp_path: Path, model: str, status: 
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 400)
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
-        "from hvd_ckpt.cli import main; main(sys.argv[1:])"
+        "from hvd_ckpt.cli.main import main; main(sys.argv[1:])"
     )
     options = ["--text", "text.txt", "--steps", "1", "--batch", "2", "--length", "16", "--output", "run"]
     result = subprocess.run(

@@ -14,10 +14,10 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 
+from hvd_ckpt.cli.plan import plan
+from hvd_ckpt.cli.plan_models import build
 from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.blocks import find_blocks
-from hvd_ckpt.planning.command import plan
-from hvd_ckpt.planning.models import build
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.training.assembly import assemble
@@ -59,7 +59,7 @@ def made(folder: Path) -> subprocess.CompletedProcess[str]:
     """A plan for half of the memory, beside PyTorch's own checkpointing."""
     command = ["plan", "--model", "own_model_to_plan:make", "--batch", "512", "--budget", "0.5x", "--peers"]
     return subprocess.run(
-        [sys.executable, "-m", "hvd_ckpt.cli", *command, "--output", str(folder / "made")],
+        [sys.executable, "-m", "hvd_ckpt.cli.main", *command, "--output", str(folder / "made")],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -21,11 +21,11 @@ from click.testing import CliRunner
 from controllers import HOROVODRUN, probe
 from safetensors.torch import load_file
 
+from hvd_ckpt.cli.train import train
 from hvd_ckpt.command_line import RANK_VARIABLES
 from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.training import logs
-from hvd_ckpt.training.command import train
 
 BIN = Path(sys.executable).parent
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.cli.plan_models import Job, build
 from hvd_ckpt.memory import PeakMemory, recording_peak
-from hvd_ckpt.planning.models import Job, build
 from hvd_ckpt.planning.profile import Step
 
 STEPS = 3

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.training import snapshot
-from hvd_ckpt.training.background import SnapshotWriter
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.background import SnapshotWriter
 
 
 def test_ranks_write_while_they_train(folder: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.training import snapshot, snapshot_write
-from hvd_ckpt.training.snapshot import SnapshotError
+from hvd_ckpt.snapshots import snapshot, snapshot_write
+from hvd_ckpt.snapshots.snapshot import SnapshotError
 
 
 def own_of(rank: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.training import snapshot
+from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.training.assembly import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.guards import NonFiniteLoss

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.recompute import CheckpointFunction, SyncBatchNorm, checkpoint, is_recomputing
+from hvd_ckpt.batchnorm import SyncBatchNorm
+from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_recomputing
 from hvd_ckpt.runtime import init
 
 pytestmark = pytest.mark.skipif("hvd.size() == 1", reason="over one rank it is a plain batch norm")

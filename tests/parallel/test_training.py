@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.training import snapshot
+from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.assembly import assemble
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.data.stream import SampleStream
 from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Trainer
 

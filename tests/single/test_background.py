@@ -29,10 +29,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.training import background, snapshot, snapshot_meeting
-from hvd_ckpt.training.background import SnapshotWriter
+from hvd_ckpt.snapshots import background, snapshot, snapshot_meeting
+from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots.staging import Copying, Staging
 from hvd_ckpt.training.resuming import later_snapshots, remove_abandoned
-from hvd_ckpt.training.staging import Copying, Staging
 
 TOKEN = "0123abcd"
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_ckpt.batchnorm import SyncBatchNorm
 from hvd_ckpt.recompute import (
     CheckpointFunction,
     CheckpointSequential,
-    SyncBatchNorm,
     checkpoint,
     checkpoint_sequential,
     is_recomputing,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hvd_ckpt.benchmark.command import bench
-from hvd_ckpt.benchmark.densenet.case import Case
-from hvd_ckpt.benchmark.densenet.contenders import step_peak
-from hvd_ckpt.benchmark.densenet.job import Answer, Entry, Job
-from hvd_ckpt.benchmark.densenet.report import Report
-from hvd_ckpt.benchmark.densenet.steps import random_batch
-from hvd_ckpt.benchmark.densenet.worker import too_large
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.densenet.case import Case
+from hvd_ckpt.bench.densenet.contenders import step_peak
+from hvd_ckpt.bench.densenet.job import Answer, Entry, Job
+from hvd_ckpt.bench.densenet.report import Report
+from hvd_ckpt.bench.densenet.steps import random_batch
+from hvd_ckpt.bench.densenet.worker import too_large
 from hvd_ckpt.models.densenet import densenet
 
 MIB = 1 << 20

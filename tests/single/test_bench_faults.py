@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.benchmark.command import bench
-from hvd_ckpt.benchmark.faults.drawing import draw
-from hvd_ckpt.benchmark.faults.fit import fit_line, without_start
-from hvd_ckpt.benchmark.faults.judging import differences, newest_good, unreadable
-from hvd_ckpt.benchmark.faults.kill import Killed
-from hvd_ckpt.benchmark.faults.processes import MARK, end, marked
-from hvd_ckpt.benchmark.faults.records import Records
-from hvd_ckpt.benchmark.faults.report import Report, kill_section, save_section, soak_section, stall_section
-from hvd_ckpt.benchmark.faults.save import SaveKill
-from hvd_ckpt.benchmark.faults.soak import Soaked, Track
-from hvd_ckpt.benchmark.faults.stall import StallRow
-from hvd_ckpt.training import snapshot
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.faults.drawing import draw
+from hvd_ckpt.bench.faults.fit import fit_line, without_start
+from hvd_ckpt.bench.faults.judging import differences, newest_good, unreadable
+from hvd_ckpt.bench.faults.kill import Killed
+from hvd_ckpt.bench.faults.processes import MARK, end, marked
+from hvd_ckpt.bench.faults.records import Records
+from hvd_ckpt.bench.faults.report import Report, kill_section, save_section, soak_section, stall_section
+from hvd_ckpt.bench.faults.save import SaveKill
+from hvd_ckpt.bench.faults.soak import Soaked, Track
+from hvd_ckpt.bench.faults.stall import StallRow
+from hvd_ckpt.snapshots import snapshot
 
 KILL = {"who": "rank 1", "signal": "SIGKILL", "when": "step", "step": 7, "snapshot": 6, "writing": True}
 

@@ -12,13 +12,13 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from hvd_ckpt.benchmark.command import bench
-from hvd_ckpt.benchmark.recompute.case import Case, run_case
-from hvd_ckpt.benchmark.recompute.chain import twin
-from hvd_ckpt.benchmark.recompute.contenders import contenders, segment_counts
-from hvd_ckpt.benchmark.recompute.measure import BITWISE, Bench, Entry, time_rounds
-from hvd_ckpt.benchmark.recompute.report import contender_rows, plan_rows
-from hvd_ckpt.benchmark.recompute.workloads import workload
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.recompute.case import Case, run_case
+from hvd_ckpt.bench.recompute.chain import twin
+from hvd_ckpt.bench.recompute.contenders import contenders, segment_counts
+from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, time_rounds
+from hvd_ckpt.bench.recompute.report import contender_rows, plan_rows
+from hvd_ckpt.bench.recompute.workloads import workload
 from hvd_ckpt.memory import measure_peak
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_ckpt.benchmark.command import bench
-from hvd_ckpt.benchmark.shard import counting
-from hvd_ckpt.benchmark.shard.contenders import Contender, contenders, rivals
-from hvd_ckpt.benchmark.shard.job import Answer, Findings
-from hvd_ckpt.benchmark.shard.report import Report
-from hvd_ckpt.benchmark.shard.results import Result, Results
-from hvd_ckpt.benchmark.shard.theory import shared_bytes, state_bytes
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.shard import counting
+from hvd_ckpt.bench.shard.contenders import Contender, contenders, rivals
+from hvd_ckpt.bench.shard.job import Answer, Findings
+from hvd_ckpt.bench.shard.report import Report
+from hvd_ckpt.bench.shard.results import Result, Results
+from hvd_ckpt.bench.shard.theory import shared_bytes, state_bytes
 
 ELEMENTS = 1000
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hvd_ckpt.benchmark.command import bench
-from hvd_ckpt.benchmark.train.job import Answer
-from hvd_ckpt.benchmark.train.report import Case, Report
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.train.job import Answer
+from hvd_ckpt.bench.train.report import Case, Report
 
 TINY = ("--models", "gpt-tiny", "--accumulate", "2", "--batch", "2", "--rounds", "3", "--steps", "1")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_ckpt.benchmark import reduce
-from hvd_ckpt.benchmark.job import Answer
-from hvd_ckpt.benchmark.launch import JobError
-from hvd_ckpt.benchmark.reduce import Plan, Quartiles, job_seconds, quartiles
+from hvd_ckpt.bench import reduce
+from hvd_ckpt.bench.job import Answer
+from hvd_ckpt.bench.launch import JobError
+from hvd_ckpt.bench.reduce import Plan, Quartiles, job_seconds, quartiles
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank_and_a_job_as_long_as_its_median_step() -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from hvd_ckpt.frames import replay
 from hvd_ckpt.recompute import checkpoint, is_checkpointing, is_recomputing
-from hvd_ckpt.recompute.frames import replay
 
 VARIANTS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 

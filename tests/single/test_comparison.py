@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.comparison.catalog import make_workload
-from hvd_ckpt.comparison.cells import Cell, find_variant, make_cells, planned
-from hvd_ckpt.comparison.data import BYTES, IGNORED, MASK, PADDING, Digits, Text, check_text
-from hvd_ckpt.comparison.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
-from hvd_ckpt.comparison.events import EventReader, EventWriter
-from hvd_ckpt.comparison.job import Job
-from hvd_ckpt.comparison.launch import Failure
-from hvd_ckpt.comparison.planned import NoPlan, apply_plan, make_plan
-from hvd_ckpt.comparison.recomputing import KEEP, Chain
-from hvd_ckpt.comparison.recording import Recording, executed
-from hvd_ckpt.comparison.reference import Reference, largest_difference, make_reference
-from hvd_ckpt.comparison.report import Report
-from hvd_ckpt.comparison.scenarios import SCENARIOS, Scenario
-from hvd_ckpt.comparison.training import fingerprint, step_seed, train
-from hvd_ckpt.comparison.verdict import Result, add_ratios, judge
-from hvd_ckpt.comparison.workloads import Batch, Workload
+from hvd_ckpt.bench.compare.catalog import make_workload
+from hvd_ckpt.bench.compare.cells import Cell, find_variant, make_cells, planned
+from hvd_ckpt.bench.compare.data import BYTES, IGNORED, MASK, PADDING, Digits, Text, check_text
+from hvd_ckpt.bench.compare.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
+from hvd_ckpt.bench.compare.events import EventReader, EventWriter
+from hvd_ckpt.bench.compare.job import Job
+from hvd_ckpt.bench.compare.launch import Failure
+from hvd_ckpt.bench.compare.planned import NoPlan, apply_plan, make_plan
+from hvd_ckpt.bench.compare.recomputing import KEEP, Chain
+from hvd_ckpt.bench.compare.recording import Recording, executed
+from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference
+from hvd_ckpt.bench.compare.report import Report
+from hvd_ckpt.bench.compare.scenarios import SCENARIOS, Scenario
+from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
+from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
+from hvd_ckpt.bench.compare.workloads import Batch, Workload
 
 CELL = Cell("densenet", "reentrant", 2)
 
@@ -535,7 +535,7 @@ def test_a_model_that_cannot_be_planned_says_why(tmp_path):
 
 def test_engines_are_found_by_name_or_path():
     assert find_engine("ddp") is ENGINES["ddp"]
-    assert find_engine("hvd_ckpt.comparison.engines:DDP") is ENGINES["ddp"]
+    assert find_engine("hvd_ckpt.bench.compare.engines:DDP") is ENGINES["ddp"]
     for name, message in (
         ("nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
         ("nowhere.at_all:Engine", "No module named 'nowhere'"),

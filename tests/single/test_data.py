@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from hvd_ckpt.data import Dataset
+from hvd_ckpt.data.images import Digits, ImageArrays, ImageFolder, open_images
+from hvd_ckpt.data.loader import Loader
+from hvd_ckpt.data.shuffle import Shuffle
+from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText, PermutedText
+from hvd_ckpt.data.tokens import Tokens
+from hvd_ckpt.data.volumes import Ellipsoids, VolumeArrays, open_volumes
 from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.training.data import Dataset
-from hvd_ckpt.training.data.images import Digits, ImageArrays, ImageFolder, open_images
-from hvd_ckpt.training.data.loader import Loader
-from hvd_ckpt.training.data.shuffle import Shuffle
-from hvd_ckpt.training.data.stream import SampleStream
-from hvd_ckpt.training.data.text import IGNORED, CausalText, MaskedText, PermutedText
-from hvd_ckpt.training.data.tokens import Tokens
-from hvd_ckpt.training.data.volumes import Ellipsoids, VolumeArrays, open_volumes
 
 SEEDS = st.integers(0, 2**63 - 1)
 

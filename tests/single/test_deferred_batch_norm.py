@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.batchnorm import DeferredBatchNorm, commit_batch_norm
 from hvd_ckpt.planning.treatment import Treatment, treat
-from hvd_ckpt.recompute import DeferredBatchNorm, commit_batch_norm
 from hvd_ckpt.recompute.tape import Policy
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}

@@ -10,9 +10,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.cli import plan as command
+from hvd_ckpt.cli import plan_session as session
+from hvd_ckpt.cli.plan_cluster import Cluster
 from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.planning import command, session
-from hvd_ckpt.planning.cluster import Cluster
 
 OWN = """
 import torch

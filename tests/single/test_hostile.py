@@ -15,14 +15,15 @@ from click.testing import CliRunner
 from PIL import Image
 from torch import nn
 
-from hvd_ckpt.cli import main
+from hvd_ckpt.cli.main import main
+from hvd_ckpt.data.images import open_images
+from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.environment import check_environment
-from hvd_ckpt.training import optimizers, snapshot
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.snapshot import Snapshot
+from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.data.images import open_images
-from hvd_ckpt.training.data.volumes import open_volumes
 from hvd_ckpt.training.resuming import check_contents, check_fits
-from hvd_ckpt.training.snapshot import Snapshot
 
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:

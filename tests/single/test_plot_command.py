@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hvd_ckpt.cli import main
+from hvd_ckpt.cli.main import main
 from hvd_ckpt.training import plots
 from hvd_ckpt.training.logs import JsonLines
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hvd_ckpt.cli.train import train
 from hvd_ckpt.training import restarts
-from hvd_ckpt.training.command import train
 from hvd_ckpt.training.restarts import Commands, supervise
 
 

@@ -15,13 +15,14 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
-from hvd_ckpt.cli import main
-from hvd_ckpt.training import optimizers, snapshot
-from hvd_ckpt.training.background import SnapshotWriter
-from hvd_ckpt.training.consolidate import consolidate
-from hvd_ckpt.training.resharding import read_parts, state_of_pieces
-from hvd_ckpt.training.shards import OwnShard, names_of
-from hvd_ckpt.training.snapshot import SnapshotError
+from hvd_ckpt.cli.main import main
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots.consolidate import consolidate
+from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces
+from hvd_ckpt.snapshots.shards import OwnShard, names_of
+from hvd_ckpt.snapshots.snapshot import SnapshotError
+from hvd_ckpt.training import optimizers
 
 RANKS = 3
 

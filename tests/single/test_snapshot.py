@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hvd_ckpt.training import snapshot
-from hvd_ckpt.training.snapshot import SnapshotError
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.snapshot import SnapshotError
 
 
 def write(

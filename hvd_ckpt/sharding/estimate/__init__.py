@@ -9,8 +9,8 @@ result      what an estimate says
 estimator   all of it together
 """
 
-from .estimator import PRECISIONS, Estimator, estimate_memory
-from .optimizers import check_optimizer
-from .result import PARTS, MemoryEstimate
+from hvd_ckpt.sharding.estimate.estimator import PRECISIONS, Estimator, estimate_memory
+from hvd_ckpt.sharding.estimate.optimizers import check_optimizer
+from hvd_ckpt.sharding.estimate.result import PARTS, MemoryEstimate
 
 __all__ = ["PARTS", "PRECISIONS", "Estimator", "MemoryEstimate", "check_optimizer", "estimate_memory"]

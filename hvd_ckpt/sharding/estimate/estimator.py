@@ -20,17 +20,16 @@ from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-
-from ..formats import FP32, WireFormat, wire_format
-from ..layout import Group, Layout, lay_out
-from ..stages import stage_of
-from ..units import find_units
-from .flows import Flow, Reduced, Scattered, walk
-from .gathering import Gathered
-from .optimizers import OptimizerFacts
-from .result import MemoryEstimate
-from .states import ModelStates
-from .trace import bare_trace, trace_step
+from hvd_ckpt.sharding.estimate.flows import Flow, Reduced, Scattered, walk
+from hvd_ckpt.sharding.estimate.gathering import Gathered
+from hvd_ckpt.sharding.estimate.optimizers import OptimizerFacts
+from hvd_ckpt.sharding.estimate.result import MemoryEstimate
+from hvd_ckpt.sharding.estimate.states import ModelStates
+from hvd_ckpt.sharding.estimate.trace import bare_trace, trace_step
+from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
+from hvd_ckpt.sharding.layout import Group, Layout, lay_out
+from hvd_ckpt.sharding.stages import stage_of
+from hvd_ckpt.sharding.units import find_units
 
 __all__ = ["PRECISIONS", "Estimator", "estimate_memory"]
 

@@ -15,11 +15,10 @@ import torch
 
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.buckets import lay_out as lay_out_buckets
-
-from ..flights import IN_FLIGHT, SMALL_BYTES
-from ..formats import WireFormat, sum_dtype
-from ..layout import Group, Layout
-from .trace import Stretch, completions, fires
+from hvd_ckpt.sharding.estimate.trace import Stretch, completions, fires
+from hvd_ckpt.sharding.flights import IN_FLIGHT, SMALL_BYTES
+from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
+from hvd_ckpt.sharding.layout import Group, Layout
 
 __all__ = ["Flow", "Moment", "Reduced", "Scattered", "walk"]
 

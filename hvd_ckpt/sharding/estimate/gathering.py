@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 
-from ..formats import WireFormat
-from ..layout import Group, Layout
-from .flows import Scattered
-from .trace import Stretch, completions
+from hvd_ckpt.sharding.estimate.flows import Scattered
+from hvd_ckpt.sharding.estimate.trace import Stretch, completions
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
 
 __all__ = ["Gathered"]
 

@@ -16,8 +16,7 @@ from torch import nn
 
 from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.names import unknown
-
-from ..elementwise import check_elementwise
+from hvd_ckpt.sharding.elementwise import check_elementwise
 
 __all__ = ["OptimizerBytes", "OptimizerFacts", "check_optimizer"]
 

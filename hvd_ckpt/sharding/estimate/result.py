@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hvd_ckpt.planning.budget import show_bytes
-
-from ..stages import STAGES
+from hvd_ckpt.sharding.stages import STAGES
 
 __all__ = ["PARTS", "MemoryEstimate"]
 

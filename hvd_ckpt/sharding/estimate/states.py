@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..flights import IN_FLIGHT
-from ..formats import FP32, WireFormat
-from ..layout import Group, Layout
-from ..masters import HALF
-from ..offload import CHUNK_ELEMENTS
-from .optimizers import OptimizerBytes, OptimizerFacts
+from hvd_ckpt.sharding.estimate.optimizers import OptimizerBytes, OptimizerFacts
+from hvd_ckpt.sharding.flights import IN_FLIGHT
+from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.masters import HALF
+from hvd_ckpt.sharding.offload import CHUNK_ELEMENTS
 
 __all__ = ["ModelStates"]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import Marks, recording_marks
-from hvd_ckpt.planning.measure import undisturbed
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.torch_private import current_graph_task_id

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.cli import main
+from hvd_ckpt.cli.main import main
+from hvd_ckpt.data.text import CausalText
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.training import background
-from hvd_ckpt.training.data.text import CausalText
+from hvd_ckpt.snapshots import background
 
 
 def fails_on_its_third_call(function: Any) -> Any:

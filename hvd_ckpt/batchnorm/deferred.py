@@ -1,0 +1,350 @@
+"""Running statistics that see each batch once, although recomputation runs the module again.
+
+Two kinds of modules keep them. :class:`DeferredBatchNorm` is made for recomputation and micro-batches: it notes what it
+sees when it is no recomputation, and takes it into account at the end of the mini-batch. All others are protected from
+outside by :class:`RunningStatistics`.
+
+A batch norm in training mode updates ``running_mean``, ``running_var`` and ``num_batches_tracked`` whenever
+it runs. In a recomputation those updates must go nowhere, yet the tensors that autograd saves must be the
+same, in number, shape and dtype, so the buffers cannot simply be taken away. Instead, the batch norms that
+counted a batch in the first pass get scratch copies of their buffers, with the values from before the first
+pass, for as long as a recomputation runs. Nothing is patched and no hook stays behind: the real buffers come
+back whatever the recomputation raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parameter import is_lazy
+
+from hvd_ckpt.batchnorm.synchronized import synchronized_once
+from hvd_ckpt.frames import is_recomputing
+from hvd_ckpt.torch_private import (
+    AnyBatchNorm,
+    DisableTorchFunction,
+    LazyNormBase,
+    NormBase,
+    disable_current_modes,
+    disable_dynamo,
+)
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_PENDING = ("pending_count", "pending_mean", "pending_deviations")
+_COUNTING_FORWARDS = ("torch.", "horovod.", "hvd_ckpt.")
+
+Buffers = dict[str, Tensor]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class DeferredBatchNorm(AnyBatchNorm):
+    """Batch norm whose running statistics are those of mini-batches, though it sees micro-batches.
+
+    In training mode it normalizes an input of shape (N, C, ...) by the input's own statistics, like ``nn.BatchNorm1d``,
+    ``2d`` and ``3d``. The running statistics change when :func:`commit_batch_norm` ends the mini-batch: by mean and
+    unbiased variance over all values that the module has seen since the last time, as if they had come in one batch (to
+    rounding). ``num_batches_tracked`` counts mini-batches. A recomputation is not counted. Deferred batch norm is
+    torchgpipe's (Kim et al., 2020); values are pooled by the formula of Chan, Golub and LeVeque (1979), in float64.
+
+    What was seen of an unfinished mini-batch moves and is copied with the module, but is no part of its ``state_dict``,
+    whose keys are those of ``nn.BatchNorm2d``; loading one drops it.
+
+    Arguments:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in ``nn.BatchNorm2d``.
+
+    Raises:
+        ValueError: an input of fewer than 2 dimensions, of another number of channels, or, in training mode, with a single
+            value per channel.
+    """
+
+    pending_count: Tensor
+    pending_mean: Tensor
+    pending_deviations: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._begin()
+
+    @classmethod
+    def convert(cls, model: Model) -> Model:
+        """Makes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``model``, or the model itself, a deferred one.
+
+        The modules stay the same objects, with their parameters, buffers, hooks and modes: an optimizer made before goes on
+        with them. Subclasses and synchronized batch norms stay what they are. Convert before planning: a plan knows the
+        functions that its blocks call.
+
+        Returns:
+            ``model``.
+
+        Raises:
+            ValueError: a lazy batch norm has no shape yet.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, LazyNormBase):
+                raise ValueError(
+                    f"The {type(module).__name__} '{name}' has no shape yet: run the model once before converting it."
+                )
+            if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                module.__class__ = cls
+                module._begin()
+        return model
+
+    def _begin(self) -> None:
+        """Nothing seen yet. Buffers, so that whoever moves, copies or restores buffers does so with these."""
+        if self.running_mean is not None:
+            zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
+            self.register_buffer("pending_count", torch.zeros_like(zeros[0]), persistent=False)
+            self.register_buffer("pending_mean", zeros, persistent=False)
+            self.register_buffer("pending_deviations", zeros.clone(), persistent=False)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ValueError(
+                f"DeferredBatchNorm was made for {self.num_features} channels and inputs of shape (batch, channels, ...), got "
+                f"{tuple(input.shape)}."
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if self.training and self.running_mean is not None:
+            return self._observed(input)
+        return functional.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            0.0,
+            self.eps,
+        )
+
+    @disable_dynamo
+    def _observed(self, input: Tensor) -> Tensor:
+        # The kernel leaves the input's statistics in these. Autograd saves them: every pass needs some.
+        with DisableTorchFunction():
+            assert self.running_mean is not None
+            mean, variance = self.running_mean.new_zeros(2, self.num_features).unbind()
+        output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if not is_recomputing():
+            # Hidden from those who match the operations of a recomputation with those of the first pass.
+            with DisableTorchFunction(), disable_current_modes(), torch.no_grad():
+                self._observe(mean, variance, input.numel() // self.num_features)
+        return output
+
+    def _observe(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        if count == 0:
+            return
+        before = self.pending_count.clone()
+        self.pending_count += count
+        distance = mean.double() - self.pending_mean
+        self.pending_mean += distance * (count / self.pending_count)
+        self.pending_deviations += variance.double() * (count - 1)
+        self.pending_deviations += distance.square() * (before * count / self.pending_count)
+
+    def _commit(self, count: float, mean: Tensor, deviations: Tensor) -> None:
+        """One mini-batch of ``count`` values per channel, with these sums of squared deviations from the mean."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        if count > 0:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean), factor)
+            self.running_var.lerp_((deviations / (count - 1)).to(self.running_var), factor)
+        self._forget()
+
+    def _forget(self) -> None:
+        for name in _PENDING:
+            if name in self._buffers:
+                getattr(self, name).zero_()
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        self._forget()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._forget()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name in _PENDING:
+            if name in self._buffers:  # a cast of the model must not cost the sums their digits
+                self._buffers[name] = getattr(self, name).double()
+        return self
+
+
+def commit_batch_norm(model: nn.Module, across_ranks: bool = False, discard: bool = False) -> None:
+    """Ends a mini-batch: every :class:`DeferredBatchNorm` in ``model`` updates its running statistics by what it has seen since
+    the last time. One that has seen nothing stays as it is.
+
+    Arguments:
+        model: in it, between the last backward pass of a mini-batch and the first forward pass of the next.
+        across_ranks: pool over what the modules of all ranks have seen. Collective, one allgather for all modules
+            together; a rank that has seen nothing takes part.
+        discard: what this rank's modules have seen counts nothing, such as a sample that only fills up a batch.
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, DeferredBatchNorm) and module.running_mean is not None
+    ]
+    if not norms:
+        return
+    with torch.no_grad():
+        if discard:
+            for module in norms:
+                module._forget()
+        device = norms[0].pending_mean.device
+        sizes = [module.num_features for module in norms]
+        counts = torch.stack([module.pending_count.to(device) for module in norms])
+        means = torch.cat([module.pending_mean.to(device) for module in norms])
+        deviations = torch.cat([module.pending_deviations.to(device) for module in norms])
+        if across_ranks and hvd.size() > 1:
+            counts, means, deviations = _pooled(counts, means, deviations, torch.tensor(sizes, device=device))
+        every_mean, every_deviation = (torch.split_with_sizes(both, sizes) for both in (means, deviations))
+        for module, *seen in zip(norms, counts.tolist(), every_mean, every_deviation):
+            module._commit(*seen)
+
+
+def _pooled(
+    counts: Tensor, means: Tensor, deviations: Tensor, sizes: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What all ranks together have seen, from what this one has; the same bits on every rank."""
+    packed = torch.cat([counts, means, deviations]).unsqueeze(0)
+    rows: Tensor = hvd.allgather(packed, name="hvd_ckpt.commit_batch_norm")
+    modules = len(counts)
+    all_counts, all_means, all_deviations = rows[:, :modules], *rows[:, modules:].chunk(2, dim=1)
+    weights = all_counts.repeat_interleave(sizes, dim=1)
+    total = weights.sum(0).clamp(min=1)
+    mean = (all_means * weights).sum(0) / total
+    deviation = (all_deviations + weights * (all_means - mean).square()).sum(0)
+    return all_counts.sum(0), mean, deviation
+
+
+@dataclass
+class _Observed:
+    """One batch norm before the first pass."""
+
+    module: NormBase
+    buffers: Buffers | None  # copies; None where a lazy module had none yet
+    counter: Tensor | None
+    counter_version: int
+
+    def updated(self) -> bool:
+        """Whether the first pass ran the module in training mode."""
+        counter = self.module._buffers.get("num_batches_tracked")
+        if counter is not self.counter or _version(counter) != self.counter_version:
+            return True
+        return self.module.training and not _counts_batches(self.module)
+
+
+class RunningStatistics:
+    """Protects the normalization modules among ``modules`` in the recomputations of one checkpointed call.
+
+    The training flags of all ``modules`` are put back to what they were in the first pass too: a model whose
+    mode was switched between its forward and its backward pass is recomputed as it was.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modes = [(module, module.training) for module in modules]
+        self._synchronized = [module for module in modules if isinstance(module, hvd.SyncBatchNorm)]
+        self._norms = [
+            module
+            for module in modules
+            if isinstance(module, NormBase)
+            and not isinstance(module, DeferredBatchNorm)
+            and module._buffers.get("running_mean") is not None
+        ]
+        self._updated: list[_Observed] = []
+
+    @contextlib.contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Around the first run: notes which modules count a batch, and their buffers before it."""
+        with disable_current_modes(), torch.no_grad():
+            observed = [_observe(module) for module in self._norms]
+        with synchronized_once(self._synchronized):
+            try:
+                yield
+            finally:
+                self._updated = [one for one in observed if one.updated()]
+
+    @contextlib.contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Around every later run: the modules that counted a batch work on scratch copies."""
+        with contextlib.ExitStack() as restore:
+            for module, training in self._modes:
+                if module.training != training:
+                    restore.callback(setattr, module, "training", module.training)
+                    module.training = training
+            with disable_current_modes(), torch.no_grad():
+                for one in self._updated:
+                    buffers = one.module._buffers
+                    restore.callback(buffers.update, {name: buffers.get(name) for name in _BUFFERS})
+                    buffers.update(_clones(_tensors(one.module) if one.buffers is None else one.buffers))
+            restore.enter_context(synchronized_once(self._synchronized))
+            yield
+
+
+def _observe(module: NormBase) -> _Observed:
+    counter = module._buffers.get("num_batches_tracked")
+    lazy = any(is_lazy(buffer) for buffer in module._buffers.values() if buffer is not None)
+    return _Observed(module, None if lazy else _snapshot(module), counter, _version(counter))
+
+
+# The last snapshot of each module with what it was taken of. A region that is given as a lambda reaches the whole model
+# though it runs one block; without this, each of n regions would copy the statistics of all n blocks.
+_snapshots: weakref.WeakKeyDictionary[nn.Module, tuple[Buffers, dict[str, int], Buffers]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _snapshot(module: NormBase) -> Buffers:
+    """Copies of the buffers, made anew only if the module has run or was changed since the last time."""
+    buffers = _tensors(module)
+    versions = {name: _version(buffer) for name, buffer in buffers.items()}
+    if _counts_batches(module) and (last := _snapshots.get(module)) is not None:
+        sources, last_versions, copies = last
+        if versions == last_versions and all(sources[name] is buffer for name, buffer in buffers.items()):
+            return copies
+    copies = _clones(buffers)
+    _snapshots[module] = (buffers, versions, copies)
+    return copies
+
+
+def _tensors(module: NormBase) -> Buffers:
+    return {name: buffer for name in _BUFFERS if (buffer := module._buffers.get(name)) is not None}
+
+
+def _clones(buffers: Buffers) -> Buffers:
+    return {name: buffer.clone() for name, buffer in buffers.items()}
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _counts_batches(module: NormBase) -> bool:
+    """Whether ``num_batches_tracked`` tells that the module ran. An instance norm never counts, and a
+    subclass with a forward of its own may not: such modules are taken to have run."""
+    counter = module._buffers.get("num_batches_tracked")
+    if counter is None or counter.is_inference() or not isinstance(module, AnyBatchNorm):
+        return False
+    return type(module).forward.__module__.startswith(_COUNTING_FORWARDS)

@@ -1,0 +1,262 @@
+"""Batch norm over the batches of all ranks, on CPU and GPU, that communicates once per batch and direction.
+
+The first pass gathers every rank's mean, sum of squared deviations and count in one allgather and combines
+them by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing
+sample variances", 1979), so ranks may have batches of different sizes. The backward pass sums two vectors in
+one allreduce. A recomputation does not communicate: it reads the statistics that the first pass left in its
+frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvd_ckpt.frames import replay
+from hvd_ckpt.measure import is_undisturbed
+from hvd_ckpt.torch_private import AnyBatchNorm
+
+
+class SyncBatchNorm(AnyBatchNorm):
+    """Batch norm of an input of shape (N, C, ...) with the mean and variance over the batches of all ranks.
+
+    Takes the arguments of ``horovod.torch.SyncBatchNorm`` and runs on CPU too. In training mode every rank
+    must run the module equally often. In evaluation mode, and on one rank, it is plain batch norm.
+    Half-precision inputs are accumulated in float32; the running variance is updated with the unbiased
+    variance over all ranks.
+
+    Arguments:
+        num_features: number of channels C.
+        eps: added to the variance for numerical stability.
+        momentum: weight of the newest batch in the running statistics; None averages over all batches.
+        affine: whether to learn a scale and a shift per channel.
+        track_running_stats: whether to keep running statistics; without them, evaluation mode too normalizes
+            by the batches of all ranks.
+        device, dtype: where and in which dtype parameters and statistics are made.
+
+    Raises:
+        ValueError: an input of fewer than 2 dimensions, of another number of channels, or with a single value
+            per channel over all ranks.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+
+    @classmethod
+    def convert(cls, model: nn.Module) -> nn.Module:
+        """The model with every ``BatchNorm1d``, ``2d`` and ``3d`` replaced by one of these, in place.
+
+        Parameters, statistics and names stay, as with :meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
+
+        Returns:
+            ``model``, or its replacement if it is a batch norm itself
+        """
+        for name, child in model.named_children():
+            setattr(model, name, cls.convert(child))
+        if not isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            return model
+        norm = cls(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
+        norm._parameters.update(model._parameters)
+        norm._buffers.update(model._buffers)
+        norm.training = model.training
+        return norm
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm expects an input of at least 2 dimensions (batch, channels, ...), got "
+                f"{tuple(input.shape)}."
+            )
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm was made for {self.num_features} channels, got an input of shape {tuple(input.shape)}."
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        tracking = self.training and self.track_running_stats
+        if tracking and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        use_batch = self.training or self.running_mean is None
+        if use_batch and _communicates():
+            return synchronized_batch_norm(self, input)
+        return functional.batch_norm(
+            input,
+            self.running_mean if tracking or not self.training else None,
+            self.running_var if tracking or not self.training else None,
+            self.weight,
+            self.bias,
+            use_batch,
+            _average_factor(self) if tracking else 0.0,
+            self.eps,
+        )
+
+
+def _communicates() -> bool:
+    return not is_undisturbed() and bool(hvd.size() > 1)
+
+
+def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
+    """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates ``module``'s running
+    statistics."""
+    accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
+    mean, variance, count = replay(lambda: _global_statistics(input.detach(), accumulate))
+    if module.training and module.track_running_stats and module.running_mean is not None:
+        _update_running_statistics(module, mean, variance, count)
+    output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+        input, module.weight, module.bias, mean.to(accumulate), variance.to(accumulate), count, module.eps
+    )
+    return output
+
+
+def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance per channel, and number of values per channel, over all ranks, in float64."""
+    with torch.no_grad():
+        channels = input.size(1)
+        local_count = input.numel() // max(channels, 1)
+        packed = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
+        if local_count:
+            variance, mean = torch.var_mean(input.to(accumulate), dim=_all_but_channels(input), correction=0)
+            packed[0, :channels] = mean
+            packed[0, channels:-1] = variance.double() * local_count
+            packed[0, -1] = local_count
+        gathered: Tensor = hvd.allgather(packed, name=_collective_name("forward", packed))
+        means, deviations, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
+        count = counts.sum()
+        if local_count <= 1 and count.item() <= 1:
+            raise ValueError(
+                f"SyncBatchNorm needs more than one value per channel over all ranks to train, got an input of shape "
+                f"{tuple(input.shape)}."
+            )
+        mean = (means * counts).sum(0) / count
+        variance = (deviations + counts * (means - mean) ** 2).sum(0) / count
+        return mean, variance, count
+
+
+def _update_running_statistics(module: AnyBatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    assert module.running_mean is not None and module.running_var is not None
+    factor = _average_factor(module)
+    with torch.no_grad():
+        unbiased = variance * (count / (count - 1))
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+        module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+
+
+def _average_factor(module: AnyBatchNorm) -> float:
+    if module.momentum is not None:
+        return module.momentum
+    if module.num_batches_tracked is None:
+        return 0.0
+    return 1.0 / float(module.num_batches_tracked)
+
+
+def _collective_name(direction: str, tensor: Tensor) -> str:
+    """The same name wherever the same kind of tensor is sent, so that Horovod's response cache can skip the
+    negotiation.
+
+    It holds nothing that depends on how many modules a rank has built: ranks that differ in that (an extra
+    model on rank 0) would wait for each other's names. Sharing a name is safe because each operation is
+    waited for at once.
+    """
+    return f"hvd_ckpt.sync_batch_norm.{direction}.{tensor.size(-1)}.{tensor.dtype}"
+
+
+def _all_but_channels(input: Tensor) -> list[int]:
+    return [0, *range(2, input.dim())]
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalization by given statistics that are functions of every rank's input, with the gradient that
+    follows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps), count)
+        scale = None if weight is None else weight.to(mean.dtype)
+        shift = None if bias is None else bias.to(mean.dtype)
+        # With the batch's own statistics in place of running ones this is the built-in kernel, for any
+        # layout.
+        return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "SyncBatchNorm gives no gradients of gradients over several ranks (create_graph=True): use BatchNorm."
+            )
+        input, weight, mean, inverse_deviation, count = ctx.saved_tensors
+        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        dims = _all_but_channels(input)
+        gradient = grad_output.to(mean.dtype)
+        centered = input.to(mean.dtype) - mean.view(shape)
+        sums = torch.stack([gradient.sum(dims), (gradient * centered).sum(dims)])
+        # The optimizer reduces the gradients of parameters: those stay this rank's own.
+        grad_weight = (sums[1] * inverse_deviation).to(weight.dtype) if need_weight else None
+        grad_bias = sums[0].clone() if need_bias else None
+        grad_input = None
+        if need_input:
+            totals = hvd.allreduce(sums, op=hvd.Sum, name=_collective_name("backward", sums)) / count.to(
+                mean.dtype
+            )
+            slope = totals[1] * inverse_deviation**2
+            scale = inverse_deviation if weight is None else inverse_deviation * weight.to(mean.dtype)
+            grad_input = gradient - totals[0].view(shape) - centered * slope.view(shape)
+            grad_input = (grad_input * scale.view(shape)).to(input.dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+@contextlib.contextmanager
+def synchronized_once(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Lets instances of Horovod's own ``SyncBatchNorm`` normalize by the operations of this file inside, so
+    that they do not communicate again in a recomputation. Only the instances are touched, and only for that
+    time."""
+    with contextlib.ExitStack() as restore:
+        for module in modules:
+            restore.callback(_put_back, module, vars(module).get("_maybe_run_sync_bn"))
+            vars(module)["_maybe_run_sync_bn"] = _HorovodOverride(module)
+        yield
+
+
+class _HorovodOverride:
+    """What takes the place of ``_maybe_run_sync_bn`` on one instance of Horovod's SyncBatchNorm."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not _communicates():
+            output: Tensor = self.module._run_bn(input)
+            return output
+        return synchronized_batch_norm(self.module, input)
+
+
+def _put_back(module: nn.Module, previous: Any) -> None:
+    if previous is None:
+        del vars(module)["_maybe_run_sync_bn"]
+    else:
+        vars(module)["_maybe_run_sync_bn"] = previous

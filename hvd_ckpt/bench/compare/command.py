@@ -1,0 +1,278 @@
+"""``hvd-ckpt compare``: options, progress, table, exit status.
+
+Exit status 0 if the judged engine (this library) is right in every cell, 1 if it is not, 2 for a bad argument or where
+nothing can be compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from hvd_ckpt.bench.compare.cells import PRECISIONS, VARIANTS, make_cells, planned
+from hvd_ckpt.command_line import (
+    BadArgument,
+    OneLineErrors,
+    check_controller,
+    console_for_tables,
+    output_folder,
+    progress_bar,
+    split_names,
+    whole_number,
+)
+from hvd_ckpt.install.extras import explain_import_error
+from hvd_ckpt.planning.budget import parse_budget
+
+if TYPE_CHECKING:
+    from hvd_ckpt.bench.compare.comparison import Comparison
+    from hvd_ckpt.bench.compare.events import Event
+    from hvd_ckpt.bench.compare.report import Report
+
+__all__ = ["compare"]
+
+ENGINES = "hvd_ckpt,horovod,horovod-groups,ddp,ddp-find-unused,ddp-static,apex"
+WORKLOADS = "densenet,bert"
+SCENARIOS = (
+    "plain,tied,nested,unused,unused-on-one-rank,accumulation,short-last-group,frozen,changing-graph,two-forwards,no-grad-forward,"
+    "explicit-parameters,mixed-dtypes,overflow-on-one-rank,uneven-data,sparse"
+)
+SUBJECT = "hvd_ckpt"
+WIDTH = 150  # of the table where the output is not a terminal
+NOTHING = "nothing"  # in place of a list of workloads or scenarios
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a scale means, where the options do not say otherwise."""
+
+    steps: int
+    passes: int
+    chunks: str
+    timeout: float
+
+
+PRESETS = {
+    "quick": Preset(steps=4, passes=1, chunks="2", timeout=60),
+    "default": Preset(steps=5, passes=2, chunks="1,2,4", timeout=90),
+    "full": Preset(steps=5, passes=2, chunks="1,2,4", timeout=900),
+}
+
+
+@click.command("compare", cls=OneLineErrors)
+@click.option("--np", "size", type=click.IntRange(1), envvar="NP", default=2, help="Ranks (NP, else 2).")
+@click.option(
+    "--controller",
+    type=click.Choice(["auto", "gloo", "mpi"]),
+    default="auto",
+    help="What carries the ranks' words.",
+)
+@click.option(
+    "--engines",
+    default=ENGINES,
+    show_default=True,
+    help="Engines, or module:Class of your own.",
+)
+@click.option("--workloads", default=WORKLOADS, show_default=True, help="Models on real data, or 'nothing'.")
+@click.option("--scenarios", default=SCENARIOS, show_default=True, help="Small hard models, or 'nothing'.")
+@click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
+@click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
+@click.option(
+    "--budget",
+    default=None,
+    help="Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest.",
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 5]"
+)
+@click.option(
+    "--passes", type=click.IntRange(0), default=None, help="Timed jobs per engine, alternating.  [default: 2]"
+)
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--quick", is_flag=True, help="Tiny models, two segments, one timed pass.")
+@click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
+@click.option("--text", metavar="FILE", default=None, help="Text to learn instead of Python's own source.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=None, help="Seconds without a step that count as a hang."
+)
+@click.option(
+    "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
+)
+@click.option(
+    "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/compare-<time>]"
+)
+def compare(
+    size: int,
+    controller: str,
+    engines: str,
+    workloads: str,
+    scenarios: str,
+    variants: str,
+    chunks: str | None,
+    budget: str | None,
+    steps: int | None,
+    passes: int | None,
+    precision: str,
+    device: str,
+    quick: bool,
+    full: bool,
+    text: str | None,
+    seed: int,
+    timeout: float | None,
+    subject: str,
+    output: str | None,
+) -> None:
+    """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
+
+    Says for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
+    which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
+    is right everywhere.
+    """
+    from hvd_ckpt.bench.compare import scenarios as small
+    from hvd_ckpt.bench.compare import workloads as real
+    from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
+    from hvd_ckpt.bench.compare.data import check_text
+    from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.runtime import threads_per_rank
+
+    if quick and full:
+        raise BadArgument("--quick and --full exclude each other: give one")
+    scale = "quick" if quick else "full" if full else "default"
+    preset = PRESETS[scale]
+    chosen = split_names("--engines", engines, find=find_engine)
+    if subject not in chosen:
+        raise BadArgument(
+            f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another"
+        )
+    try:
+        resolved_text = str(check_text(text).resolve()) if text is not None else None
+    except ValueError as error:
+        raise BadArgument(f"--text: {error}") from None
+    _check_precision(precision, device)
+    plan = _plan_of(budget, chosen)
+    trained = [
+        *split_names("--workloads", workloads, (*real.WORKLOADS, NOTHING)),
+        *split_names("--scenarios", scenarios, (*small.SCENARIOS, NOTHING)),
+    ]
+    for name in trained:
+        _check_packages(name)
+    cells = make_cells(
+        {name: _meaningful(name, plan) for name in trained if name != NOTHING and _fits(name, precision)},
+        (*split_names("--variants", variants, VARIANTS), *plan),
+        [
+            whole_number("--chunks", count, "segments")
+            for count in split_names("--chunks", chunks or preset.chunks)
+        ],
+    )
+    if not cells:
+        raise BadArgument(
+            f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no "
+            f"--variants {variants} in --precision {precision}"
+        )
+    comparison = Comparison(
+        engines=chosen,
+        cells=tuple(cells),
+        subject=subject,
+        size=size,
+        controller=check_controller(controller),
+        threads=threads_per_rank(size),
+        steps=steps or preset.steps,
+        passes=preset.passes if passes is None else passes,
+        precision=precision,
+        device=device,
+        scale=scale,
+        seed=seed,
+        text=resolved_text,
+        timeout=timeout or preset.timeout,
+        folder=output_folder(output, "compare"),
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running ranks are ended on the way out
+    try:
+        report = _run(comparison)
+    except ComparisonError as error:
+        raise BadArgument(str(error)) from None
+    report.print(console_for_tables(WIDTH))
+    click.echo(f"Report: {comparison.folder / 'report.md'}")
+    sys.exit(0 if report.right else 1)
+
+
+def _run(comparison: Comparison) -> Report:
+    """Make the comparison with a live line of progress."""
+    with progress_bar() as progress:
+        task = progress.add_task("starting", total=comparison.trainings)
+
+        def show(where: str, event: Event) -> None:
+            if event["rank"] != 0:
+                return
+            cell = f": {event['cell']}" if "cell" in event else ""
+            progress.update(
+                task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured", "timed")
+            )
+
+        return comparison.run(show)
+
+
+def _fits(name: str, precision: str) -> bool:
+    from hvd_ckpt.bench.compare.catalog import CATALOG
+
+    precisions = CATALOG[name].precisions
+    return precisions is None or precision in precisions
+
+
+def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
+    """The name of the planned variant, if there is a budget to plan for."""
+    from hvd_ckpt.bench.compare.engines import find_engine
+
+    if budget is None:
+        return ()
+    try:
+        parse_budget(budget)
+    except ValueError as error:
+        raise BadArgument(f"--budget: {error}") from None
+    if not any(find_engine(engine).plans for engine in engines):
+        raise BadArgument(
+            f"--budget {budget}: none of the engines {', '.join(engines)} has plans: add {SUBJECT} to --engines"
+        )
+    return (planned(budget.strip()).name,)
+
+
+def _check_packages(workload: str) -> None:
+    """Bad argument where a package is missing that a workload needs."""
+    from hvd_ckpt.bench.compare.catalog import CATALOG
+
+    for package in CATALOG[workload].requires if workload != NOTHING else ():
+        if importlib.util.find_spec(package) is None:
+            text = explain_import_error(ModuleNotFoundError(name=package))
+            raise BadArgument(f"{workload}: {text or f'{package} is not installed'}")
+
+
+def _meaningful(workload: str, plan: tuple[str, ...]) -> tuple[str, ...]:
+    """The variants that mean something for a workload, ``plan`` among them."""
+    from hvd_ckpt.bench.compare.catalog import CATALOG
+
+    kind = CATALOG[workload]
+    return (*kind.variants, *plan) if kind.plannable else kind.variants
+
+
+def _check_precision(precision: str, device: str) -> None:
+    """Refuse what this machine cannot do."""
+    import torch
+
+    from hvd_ckpt.precision import apex_unavailable
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadArgument("--device cuda: PyTorch finds no CUDA GPU here; see `hvd-ckpt doctor`")
+    if precision.startswith("apex"):
+        reason = apex_unavailable()
+        if reason is not None:
+            raise BadArgument(f"--precision {precision}: {reason}; --precision fp16 needs no Apex")

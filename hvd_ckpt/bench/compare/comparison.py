@@ -1,0 +1,232 @@
+"""One comparison from settings to report: the reference, each engine's checks, then timed jobs in alternating order."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_ckpt.bench.compare.catalog import CATALOG
+from hvd_ckpt.bench.compare.cells import Cell, find_variant
+from hvd_ckpt.bench.compare.engines import find_engine
+from hvd_ckpt.bench.compare.events import Event
+from hvd_ckpt.bench.compare.job import Job, folder_name
+from hvd_ckpt.bench.compare.launch import Failure, Launcher
+from hvd_ckpt.bench.compare.report import Report
+from hvd_ckpt.bench.compare.verdict import add_ratios, judge
+from hvd_ckpt.machine import machine_facts
+
+__all__ = ["Comparison", "ComparisonError"]
+
+Listener = Callable[[str, Event], object]
+
+
+class ComparisonError(Exception):
+    """The comparison cannot be made at all; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and how.
+
+    Attributes:
+        engines: names in the registry of engines, or ``module:Class``.
+        cells: what each engine trains; planned ones only those engines that have plans.
+        subject: the engine that must be right.
+        size: number of ranks.
+        controller: ``gloo`` or ``mpi``.
+        threads: CPU threads of each rank.
+        steps: steps of each training run.
+        passes: timed jobs per engine, in alternating order: A B C, C B A, ... Scenarios are timed once.
+        precision: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
+        device: ``cpu`` or ``cuda``.
+        scale, seed, text: of the workloads.
+        timeout: seconds without a step after which a job hangs.
+        folder: where everything is written.
+    """
+
+    engines: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    subject: str
+    size: int
+    controller: str
+    threads: int
+    steps: int
+    passes: int
+    precision: str
+    device: str
+    scale: str
+    seed: int
+    text: str | None
+    timeout: float
+    folder: Path
+
+    @property
+    def trainings(self) -> int:
+        """How many training runs the comparison takes: each cell twice to check it, and once in each timed pass."""
+        return sum(
+            2 + (min(self.passes, 1) if CATALOG[cell.workload].small else self.passes)
+            for engine in self.engines
+            for cell in self._cells_of(engine)
+        )
+
+    def run(self, listener: Listener = lambda where, event: None) -> Report:
+        """Make the comparison and write its report; ``listener`` hears of every event and where it happens.
+
+        Raises:
+            ComparisonError: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
+                subject cannot run here.
+        """
+        start = time.monotonic()
+        absent = {engine: find_engine(engine).unavailable() for engine in self.engines}
+        if absent[self.subject] is not None:
+            raise ComparisonError(f"{self.subject} cannot run here: {absent[self.subject]}")
+        present = [engine for engine in self.engines if absent[engine] is None]
+        environment = {"OMP_NUM_THREADS": str(self.threads)}
+        jobs = self.folder / "jobs"
+        with Launcher(self.controller, self.size, self.timeout, jobs, environment) as launcher:
+            workloads = self._references(launcher, listener)
+            checks, failures = self._check(launcher, present, listener)
+            left_out = {engine: _left_out(events) for engine, events in checks.items()}
+            cells = {
+                engine: [cell for cell in self._cells_of(engine) if cell.key not in left_out[engine]]
+                for engine in present
+            }
+            timed = self._time(launcher, cells, failures, listener)
+        results = [
+            judge(
+                cell,
+                engine,
+                checks[engine],
+                timed[engine],
+                failures[engine].get(cell.key),
+                self.size,
+                self.precision,
+            )
+            for cell in self.cells
+            for engine in present
+            if cell in cells[engine]
+        ]
+        add_ratios(results)
+        report = Report(
+            settings=self._settings(),
+            facts=machine_facts(self.threads),
+            workloads=workloads,
+            results=results,
+            absent={engine: reason for engine, reason in absent.items() if reason is not None},
+            subject=self.subject,
+            seconds=time.monotonic() - start,
+            left_out=[
+                f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"
+                for cell in self.cells
+                for engine in present
+                if cell.key in left_out[engine]
+            ],
+        )
+        report.save(self.folder)
+        return report
+
+    def _references(self, launcher: Launcher, listener: Listener) -> dict[str, dict[str, Any]]:
+        """Compute the references; returns what they tell about each workload."""
+        job = self._job("reference", "reference", list(self.cells))
+        outcome = launcher.reference(job, functools.partial(listener, "reference"))
+        if outcome.failures:
+            failure = outcome.failures["reference"]
+            raise ComparisonError(
+                f"the reference cannot be computed: {failure.message} (log in {job.folder})"
+            )
+        facts = {event["workload"]: event for event in outcome.events if event["event"] == "reference"}
+        for cell in self.cells:
+            layers = facts[cell.workload]["layers"]
+            if cell.chunks > layers and not CATALOG[cell.workload].small:
+                raise ComparisonError(
+                    f"{cell.chunks} chunks are too many for {cell.workload}: it has {layers} blocks"
+                )
+        return {
+            name: {
+                "title": CATALOG[name].title,
+                "line": fact["line"],
+                "losses": fact["losses"],
+                "small": CATALOG[name].small,
+            }
+            for name, fact in facts.items()
+        }
+
+    def _check(
+        self, launcher: Launcher, engines: list[str], listener: Listener
+    ) -> tuple[dict[str, list[Event]], dict[str, dict[str, Failure]]]:
+        """Train every cell twice with each engine, looking closely; returns the events and what failed."""
+        events, failures = {}, {}
+        for engine in engines:
+            job = self._job(f"check-{folder_name(engine)}", engine, self._cells_of(engine), checks=True)
+            outcome = launcher.train(job, functools.partial(listener, f"checking {engine}"))
+            events[engine], failures[engine] = outcome.events, outcome.failures
+        return events, failures
+
+    def _time(
+        self,
+        launcher: Launcher,
+        cells: dict[str, list[Cell]],
+        failures: dict[str, dict[str, Failure]],
+        listener: Listener,
+    ) -> dict[str, list[list[Event]]]:
+        """Time each engine's cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
+        engines = list(cells)
+        passes: dict[str, list[list[Event]]] = {engine: [] for engine in engines}
+        for number in range(1, self.passes + 1):
+            order = engines if number % 2 else engines[::-1]
+            for engine in order:
+                left = [
+                    cell
+                    for cell in cells[engine]
+                    if cell.key not in failures[engine] and (number == 1 or not CATALOG[cell.workload].small)
+                ]
+                job = self._job(f"time{number}-{folder_name(engine)}", engine, left)
+                where = f"timing {engine}, pass {number} of {self.passes}"
+                outcome = launcher.train(job, functools.partial(listener, where))
+                passes[engine].append(outcome.events)
+                failures[engine].update(outcome.failures)
+        return passes
+
+    def _cells_of(self, engine: str) -> list[Cell]:
+        """The cells that mean something for an engine."""
+        plans = find_engine(engine).plans
+        return [cell for cell in self.cells if plans or find_variant(cell.variant).budget is None]
+
+    def _job(self, name: str, engine: str, cells: list[Cell], *, checks: bool = False) -> Job:
+        return Job(
+            folder=self.folder / "jobs" / name,
+            references=self.folder / "jobs" / "reference",
+            engine=engine,
+            cells=tuple(cell.key for cell in cells),
+            size=self.size,
+            steps=self.steps,
+            seed=self.seed,
+            scale=self.scale,
+            text=self.text,
+            precision=self.precision,
+            device=self.device,
+            checks=checks,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "np": self.size,
+            "controller": self.controller,
+            "precision": self.precision,
+            "device": self.device,
+            "engines": ", ".join(self.engines),
+            "scale": self.scale,
+            "steps": self.steps,
+            "passes": self.passes,
+            "seed": self.seed,
+            "text": self.text or "source of the Python standard library",
+        }
+
+
+def _left_out(events: list[Event]) -> dict[str, str]:
+    """The keys of the cells that have no plan, and why."""
+    return {event["cell"]: event["reason"] for event in events if event["event"] == "left out"}

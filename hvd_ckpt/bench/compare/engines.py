@@ -1,0 +1,411 @@
+"""The engines: how a rank joins the others, how model and optimizer are wrapped, and how activations are recomputed.
+
+Each is what that project's documentation tells its user to write, and no more. To add one, write a class with these
+methods and enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from hvd_ckpt.environment import whole_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hvd_ckpt.bench.compare.recording import Recording
+    from hvd_ckpt.bench.compare.workloads import Workload
+    from hvd_ckpt.planning.plan import Plan
+
+__all__ = ["ENGINES", "Engine", "find_engine", "launched_rank_and_size"]
+
+Functions = Sequence[Callable[..., Any]]
+
+
+class Engine(ABC):
+    """One way to train on several ranks.
+
+    Attributes:
+        title: the name in tables.
+        uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
+        wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
+        plans: it has :meth:`plan`.
+        rank: number of this process, from 0; set by :meth:`start`.
+        size: number of processes; set by :meth:`start`.
+    """
+
+    title: ClassVar[str]
+    uses_horovod: ClassVar[bool] = False
+    wraps_after_apex: ClassVar[bool] = True
+    plans: ClassVar[bool] = False
+    rank: int
+    size: int
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why it cannot run here, in a clause; None where it can."""
+        return None
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Why it cannot train this by design, in a clause; None where it can."""
+        return None
+
+    @abstractmethod
+    def start(self, folder: Path) -> None:
+        """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        """Make every rank's weights rank 0's, and training reduce gradients; returns what to train with.
+
+        ``passes`` is the most backward passes before an update.
+        """
+
+    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
+        """Apply ``function``, recomputed: PyTorch's own unless the engine brings another."""
+        return checkpoint(function, *inputs, use_reentrant=use_reentrant)
+
+    def checkpoint_sequential(
+        self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
+    ) -> Any:
+        """Apply ``functions`` in turn, recomputed by segment: PyTorch's own unless the engine brings another.
+
+        PyTorch's takes one input and no keyword arguments; those that every function shares are bound beforehand.
+        """
+        bound = (
+            [functools.partial(function, **shared) for function in functions] if shared else list(functions)
+        )
+        return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
+
+    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
+        """What ``model`` recomputes, one plan for all ranks: as :func:`hvd_ckpt.plan`, only of engines with ``plans``.
+
+        Raises:
+            ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
+        """
+        raise NotImplementedError(f"{self.title} has no plans")
+
+    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
+        """Scales losses: PyTorch's own unless the engine brings another."""
+        return torch.amp.GradScaler(device)
+
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """The update after a backward pass of a scaled loss."""
+        scaler.step(optimizer)
+
+    def after_apex_backward(self, optimizer: Any) -> None:  # noqa: B027  # most engines have nothing to do
+        """What comes at the end of Apex's ``scale_loss``."""
+
+    def apex_step(self, optimizer: Optimizer) -> None:
+        """The update after a backward pass within Apex's ``scale_loss``."""
+        optimizer.step()
+
+    def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The context of a loop whose number of steps differs between ranks; afterwards their weights are equal."""
+        return nullcontext()
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
+        return nullcontext()
+
+    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
+        """Leave the other ranks."""
+
+
+class HorovodFamily(Engine):
+    """What this library and stock Horovod have in common: the launcher, the recipes, the names."""
+
+    uses_horovod = True
+    wraps_after_apex = False
+
+    def after_apex_backward(self, optimizer: Any) -> None:
+        optimizer.synchronize()
+
+    def apex_step(self, optimizer: Any) -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    @contextmanager
+    def uneven(self, model: nn.Module) -> Iterator[None]:
+        import horovod.torch as hvd
+
+        yield
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        from hvd_ckpt.bench.compare.recording import recording_horovod
+
+        return recording_horovod(recording, self.rank, folder)
+
+
+class HvdCkpt(HorovodFamily):
+    """This library."""
+
+    title = "hvd_ckpt"
+    plans = True
+
+    def start(self, folder: Path) -> None:
+        from hvd_ckpt import runtime
+
+        runtime.init()
+        self.rank, self.size = _horovod_rank_and_size()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from hvd_ckpt import distributed, reduction
+
+        optimizer = distributed.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        reduction.broadcast_parameters(model.state_dict(), root_rank=0)
+        reduction.broadcast_optimizer_state(optimizer, root_rank=0)
+        return model, optimizer
+
+    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
+        from hvd_ckpt import recompute
+
+        return recompute.checkpoint(function, *inputs, use_reentrant=use_reentrant)
+
+    def checkpoint_sequential(
+        self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
+    ) -> Any:
+        from hvd_ckpt import recompute
+
+        return recompute.checkpoint_sequential(
+            functions, segments, *inputs, use_reentrant=use_reentrant, **shared
+        )
+
+    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
+        from hvd_ckpt.planning.planner import plan
+
+        return plan(model, *inputs, **options)
+
+    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
+        from hvd_ckpt import precision
+
+        return precision.GradScaler(device)
+
+
+class Sharded(HvdCkpt):
+    """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
+
+    stage: ClassVar[int]
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from hvd_ckpt import distributed
+
+        sharded = distributed.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
+            shard=self.stage,
+            model=model,
+            master_weights=False,
+        )
+        return model, sharded
+
+    def refuses(self, workload: Workload) -> str | None:
+        if workload.uneven:
+            return "sharded ranks need each other in every step"
+        if self.stage == 3 and not workload.alike:
+            return "where parameters are sharded, ranks gather each one together, so all must use the same layers"
+        return None
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        return nullcontext()  # a shard is no parameter's gradient
+
+    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+        with optimizer.gathered_parameters():
+            return {name: value.clone() for name, value in super().weights(model, optimizer).items()}
+
+
+class ShardedOptimizerState(Sharded):
+    title = "hvd_ckpt, stage 1"
+    stage = 1
+
+
+class ShardedGradients(Sharded):
+    title = "hvd_ckpt, stage 2"
+    stage = 2
+
+
+class ShardedParameters(Sharded):
+    title = "hvd_ckpt, stage 3"
+    stage = 3
+
+
+class Horovod(HorovodFamily):
+    """Horovod as it comes, with its own default fusion."""
+
+    title = "Horovod"
+    options: ClassVar[dict[str, Any]] = {}
+
+    def start(self, folder: Path) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self.rank, self.size = _horovod_rank_and_size()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        import horovod.torch as hvd
+
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
+            **self.options,
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return model, optimizer
+
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+
+
+class HorovodGrouped(Horovod):
+    """Horovod with its gradients in two groups, each of which travels as one."""
+
+    title = "Horovod, groups=2"
+    options: ClassVar[dict[str, Any]] = {"groups": 2}
+
+
+class DDP(Engine):
+    """PyTorch's DistributedDataParallel over Gloo, each rank with its own batch-norm statistics as in Horovod."""
+
+    title = "PyTorch DDP"
+    options: ClassVar[dict[str, Any]] = {}
+
+    def start(self, folder: Path) -> None:
+        self.rank, self.size = launched_rank_and_size()
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=self.rank, world_size=self.size
+        )
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **self.options)
+        return wrapped, optimizer
+
+    @contextmanager
+    def uneven(self, model: nn.Module) -> Iterator[None]:
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        with model.join():
+            yield
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        from hvd_ckpt.bench.compare.recording import recording_ddp
+
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        return recording_ddp(recording, model)
+
+    def stop(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+class DDPFindUnused(DDP):
+    """The same, looking for parameters that the loss does not depend on."""
+
+    title = "DDP find_unused"
+    options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+
+class DDPStatic(DDP):
+    """The same, told that the graph never changes."""
+
+    title = "DDP static_graph"
+    options: ClassVar[dict[str, Any]] = {"static_graph": True}
+
+
+class ApexDDP(DDP):
+    """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over Gloo."""
+
+    title = "Apex DDP"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        from hvd_ckpt.precision import apex_unavailable
+
+        return apex_unavailable()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from apex.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model), optimizer
+
+    @contextmanager
+    def uneven(self, model: nn.Module) -> Iterator[None]:
+        yield  # it has nothing for it
+
+    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
+        from hvd_ckpt.bench.compare.recording import recording_apex
+
+        return recording_apex(recording, model)
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "hvd_ckpt": HvdCkpt,
+    "horovod": Horovod,
+    "horovod-groups": HorovodGrouped,
+    "ddp": DDP,
+    "ddp-find-unused": DDPFindUnused,
+    "ddp-static": DDPStatic,
+    "apex": ApexDDP,
+    "shard-1": ShardedOptimizerState,
+    "shard-2": ShardedGradients,
+    "shard-3": ShardedParameters,
+}
+
+
+def find_engine(name: str) -> type[Engine]:
+    """The engine of that name in :data:`ENGINES`, or the class that ``module:Class`` names.
+
+    Raises:
+        ValueError: there is none, or what ``module:Class`` names is no engine.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"no engine '{name}': choose among {', '.join(ENGINES)} or give module:Class")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"no engine '{name}': {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise ValueError(f"'{name}' is not an engine: it must be a subclass of {Engine.__module__}.Engine")
+    return found
+
+
+def launched_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher says: Horovod's over Gloo, or Open MPI.
+
+    Raises:
+        RuntimeError: no launcher that sets them started this process.
+    """
+    for rank, size in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        found = whole_in(rank), whole_in(size)
+        if found[0] is not None and found[1] is not None:
+            return found[0], found[1]
+    raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")
+
+
+def _horovod_rank_and_size() -> tuple[int, int]:
+    import horovod.torch as hvd
+
+    return int(hvd.rank()), int(hvd.size())

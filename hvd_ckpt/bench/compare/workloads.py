@@ -1,0 +1,235 @@
+"""The workloads: a model as a chain of blocks, its batches, the loss, and what happens in a step.
+
+To add one, write a class with these methods and enter it in :data:`WORKLOADS`; engines, reference and report take it
+from there. The small ones that each show one difficulty are in :mod:`.scenarios`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hvd_ckpt.bench.compare.data import IGNORED, PADDING, VOCABULARY, Digits, Text
+from hvd_ckpt.bench.compare.recomputing import Chain, Recompute
+
+__all__ = ["SCALES", "WORKLOADS", "Batch", "Step", "Workload"]
+
+SCALES = ("quick", "default", "full")
+
+
+@dataclass
+class Batch:
+    """What one rank trains on at a time: the model's inputs, keyword arguments of every block, and the target."""
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> Batch:
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.detach().to(device).requires_grad_(value.requires_grad)
+
+        shared = {name: moved(value) for name, value in self.shared.items()}
+        return Batch(tuple(moved(tensor) for tensor in self.inputs), moved(self.target), shared)
+
+
+@dataclass
+class Step:
+    """One step of one rank, as a workload sees it.
+
+    Attributes:
+        model: what to call; an engine's wrapper around the workload's model, or the model itself.
+        rank, size, number: which rank of how many, and which step (from 0).
+        batches: this rank's batches of this step.
+        autocast: makes the context for a forward pass and its loss.
+        backward: runs the backward pass of a loss, scaled if the precision wants it.
+    """
+
+    model: nn.Module
+    rank: int
+    size: int
+    number: int
+    batches: Sequence[Batch]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    backward: Callable[[torch.Tensor], object]
+
+
+class Workload(ABC):
+    """A model learning something.
+
+    Attributes:
+        title: one line that says what learns what.
+        model_line: one line with the model's size, at this scale.
+        requires: optional packages that it needs.
+        variants: the ways to recompute that mean something for it.
+        plannable: planning what it recomputes means something for it, too.
+        passes: most backward passes in a step, for engines that must be told.
+        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
+        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
+        uneven: ranks have unequal numbers of steps.
+        alike: all ranks use the same layers in the same order.
+        small: a step takes milliseconds.
+        precisions: those that mean something for it; None for all.
+        tolerance: how far weights may be off, as a share of what training changes.
+    """
+
+    title: ClassVar[str]
+    model_line: str
+    learning_rate: ClassVar[float]
+    requires: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[tuple[str, ...]] = ("none", "reentrant", "non-reentrant")
+    plannable: ClassVar[bool] = True
+    passes: ClassVar[int] = 1
+    static: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
+    small: ClassVar[bool] = False
+    precisions: ClassVar[tuple[str, ...] | None] = None
+    tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
+
+    @abstractmethod
+    def __init__(self, scale: str, seed: int, text: str | None) -> None:
+        """Read the data and import what the model needs, so that no step waits for either."""
+
+    @abstractmethod
+    def model(self, recompute: Recompute) -> nn.Module:
+        """A fresh model in training mode, initialized from torch's global random state; ``len`` gives its blocks."""
+
+    @abstractmethod
+    def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
+        """A batch of one rank in one step: a pure function of its arguments and the seed."""
+
+    @abstractmethod
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The mean loss of one rank's batch."""
+
+    def batches(self, rank: int, size: int, step: int) -> list[Batch]:
+        """All batches of one rank in one step."""
+        return [self.batch(rank, size, step)]
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        """The forward and backward passes of a step; returns its losses."""
+        losses = []
+        for batch in step.batches:
+            with step.autocast():
+                loss = self.loss(step.model(*batch.inputs, **batch.shared), batch.target)
+            step.backward(loss)
+            losses.append(loss.detach())
+        return losses
+
+    def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027  # most change nothing
+        """What changes in the (unwrapped) model before a step."""
+
+    def steps_of(self, rank: int, size: int, steps: int) -> int:
+        """How many of ``steps`` steps a rank has batches for."""
+        return steps
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD with momentum, whose update is linear in the gradient: a rounding error stays a rounding error. (Adam
+        divides by the gradient's own size and blows up the rounding of a gradient that should be zero.)"""
+        return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9)
+
+
+class DenseNetOnDigits(Workload):
+    """A DenseNet on handwritten digits: batch norms everywhere, many small parameters."""
+
+    title = "DenseNet on handwritten digits"
+    requires = ("sklearn",)
+    learning_rate = 0.1
+    # depth, pixels, images per rank and step
+    sizes: ClassVar[dict[str, tuple[int, int, int]]] = {
+        "quick": (22, 16, 8),
+        "default": (22, 24, 16),
+        "full": (264, 64, 8),
+    }
+
+    def __init__(self, scale: str, seed: int, text: str | None) -> None:
+        from hvd_ckpt.models.densenet import densenet
+
+        self._densenet = densenet
+        self._depth, pixels, self._images = self.sizes[scale]
+        self._digits = Digits(pixels, seed)
+        self.model_line = f"DenseNet-{self._depth}, {self._images} images of {pixels} x {pixels} per rank"
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        return Chain(list(self._densenet(self._depth, channels=1, classes=Digits.classes)), recompute)
+
+    def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
+        images, labels = self._digits.batch(rank, size, step, self._images)
+        # PyTorch's reentrant variant drops the first segment's gradients unless an input requires one; its
+        # documentation's way out, taken here for every engine alike.
+        return Batch((images.requires_grad_(),), labels)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, target)
+
+
+class Maskless(nn.Module):
+    """A block without use for the mask that every layer of a chain is given here."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.block(x)
+        return output
+
+
+class BertOnText(Workload):
+    """A BERT guessing hidden bytes of real text: dropout, a shared mask, tied weights, inputs without gradients."""
+
+    title = "BERT learning masked words of text"
+    requires = ("transformers",)
+    learning_rate = 0.05
+    # hidden size, layers, heads, longest sequence, sequences per rank and step
+    sizes: ClassVar[dict[str, tuple[int, int, int, int, int]]] = {
+        "quick": (32, 2, 2, 32, 4),
+        "default": (64, 4, 4, 64, 8),
+        "full": (768, 12, 12, 512, 8),
+    }
+
+    def __init__(self, scale: str, seed: int, text: str | None) -> None:
+        from hvd_ckpt.models.bert import bert
+
+        self._bert = bert
+        self._hidden, self._layers, self._heads, self._length, self._sequences = self.sizes[scale]
+        self._text = Text(text, self._length, seed)
+        self.model_line = (
+            f"BERT of {self._layers} layers, hidden size {self._hidden}, dropout 0.1, "
+            f"{self._sequences} sequences of up to {self._length} bytes per rank"
+        )
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        model = self._bert(
+            vocabulary=VOCABULARY,
+            padding=PADDING,
+            width=self._hidden,
+            layers=self._layers,
+            heads=self._heads,
+            length=self._length,
+            dropout=0.1,
+        )
+        embeddings, *layers, head = model.to_layers()
+        return Chain([Maskless(embeddings), *layers, Maskless(head)], recompute)
+
+    def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
+        tokens, mask, targets = self._text.batch(rank, step, self._sequences)
+        # As the layers take it, for every engine alike: (batch, heads, positions that see, positions that are seen).
+        return Batch((tokens,), targets, {"attention_mask": mask.bool()[:, None, None]})
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+WORKLOADS: dict[str, type[Workload]] = {"densenet": DenseNetOnDigits, "bert": BertOnText}

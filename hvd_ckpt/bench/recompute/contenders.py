@@ -1,0 +1,150 @@
+"""Who is measured: keep everything, what PyTorch offers, and other projects, each used as its documentation says.
+
+A contender gets a model of its own (a plain chain that shares its parameters with everyone else's) and answers with the
+function that runs it. Nothing here is ours: this library's plans are in :mod:`hvd_ckpt.bench.recompute.plans`. Other
+projects are imported when they are asked, so one that is missing is an error of its own contender and nobody else's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+from hvd_ckpt.bench.recompute.chain import Builder, Forward, inner_blocks, walk
+from hvd_ckpt.bench.recompute.peers import Ckptplan, build_rockmate, build_torch_remat
+from hvd_ckpt.bench.recompute.workloads import Workload
+
+__all__ = ["FAMILIES", "KEEP", "OURS", "Contender", "contenders", "segment_counts"]
+
+KEEP, OURS = "keep", "ours"
+FAMILIES = (KEEP, "sequential", "blocks", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
+"""What ``--contenders`` takes, in the order of the tables."""
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+FRACTIONS = (0.7, 0.5, 0.3, 0.15)  # budgets of the other planners, in their own measure
+
+aten = torch.ops.aten
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+EXPENSIVE = {
+    *ATTENTION,
+    *MATMULS,
+    aten.convolution.default,
+    aten.mkldnn_rnn_layer.default,
+    aten._cudnn_rnn.default,
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a model.
+
+    Attributes:
+        name: in tables, unique within a workload.
+        family: one of :data:`FAMILIES`.
+        build: makes a chain run this way; it may change the chain.
+    """
+
+    name: str
+    family: str
+    build: Builder
+
+
+def contenders(workload: Workload, blocks: int, families: tuple[str, ...]) -> list[Contender]:
+    """All contenders of these families but this library's, for a chain of that many blocks."""
+    ckptplan = Ckptplan()
+    named: dict[str, dict[str, Builder]] = {
+        KEEP: {"keep everything": lambda model, inputs, needed: model},
+        "sequential": {
+            f"checkpoint_sequential, {count} chunks": _sequential(count) for count in segment_counts(blocks)
+        },
+        "blocks": {"checkpoint every block": _blocks(1), "checkpoint every second block": _blocks(2)},
+        "selective": {
+            "selective, matmuls saved": _selective(EXPENSIVE),
+            "selective, every second matmul saved": _selective(EXPENSIVE, halve=True),
+            **({"selective, attention saved": _selective(ATTENTION)} if workload.attention else {}),
+        },
+        "torch_remat": {
+            "torch_remat, nothing saved": build_torch_remat(()),
+            **{
+                f"torch_remat, {name}": build_torch_remat(endings)
+                for name, endings in workload.saved_regions.items()
+            },
+        },
+        "ckptplan": {
+            **{f"ckptplan, {fraction:g}x": ckptplan.build(fraction) for fraction in FRACTIONS},
+            "ckptplan, least memory": ckptplan.build(None),
+        },
+        "rockmate": {f"rockmate, {fraction:g}x": build_rockmate(fraction) for fraction in FRACTIONS},
+    }
+    return [
+        Contender(name, family, build)
+        for family, builders in named.items()
+        if family in families
+        for name, build in builders.items()
+    ]
+
+
+def segment_counts(blocks: int) -> list[int]:
+    """Chunk counts for checkpoint_sequential on a chain of ``blocks`` blocks: a few, and one chunk per block."""
+    return [*(count for count in COUNTS if count < blocks), blocks]
+
+
+def _sequential(count: int) -> Builder:
+    def build(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
+        return functools.partial(_run_sequential, model, count)
+
+    return build
+
+
+def _run_sequential(model: nn.Sequential, count: int, hidden: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = checkpoint_sequential(model, count, hidden, use_reentrant=False)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _blocks(stride: int) -> Builder:
+    def build(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
+        chosen = inner_blocks(model)[::stride]
+        return walk(
+            model,
+            {index: functools.partial(checkpoint, model[index], use_reentrant=False) for index in chosen},
+        )
+
+    return build
+
+
+def _selective(saved: set[Any], halve: bool = False) -> Builder:
+    """Per block, what ``saved`` calls return is kept; of matrix products only every second, if ``halve``."""
+
+    def contexts() -> Any:
+        products = {False: 0, True: 0}  # forward and recomputation count for themselves
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            keep = operator in saved
+            if keep and halve and operator not in ATTENTION:
+                products[context.is_recompute] += 1
+                keep = products[context.is_recompute] % 2 == 0
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+    def build(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
+        save = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        return walk(model, {index: functools.partial(save, model[index]) for index in inner_blocks(model)})
+
+    return build

@@ -1,0 +1,198 @@
+"""PyTorch's and DeepSpeed's sharding, as their documentation tells their users to write it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from hvd_ckpt.bench.shard.contenders import OURS, Contender
+from hvd_ckpt.bench.shard.model import LEARNING_RATE, blocks, loss
+from hvd_ckpt.bench.shard.sessions import Ours, Session, Tensors, local, state_tensors, tensors_of
+from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.models.gpt import GPTBlock
+from hvd_ckpt.reduction.buckets import MEBIBYTE
+
+__all__ = ["SESSIONS", "join"]
+
+Adam = torch.optim.Adam
+
+
+def join(folder: Path, rank: int, size: int) -> None:
+    """Lets ``torch.distributed`` join the other ranks over Gloo, beside Horovod; DeepSpeed finds it there."""
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size
+    )
+
+
+def _recomputed(model: Chain, contender: Contender) -> Chain:
+    """The model with each block recomputed, if the contender does so: PyTorch's own, not reentrant."""
+    if contender.recompute:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, GPTBlock))
+    return model
+
+
+class DDP(Session):
+    """DistributedDataParallel: nothing is split."""
+
+    model: nn.parallel.DistributedDataParallel
+
+    def __init__(
+        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
+    ) -> None:
+        super().__init__(model, contender, passes, bucket_mb, folder)
+        self.model = nn.parallel.DistributedDataParallel(
+            _recomputed(model, contender), bucket_cap_mb=bucket_mb
+        )
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return Adam(self.model.parameters(), lr=LEARNING_RATE)
+
+    def accumulate(self, samples: Sequence[Tensor]) -> float:
+        self.optimizer.zero_grad()
+        mean = 0.0
+        for number, sample in enumerate(samples, start=1):
+            with contextlib.nullcontext() if number == len(samples) else self.model.no_sync():
+                mean += self.backward(sample)
+        return mean
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def tensors(self) -> Tensors:
+        return tensors_of(self.model.parameters(), self.optimizer)
+
+
+class Zero(DDP):
+    """ZeroRedundancyOptimizer with DistributedDataParallel: the optimizer's state is split, a parameter as a whole."""
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=Adam, lr=LEARNING_RATE)
+
+    def tensors(self) -> Tensors:
+        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return tensors_of(self.model.parameters(), self.optimizer.optim)
+
+
+class FSDP2(Session):
+    """``fully_shard``: at stage 3 parameters are split again after forward, at stage 2 not before the end of backward."""
+
+    def __init__(
+        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
+    ) -> None:
+        super().__init__(model, contender, passes, bucket_mb, folder)
+        self.model = _recomputed(model, contender)
+        for block in blocks(model):
+            fully_shard(block, reshard_after_forward=contender.stage == 3)
+        fully_shard(model, reshard_after_forward=None if contender.stage == 3 else False)
+        self.optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
+
+    def accumulate(self, samples: Sequence[Tensor]) -> float:
+        self.optimizer.zero_grad()
+        return sum(self.backward(sample) for sample in samples)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def tensors(self) -> Tensors:
+        return tensors_of(self.model.parameters(), self.optimizer)
+
+
+class DeepSpeed(Session):
+    """DeepSpeed's engine, with buckets as large as everyone's, and without the clipping that is its default.
+
+    Its defaults for stage 3 are for models of billions of parameters: it would hardly split one that is smaller.
+    """
+
+    def __init__(
+        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
+    ) -> None:
+        import deepspeed
+
+        super().__init__(model, contender, passes, bucket_mb, folder)
+        bucket = int(bucket_mb * MEBIBYTE) // 4
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": passes,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": contender.stage,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_live_parameters": bucket,
+                "stage3_max_reuse_distance": 0,
+                "stage3_param_persistence_threshold": 10_000,
+            },
+        }
+        _recomputed(model, contender)
+        self._stage = contender.stage
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=Adam(model.parameters(), lr=LEARNING_RATE),
+            config=config,
+            dist_init_required=False,
+        )
+        self.model = self.engine
+
+    def accumulate(self, samples: Sequence[Tensor]) -> float:
+        mean = 0.0
+        for number, sample in enumerate(samples, start=1):
+            part = loss(self.engine, sample)
+            self.engine.backward(part)
+            if number < len(samples):
+                self.engine.step()
+            mean += part.item() / self.passes
+        return mean
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def tensors(self) -> Tensors:
+        """Those that its optimizer has under these names; whatever it holds elsewhere counts among the buffers."""
+        optimizer: Any = self.engine.optimizer
+        parameters = [local(getattr(one, "ds_tensor", one).detach()) for one in self.engine.parameters()]
+        masters = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+        gradients = [
+            getattr(optimizer, "averaged_gradients", {}),
+            getattr(optimizer, "grad_partitions_flat_buffer", []),
+        ]
+        gradients += [[one.grad for one in self.engine.parameters() if one.grad is not None]]
+        state = [
+            *state_tensors(optimizer.optimizer),
+            *_flatten([getattr(optimizer, name, []) for name in masters]),
+        ]
+        return Tensors(parameters, _flatten(gradients), state)
+
+
+def _flatten(value: Any) -> list[Tensor]:
+    """All tensors in lists and dicts of such."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for one in value for tensor in _flatten(one)]
+
+
+SESSIONS: dict[str, type[Session]] = {
+    OURS: Ours,
+    "ddp": DDP,
+    "zero": Zero,
+    "fsdp2": FSDP2,
+    "deepspeed": DeepSpeed,
+}

@@ -1,0 +1,188 @@
+"""The two loops: the toolkit's own, and the one that is written by hand.
+
+The toolkit's is :meth:`Trainer.run` as it is; its step is only overridden to look at the clock where a round ends, and to let
+the other loop have its turn there. So a round of the toolkit spans everything that it does between steps: batches from its
+loader, counting, the schedule, the log.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.distributed import DistributedOptimizer
+from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import Objective
+from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
+from hvd_ckpt.training import optimizers
+from hvd_ckpt.training.assembly import Assembly
+from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.microbatch import Accumulated
+from hvd_ckpt.training.schedules import Schedule
+from hvd_ckpt.training.trainer import Trainer
+
+__all__ = ["ByHand", "Measured", "differences"]
+
+AHEAD = 2  # batches prepared before they are needed, as many as the toolkit's loader has
+
+
+class ByHand:
+    """The loop that an engineer writes for one model, with this library's calls and nothing else of the toolkit.
+
+    Batches are drawn from the data set in the stream's order, two ahead in one thread. A step sets the learning rate, clears
+    the gradients, sums the number of terms over the ranks, runs each micro-batch forward and backward with its share of the
+    terms, reduces, clips, and steps. Every ``log_every`` steps it reads the loss. It writes nothing.
+
+    Args:
+        config: the settings that this loop knows: batch, accumulate, seed, lr, schedule, clip, optimizer, log_every, steps.
+        model: trained in place.
+        objective: its loss and terms.
+        data: samples to train on.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, objective: Objective, data: Dataset) -> None:
+        assert config.steps is not None and config.clip is not None
+        self.config, self.model, self.objective, self.data = config, model, objective, data
+        self.clip = config.clip
+        self.stream = SampleStream(len(data), config.seed)
+        self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup, config.final_lr)
+        broadcast_parameters(model.state_dict(), root_rank=0)
+        self.optimizer = DistributedOptimizer(
+            optimizers.build(
+                config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options
+            ),
+            named_parameters=model.named_parameters(),
+        )
+        broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self.taken = self.drawn = 0
+        self.losses: list[float] = []
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead: deque[Future[Batch]] = deque()
+        for _ in range(AHEAD):
+            self._draw()
+
+    def _draw(self) -> None:
+        count = self.config.batch * hvd.size()
+        indices, epochs = self.stream.part(self.drawn * count, count, hvd.rank(), hvd.size())
+        self._ahead.append(self._thread.submit(self.data.batch, indices, epochs))
+        self.drawn += 1
+
+    def step(self) -> None:
+        """One step of the optimizer."""
+        batch = self._ahead.popleft().result()
+        self._draw()
+        parts = batch.split(self.config.accumulate)
+        terms = [self.objective.weight(part) for part in parts]
+        total = torch.tensor([sum(terms)], dtype=torch.float64)
+        if hvd.size() > 1:
+            total = hvd.allreduce(total, op=hvd.Sum, name="by_hand.terms")
+        factor = hvd.size() / total.item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate(self.taken)
+        self.optimizer.zero_grad()
+        mean = torch.zeros(())
+        for part, own in zip(parts, terms):
+            loss = self.objective.loss(self.model(*part.inputs, **part.shared), part)
+            mean += loss.detach() * (own / sum(terms))
+            (loss * (own * factor)).backward()
+        self.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        self.taken += 1
+        if self.taken % self.config.log_every == 0:
+            self.losses.append(mean.item())
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+class Measured(Trainer):
+    """The toolkit's trainer, whose rounds alternate with those of the loop by hand: A B, B A, A B, ...
+
+    Both take ``warm_up`` steps, then ``rounds`` rounds of ``length`` steps, then one more, before which the last round ends.
+    Dropout draws from one random state for each loop, changed over between rounds.
+
+    Args:
+        config: its ``steps`` are ``warm_up + rounds * length + 1``.
+        assembly: what is trained, by this trainer; the loop by hand has a copy of the model.
+        rounds, length, warm_up: how many, and of how many steps.
+
+    Attributes:
+        by_hand: the other loop.
+        seconds, seconds_by_hand: of each round, on this rank, after all ranks have met.
+    """
+
+    def __init__(self, config: Config, assembly: Assembly, rounds: int, length: int, warm_up: int) -> None:
+        twin = copy.deepcopy(assembly.model)
+        super().__init__(config, assembly.model, assembly.objective, assembly.train)
+        self.by_hand = ByHand(config, twin, assembly.objective, assembly.train)
+        self.seconds: list[float] = []
+        self.seconds_by_hand: list[float] = []
+        self._rounds, self._length, self._warm_up = rounds, length, warm_up
+        self._other_random = torch.get_rng_state()
+        self._start = 0.0
+
+    def step(self, batch: Batch, samples: int) -> Accumulated:
+        """The trainer's step, after the turn of the other loop where one is due."""
+        done, rest = divmod(self.progress.step - self._warm_up, self._length)
+        if rest == 0 and 0 <= done <= self._rounds:
+            self._end_round(done)
+        return super().step(batch, samples)
+
+    def snapshot(self) -> Path:
+        """Writes none: the run has nothing that is worth keeping."""
+        return self.folder
+
+    def _end_round(self, done: int) -> None:
+        """Ends the trainer's round before the step with which the next one begins, and gives the other loop its turns.
+
+        In even rounds the trainer goes first, in odd ones the loop by hand.
+        """
+        if done:
+            self.seconds.append(time.perf_counter() - self._start)
+        with self.report.apart():
+            if done == 0:
+                self._in_turn(self._warm_up)
+            elif done % 2:
+                self.seconds_by_hand.append(self._in_turn(self._length))
+                if done < self._rounds:
+                    self.seconds_by_hand.append(self._in_turn(self._length))
+            if done == self._rounds:
+                self._in_turn(1)
+        hvd.barrier()
+        self._start = time.perf_counter()
+
+    def _in_turn(self, steps: int) -> float:
+        """Seconds of so many steps by hand."""
+        own = torch.get_rng_state()
+        torch.set_rng_state(self._other_random)
+        hvd.barrier()
+        start = time.perf_counter()
+        _repeat(self.by_hand.step, steps)
+        seconds = time.perf_counter() - start
+        self._other_random = torch.get_rng_state()
+        torch.set_rng_state(own)
+        return seconds
+
+
+def _repeat(step: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        step()
+
+
+def differences(one: nn.Module, other: nn.Module) -> list[str]:
+    """Names of the weights and buffers that are not bit for bit the same in two models of one kind."""
+    found: dict[str, Tensor] = other.state_dict()
+    return [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, found[name])]

@@ -1,0 +1,1 @@
+"""The ``hvd-ckpt`` command: one file a command."""

@@ -1,0 +1,160 @@
+"""``hvd-ckpt plan --np N --shard S``: what a step with the plan takes on each rank of a cluster that need not be there.
+
+A table of the peak over stages and numbers of ranks, and the chosen stage in its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvd_ckpt.command_line import BadArgument
+from hvd_ckpt.planning.budget import show_bytes
+
+if TYPE_CHECKING:
+    from hvd_ckpt.cli.plan_models import Job
+    from hvd_ckpt.planning.plan import Plan
+    from hvd_ckpt.sharding.estimate import Estimator, MemoryEstimate
+
+__all__ = ["Cluster", "cluster_of", "cluster_options"]
+
+MOST_RANKS = 1 << 20
+FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"))  # stage, offload
+TITLE = "peak of a step, per rank"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What was asked for.
+
+    Attributes:
+        ranks: of the largest cluster.
+        stage, offload: what is shown in its parts.
+        optimizer: a name of ``torch.optim`` in lower case.
+        wire: the format in which shards travel.
+    """
+
+    ranks: int
+    stage: int
+    offload: str | None
+    optimizer: str
+    wire: str
+
+    def sizes(self) -> list[int]:
+        """Powers of two, and the size asked for."""
+        powers = [1 << power for power in range(self.ranks.bit_length()) if 1 << power < self.ranks]
+        return [*powers, self.ranks]
+
+    def show(self, job: Job, plan: Plan, precision: str, console: Console) -> None:
+        """Measures a step with the plan here, and prints both tables.
+
+        Raises:
+            BadArgument: the optimizer cannot be estimated.
+        """
+        from hvd_ckpt.sharding.estimate import Estimator
+
+        try:
+            estimator = Estimator(
+                job.model,
+                plan,
+                self.optimizer,
+                precision,
+                sample=job.sample,
+                kwargs=job.kwargs,
+                loss=job.loss,
+            )
+            console.print(self._table(estimator))
+            console.print(Text(str(self._estimate(estimator, self.ranks, self.stage, self.offload))))
+        except ValueError as error:
+            raise BadArgument(f"--np {self.ranks}: {error}") from None
+
+    def _table(self, estimator: Estimator) -> Table:
+        table = Table(box=SIMPLE_HEAD, title=TITLE, title_justify="left")
+        table.add_column("np", justify="right", no_wrap=True)
+        for stage, offload in FORMS:
+            table.add_column(
+                f"shard {stage}" + (", offload" if offload else ""), justify="right", no_wrap=True
+            )
+        for ranks in self.sizes():
+            cells = []
+            for form in FORMS:
+                chosen = ranks == self.ranks and form == (self.stage, self.offload)
+                peak = show_bytes(self._estimate(estimator, ranks, *form).peak)
+                cells.append(Text(f"* {peak}" if chosen else peak, style="bold" if chosen else ""))
+            table.add_row(Text(str(ranks)), *cells)
+        return table
+
+    def _estimate(self, estimator: Estimator, ranks: int, stage: int, offload: str | None) -> MemoryEstimate:
+        """With the wire format where the stage has use for it."""
+        wire = {
+            "gradients": self.wire if stage >= 2 else "fp32",
+            "parameters": self.wire if stage >= 1 else "fp32",
+        }
+        return estimator.estimate(ranks, stage, offload, wire)
+
+
+def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that :func:`cluster_of` reads."""
+    for option in (
+        click.option(
+            "--wire", help="Format in which shards travel: fp32, fp16, bf16, int8.  [default: fp32]"
+        ),
+        click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]"),
+        click.option("--offload", type=click.Choice(["optimizer"]), help="Show it with its state offloaded."),
+        click.option(
+            "--shard",
+            metavar="STAGE",
+            help="Show this in its parts: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
+        ),
+        click.option(
+            "--np",
+            "ranks",
+            type=click.IntRange(1, MOST_RANKS),
+            help="Also estimate the memory of each rank of clusters up to this size.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def cluster_of(options: dict[str, Any]) -> Cluster | None:
+    """Takes the options of :func:`cluster_options` out of a command's; None if none was given.
+
+    Raises:
+        BadArgument: one is wrong, or there is no ``--np``.
+    """
+    from hvd_ckpt.sharding.estimate import check_optimizer
+    from hvd_ckpt.sharding.formats import wire_format
+    from hvd_ckpt.sharding.stages import stage_of
+
+    names = ("ranks", "shard", "offload", "optimizer", "wire")
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    if not given:
+        return None
+    if "ranks" not in given:
+        name, value = next(iter(given.items()))
+        raise BadArgument(f"--{name} {value}: give --np, the number of ranks, as well")
+    shard, offload = given.get("shard", "none"), given.get("offload")
+    wire, optimizer = given.get("wire", "fp32"), given.get("optimizer", "adamw")
+    try:
+        check_optimizer(optimizer)
+    except ValueError as error:
+        raise BadArgument(f"--optimizer: {error}") from None
+    try:
+        stage = stage_of(int(shard) if shard.isdecimal() and len(shard) == 1 else shard)
+    except ValueError as error:
+        raise BadArgument(f"--shard: {error}") from None
+    try:
+        wire_format(wire)
+    except ValueError as error:
+        raise BadArgument(f"--wire: {error}") from None
+    if offload and not stage:
+        raise BadArgument(f"--offload {offload}: give --shard optimizer, gradients or parameters as well")
+    return Cluster(given["ranks"], stage, offload, optimizer, wire)

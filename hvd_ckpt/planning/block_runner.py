@@ -1,0 +1,164 @@
+"""Running one block of a model to measure what it costs under each treatment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_ckpt.measure import no_collection, now
+from hvd_ckpt.memory import recording_marks
+from hvd_ckpt.planning.treatment import Treatment
+from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+
+__all__ = ["BlockCost", "BlockRunner", "copied_objects"]
+
+
+@dataclass
+class BlockCost:
+    """What one block costs under one treatment: bytes above its start, seconds of forward and backward together."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    seconds: float = 0.0
+
+
+class BlockRunner:
+    """Runs one block by itself, on inputs like those that the model gives it.
+
+    Args:
+        function: the block.
+        args, kwargs: its inputs.
+        autocast: a context for its forward pass.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._function = function
+        self._inputs = (args, kwargs)
+        self._device = device
+        self._autocast = autocast
+
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fresh inputs: the block may change them, and they are no leaves of the graph, as in the model."""
+
+        def fresh(tensor: Tensor) -> Tensor:
+            copied = tensor.detach().clone()
+            return copied.requires_grad_().clone() if tensor.requires_grad else copied
+
+        args, kwargs = copied_objects(map_tensors(fresh, Tensor, self._inputs))
+        return args, kwargs
+
+    def memory(self, treatments: Sequence[Treatment]) -> list[BlockCost]:
+        """Exact bytes under each treatment."""
+        costs = []
+        gc.collect()
+        with recording_marks(self._device) as marks:
+            for treatment in treatments:
+                args, kwargs = self.inputs()
+                marks.mark("start")
+                _backward(self._forward(treatment, args, kwargs, lambda: marks.mark("kept")))
+                marks.mark("end")
+                del args, kwargs
+        for number in range(len(treatments)):
+            start, kept, end = marks.marks[3 * number : 3 * number + 3]
+            costs.append(
+                BlockCost(
+                    max(kept.bytes - start.bytes, 0),
+                    max(kept.peak_bytes - start.bytes, 0),
+                    max(end.peak_bytes - start.bytes, 0),
+                )
+            )
+        return costs
+
+    def first_pass(self) -> tuple[int, int, float]:
+        """A forward pass that saves nothing: bytes of the output, peak bytes, seconds."""
+        seconds = []
+        with recording_marks(self._device) as marks, torch.no_grad():
+            for number in range(3):
+                args, kwargs = self.inputs()
+                if number == 0:
+                    marks.mark("start")
+                start = now(self._device)
+                with self._autocast():
+                    output = self._function(*args, **kwargs)
+                seconds.append(now(self._device) - start)
+                if number == 0:
+                    marks.mark("output")
+                del output
+        begin, end = marks.marks[:2]
+        return max(end.bytes - begin.bytes, 0), max(end.peak_bytes - begin.bytes, 0), min(seconds)
+
+    def seconds(self, treatments: Sequence[Treatment], least: float) -> list[float]:
+        """Median seconds of forward and backward under each treatment, in alternating order, for ``least`` seconds or three
+        rounds."""
+        times: list[list[float]] = [[] for _ in treatments]
+        begin = time.perf_counter()
+        rounds = 0
+        while rounds < 3 or (rounds < 15 and time.perf_counter() - begin < least):
+            order = range(len(treatments)) if rounds % 2 else range(len(treatments) - 1, -1, -1)
+            for index in order:
+                args, kwargs = self.inputs()
+                with no_collection():
+                    start = now(self._device)
+                    _backward(self._forward(treatments[index], args, kwargs))
+                    times[index].append(now(self._device) - start)
+                del args, kwargs
+            rounds += 1
+        return [statistics.median(one) for one in times]
+
+    def _forward(
+        self,
+        treatment: Treatment,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ready: Callable[[], None] = lambda: None,
+    ) -> Tensor | None:
+        with torch.enable_grad(), self._autocast():
+            output = treatment.run(self._function, args, kwargs)
+        ready()
+        ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        end: Tensor | None = _End.apply(*ends) if ends else None  # type: ignore[no-untyped-call]
+        return end
+
+
+def copied_objects(values: Any) -> Any:
+    """Tensors in nested lists, tuples and dicts as they are, and copies of all else: a cache that blocks write to, say."""
+    memo = {id(tensor): tensor for tensor in tensors_in(values)}
+    try:
+        return copy.deepcopy(values, memo)
+    except (TypeError, RuntimeError):  # an object that cannot be copied is shared
+        return values
+
+
+class _End(torch.autograd.Function):
+    """Gradients of ones that nobody else holds: in a model, too, the gradient of a block's output goes once it is used."""
+
+    @staticmethod
+    def forward(ctx: Any, *ends: Tensor) -> Tensor:
+        ctx.like = [(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in ends]
+        return ends[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.ones_like(shape, device=device) for shape, device in ctx.like)
+
+
+def _backward(end: Tensor | None) -> None:
+    if end is not None:
+        torch.autograd.backward([end], [torch.empty_like(end)])

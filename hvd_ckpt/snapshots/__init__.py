@@ -1,0 +1,1 @@
+"""Snapshots: what a run needs to resume, on disk."""

@@ -1,0 +1,84 @@
+"""The random state of a process: PyTorch's on the CPU and on each CUDA device, NumPy's global one, and Python's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_ckpt.snapshots.hashed_file import SnapshotError
+
+__all__ = ["random_state", "seed_all", "seed_of_rank", "set_random_state"]
+
+_WAY_OUT = "leave it and seed anew, or use another snapshot"
+
+
+def seed_all(seed: int) -> None:
+    """Seeds PyTorch on all devices, NumPy's global generator, and Python's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def seed_of_rank(seed: int, step: int) -> int:
+    """Ranks drop out different units; a run that resumes without its random state draws new ones."""
+    rank: int = hvd.rank()
+    return ((seed * 1_000_003 + step) * 100_003 + rank + 1) % 2**63
+
+
+def random_state() -> dict[str, Any]:
+    """All of this process's random states, as a tree that a snapshot can hold."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": _with_tensors(np.random.get_state(legacy=False)),
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Any) -> None:
+    """Takes up what :func:`random_state` returned; all of it or, if it is none, nothing.
+
+    A state of CUDA devices is taken up by as many as are here.
+
+    Raises:
+        SnapshotError: it is none.
+    """
+    before = random_state()
+    try:
+        _set(state)
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        _set(before)
+        reason = " ".join(str(error).split())[:200]
+        raise SnapshotError(
+            f"The random state cannot be restored ({type(error).__name__}: {reason}): {_WAY_OUT}."
+        ) from None
+
+
+def _set(state: Any) -> None:
+    numbers = _with_arrays(state["numpy"])
+    # NumPy's generator would read beyond its table.
+    if numbers["bit_generator"] == "MT19937" and not 0 <= numbers["state"]["pos"] <= 624:
+        raise ValueError(f"the position {numbers['state']['pos']} is not in a table of 624 numbers")
+    random.setstate(state["python"])
+    np.random.set_state(numbers)
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, one in zip(range(torch.cuda.device_count()), state["cuda"]):
+            torch.cuda.set_rng_state(one, device)
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tensors(one) for key, one in value.items()}
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_arrays(one) for key, one in value.items()}
+    return value.numpy() if isinstance(value, Tensor) else value

@@ -1,0 +1,203 @@
+"""The folder that snapshots are in: which there are, how one gets its name, and how one goes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hvd_ckpt.snapshots.hashed_file import SnapshotError
+
+__all__ = [
+    "SNAPSHOT",
+    "Warn",
+    "discard",
+    "is_left_over",
+    "list_snapshots",
+    "make_folder",
+    "name_of",
+    "names_in",
+    "put_in_place",
+    "remove",
+    "remove_all",
+    "step_of",
+    "sync_folder",
+    "temporary_name",
+    "under_way",
+]
+
+Warn = Callable[[str], None]
+
+SNAPSHOT = re.compile(r"step-([0-9]{8,19})")
+_REPLACED = re.compile(r"\.(step-[0-9]{8,19})\.old-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\.step-[0-9]{8,19}\.tmp-[0-9a-f]{8}")
+_under_way: list[str] = []  # temporary folders that this process writes to, once for each of its writers
+
+
+@contextmanager
+def under_way(temporary: Path) -> Iterator[None]:
+    """Inside, the folder is no left-over."""
+    path = os.path.realpath(temporary)
+    _under_way.append(path)
+    try:
+        yield
+    finally:
+        _under_way.remove(path)
+
+
+def temporary_name(name: str, token: str | None = None) -> str:
+    """A name for a snapshot that is not there yet, or no more; a new one unless 8 hexadecimal digits are given."""
+    return f".{name}.tmp-{token or secrets.token_hex(4)}"
+
+
+def is_left_over(path: Path) -> bool:
+    """Whether it has the name of what a write has begun, or was about to remove, and this process does not write to it."""
+    named = _TEMPORARY.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    return named is not None and os.path.realpath(path) not in _under_way
+
+
+def name_of(step: int) -> str:
+    """The name of the snapshot of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a snapshot's name: ``step-00000120``, or that of one that is being replaced, ``.step-00000120.old-01234567``."""
+    return int(path.name.rpartition("step-")[2].partition(".")[0])
+
+
+def names_in(folder: Path) -> list[str]:
+    """All names in a folder, sorted; none if it does not exist.
+
+    Raises:
+        SnapshotError: it cannot be read.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SnapshotError(
+            f"'{folder}' cannot be read ({error.strerror}): name the folder of a run's snapshots."
+        ) from None
+
+
+def list_snapshots(folder: Path) -> list[Path]:
+    """All snapshots, whole or not, newest first."""
+    found: dict[str, str] = {}
+    for name in names_in(folder):  # those that were being replaced sort before those in place
+        replaced = _REPLACED.fullmatch(name)
+        if replaced or SNAPSHOT.fullmatch(name):
+            found[replaced[1] if replaced else name] = name
+    by_step = {int(known[5:]): name for known, name in found.items() if known == name_of(int(known[5:]))}
+    return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def remove(path: Path, warn: Warn | None = None) -> None:
+    """Removes a folder so that, if that is interrupted, what is left does not look like a snapshot.
+
+    Args:
+        warn: is told why it cannot be removed; by default it is a warning of Python's.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        if _REPLACED.fullmatch(path.name) or SNAPSHOT.fullmatch(path.name):
+            path = _set_aside(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        _tell_kept(path, error, warn)
+
+
+def remove_all(paths: Iterable[Path], warn: Warn | None = None) -> None:
+    """Removes snapshots: all lose their names first, in this order, which takes next to no time, and then their files go.
+
+    Args:
+        warn: as in :func:`remove`.
+    """
+    aside = []
+    for path in paths:
+        try:
+            aside.append(_set_aside(path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _tell_kept(path, error, warn)
+    for folder in {path.parent for path in aside}:
+        with suppress(OSError):
+            sync_folder(folder)
+    for path in aside:
+        remove(path, warn)
+
+
+def _set_aside(path: Path) -> Path:
+    """Gives a snapshot the name of a left-over, which is removed sooner or later."""
+    return path.rename(path.with_name(temporary_name(name_of(step_of(path)))))
+
+
+def _tell_kept(path: Path, error: OSError, warn: Warn | None) -> None:
+    told = f"The old snapshot '{path}' cannot be removed: {error.strerror}."
+    if warn is None:
+        warnings.warn(told, stacklevel=4)
+    else:
+        warn(told)
+
+
+def discard(temporary: Path) -> None:
+    """Removes a folder that others may still be writing to; what cannot be removed is a left-over.
+
+    It loses its name first, so that whoever comes late finds no folder to write to.
+    """
+    with suppress(OSError):
+        temporary = temporary.rename(
+            temporary.with_name(temporary_name(temporary.name[1:].partition(".")[0]))
+        )
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, and has them on the disk."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Has the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(temporary: Path, place: Path, warn: Warn | None = None) -> None:
+    """Gives a whole snapshot its name; one that has the name goes, but not before.
+
+    Args:
+        warn: as in :func:`remove`.
+
+    Raises:
+        OSError: it cannot be renamed; the one that had the name has it still.
+    """
+    replaced = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
+    if os.path.lexists(place):
+        place.rename(replaced)
+    try:
+        temporary.rename(place)
+    except BaseException:
+        if os.path.lexists(replaced):
+            replaced.rename(place)
+        raise
+    sync_folder(place.parent)
+    remove(replaced, warn)

@@ -1,0 +1,133 @@
+"""Parameters without values: those split over the ranks (stage 3), what they refuse meanwhile, and what brings values back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, pytree
+
+__all__ = [
+    "absent_class",
+    "absent_storages",
+    "forget_split",
+    "is_absent",
+    "is_split",
+    "note_split",
+    "present",
+]
+
+absent_storages: dict[int, Callable[[], None]] = {}
+"""Storages, by identity, that are without their contents now, and what brings these back."""
+
+_split: Any = WeakTensorKeyDictionary()  # their names
+
+# What only shape, dtype, device, gradient and hooks are needed for.
+_NAMES = """__delete__ __format__ __len__ __set__ _has_compatible_shallow_copy_type
+    data_ptr dense_dim dim element_size empty_like full_like get_device
+    is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_same_size is_shared
+    is_signed ndimension nelement new_empty new_full new_ones new_zeros numel ones_like rand_like randint_like randn_like
+    register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size sparse_dim storage_offset stride
+    untyped_storage zeros_like"""
+_NEEDS_NO_VALUES = frozenset(_NAMES.split())
+# Conversions, which may give the parameter itself.
+_MAY_CHANGE_NOTHING = {
+    "bfloat16",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "double",
+    "float",
+    "half",
+    "to",
+    "type",
+    "xpu",
+}
+
+
+class _Absent:
+    """What a split parameter's class is mixed with while it has no values: as with lazy parameters, using them is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        with DisableTorchFunctionSubclass():
+            if name in _NEEDS_NO_VALUES:
+                return func(*args, **(kwargs or {}))
+            if name == "__get__":
+                value = func(*args)
+                if not (isinstance(value, torch.Tensor) and _same_memory(value, args[0])):
+                    return value
+                name = "data"
+            elif name in _MAY_CHANGE_NOTHING and is_absent(args[0]):
+                value = func(*args, **(kwargs or {}))
+                if value is args[0] or isinstance(value, str):
+                    return value
+        raise next(_error(one, name) for one in pytree.tree_leaves((args, kwargs)) if is_absent(one))
+
+    def __repr__(self, **_: Any) -> str:
+        parameter: Any = self
+        return (
+            f"{type(self).__name__}('{_split.get(self)}', split over the ranks, size={tuple(parameter.shape)}, "
+            f"dtype={parameter.dtype})"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _error(self, "copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _error(self, "pickle")
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout is torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _error(parameter: Any, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter '{_split.get(parameter)}' is split over the ranks and has no values outside the forward and backward pass of "
+        f"its module, but '{what}' needs them; do this inside 'with optimizer.gathered_parameters():', on all ranks"
+    )
+
+
+@functools.cache
+def absent_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class that a parameter of class ``kind`` has while it has no values."""
+    made: Any = type(kind)
+    absent: type[torch.Tensor] = made(kind.__name__, (_Absent, kind), {})
+    return absent
+
+
+def note_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """From now on these have values while they are gathered, and no others."""
+    for name, parameter in named:
+        _split[parameter] = name
+
+
+def forget_split(parameters: Iterable[torch.Tensor]) -> None:
+    """These have values of their own again."""
+    for parameter in parameters:
+        _split.pop(parameter, None)
+
+
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is split over the ranks itself (stage 3), even if the optimizer that did it is gone."""
+    return parameter in _split
+
+
+def is_absent(parameter: Any) -> bool:
+    """Whether it is split and not gathered now, so that its values are not there."""
+    return isinstance(parameter, _Absent)
+
+
+def present(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, once the contents of its storage have been brought back if they were away."""
+    if absent_storages and tensor.layout is torch.strided:
+        bring = absent_storages.get(tensor.untyped_storage()._cdata)
+        if bring is not None:
+            bring()
+    return tensor
