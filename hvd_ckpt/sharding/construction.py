@@ -22,10 +22,11 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
 from hvd_ckpt.sharding.layout import Layout, is_packed, lay_out
 from hvd_ckpt.sharding.masters import Masters
 from hvd_ckpt.sharding.offload import OptimizerOffload, raised_everywhere
-from hvd_ckpt.sharding.optimizer import ShardedOptimizer, Sharding, bucket_bytes, new_pieces
+from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.parameters import ShardedParameters, Unit
 from hvd_ckpt.sharding.pieces import Form
 from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.sharding import Sharding, bucket_bytes, new_pieces
 from hvd_ckpt.sharding.stages import stage_of
 from hvd_ckpt.sharding.units import UnitModules, find_units
 

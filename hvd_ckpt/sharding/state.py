@@ -14,10 +14,11 @@ from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.reduction.wire import wait
 from hvd_ckpt.sharding.elementwise import probe
 from hvd_ckpt.sharding.pieces import Form, key
+from hvd_ckpt.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-    from hvd_ckpt.sharding.optimizer import ShardedOptimizer, Sharding
+    from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 
 __all__ = ["assembled", "load_parts", "targets_of"]
 
