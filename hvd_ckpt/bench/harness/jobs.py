@@ -1,0 +1,264 @@
+"""Jobs: ranks that a launcher starts together on this machine, what they are told, and what each of them answers.
+
+A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, ``rank0.json``, ``rank1.json``, ... with the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import psutil
+from pydantic import TypeAdapter
+from typing_extensions import Self
+
+from hvd_ckpt.install.extras import explain_import_error
+from hvd_ckpt.json_file import write_text
+from hvd_ckpt.launchers import launched_rank
+from hvd_ckpt.probe import launcher_environment
+
+__all__ = [
+    "JobError", "Process", "RankJob", "end_processes", "error_line", "load_json", "rank_command", "rank_environment", "reason",
+    "run_job", "run_rank", "run_ranks", "save_json",
+]  # fmt: skip
+
+GRACE_SECONDS = 10.0  # for a launcher to end its ranks after SIGTERM
+LONGEST_REASON = 300
+
+R = TypeVar("R")
+
+
+class JobError(Exception):
+    """A job ended without a result of every rank; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """Ranks that are started together. Subclasses are frozen dataclasses whose fields JSON can hold.
+
+    Attributes:
+        worker: the module that each rank runs, as ``python -m worker job.json``.
+        folder: of this job alone.
+        size: number of ranks.
+    """
+
+    worker: ClassVar[str]
+
+    folder: Path
+    size: int
+
+    @property
+    def file(self) -> Path:
+        """The job, for the ranks to read."""
+        return self.folder / "job.json"
+
+    @property
+    def log_file(self) -> Path:
+        """The output of the launcher and all ranks."""
+        return self.folder / "log.txt"
+
+    def result_file(self, rank: int) -> Path:
+        """The result of a rank."""
+        return self.folder / f"rank{rank}.json"
+
+    def error_file(self, rank: int) -> Path:
+        """The error that ended a rank, in one line."""
+        return self.folder / f"rank{rank}.error"
+
+    def save(self) -> None:
+        """Makes the folder and writes :attr:`file`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_json(self, self.file)
+
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        """The job that :meth:`save` wrote."""
+        return load_json(cls, file)
+
+
+def save_json(value: Any, file: Path) -> None:
+    """Writes a dataclass; numbers that are not finite are allowed, because losses and differences may be infinite."""
+    write_text(json.dumps(dataclasses.asdict(value), default=str) + "\n", file)
+
+
+def load_json(kind: type[R], file: Path) -> R:
+    """The dataclass that :func:`save_json` wrote, nested ones included."""
+    return TypeAdapter(kind).validate_json(file.read_bytes())
+
+
+def rank_environment(threads: int | None = None) -> dict[str, str]:
+    """The environment of every rank: this process's, with the same number of CPU threads for all engines if one is given."""
+    return launcher_environment() | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+
+
+def rank_command(module: str, file: Path, size: int, controller: str) -> list[str]:
+    """The command that starts ``python -m module file`` on ``size`` ranks of this machine."""
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}"]
+    return [*launcher, sys.executable, "-m", module, str(file)]
+
+
+def run_job(
+    job: RankJob,
+    result: type[R],
+    controller: str,
+    timeout: float,
+    *,
+    threads: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[R]:
+    """Runs a job and returns the result of each rank, in rank order.
+
+    Args:
+        job: the job; its folder is made.
+        result: the dataclass that :func:`run_rank` wrote.
+        controller: ``gloo`` or ``mpi``.
+        timeout: seconds after which the job is ended.
+        threads: CPU threads of each rank; None leaves that to the ranks.
+        environment: further variables of the ranks.
+
+    Raises:
+        JobError: a rank failed, or the job took longer than ``timeout`` seconds.
+    """
+    job.save()
+    variables = {**rank_environment(threads), **(environment or {})}
+    status = run_ranks(job.worker, job.file, job.size, controller, variables, job.log_file, timeout)
+    if status is None:
+        raise JobError(f"no end after {timeout:.0f} s (log: {job.log_file})")
+    if status != 0 or not all(job.result_file(rank).exists() for rank in range(job.size)):
+        errors = [job.error_file(rank) for rank in range(job.size) if job.error_file(rank).exists()]
+        told = min(errors, key=lambda file: file.stat().st_mtime_ns).read_text() if errors else ""
+        raise JobError(f"{told or error_line(job.log_file)} (status {status}, log: {job.log_file})")
+    return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
+
+
+def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
+    """One rank of a job: calls ``measure(job)`` and writes the dataclass that it returns.
+
+    An error is written for the launcher, and ends the process at once: a clean exit would wait for ranks that are not coming.
+    """
+    job = job_type.load(Path(sys.argv[1]))
+    rank = launched_rank() or 0
+    gc.collect()
+    gc.freeze()  # objects that the imports left behind are not collected again while the clock runs
+    try:
+        save_json(measure(job), job.result_file(rank))
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        job.error_file(rank).write_text(reason(error), encoding="utf-8")
+        os._exit(1)
+
+
+class Process:
+    """A command in a session of its own, with its output in a file; ``with`` ends it and everything that it started.
+
+    Args:
+        command: to run.
+        log_file: for standard output and standard error.
+        environment: of the command.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=None if environment is None else dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, None while the command runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, None if the command still runs after so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def close(self) -> None:
+        """Ends the command and what it started: SIGTERM, on which a launcher ends its ranks, then SIGKILL for what is left."""
+        if self.status is not None:
+            return
+        started = _with_descendants(self._process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self.wait(GRACE_SECONDS)
+        end_processes(started)
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_ranks(
+    module: str,
+    file: Path,
+    size: int,
+    controller: str,
+    environment: Mapping[str, str],
+    log_file: Path,
+    timeout: float,
+) -> int | None:
+    """Runs ``python -m module file`` on ``size`` ranks, all their output in ``log_file``.
+
+    Returns:
+        the launcher's exit status; None if the job took longer than ``timeout`` seconds and was ended
+    """
+    with Process(rank_command(module, file, size, controller), log_file, environment) as process:
+        return process.wait(timeout)
+
+
+def end_processes(processes: Sequence[psutil.Process]) -> None:
+    """Kills processes, and waits a moment for their end; psutil leaves another process alone that has got the id of one."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(processes), timeout=GRACE_SECONDS)
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def error_line(log_file: Path) -> str:
+    """The line of a log that says what went wrong: the end of a rank's first traceback, or else the last line."""
+    text = log_file.read_text(errors="replace")
+    lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    told = [line for line in lines if line]
+    return errors[0] if errors else told[-1] if told else "the launcher printed nothing"
+
+
+def reason(error: BaseException) -> str:
+    """An error as one line: its type and the first line of its text; a missing package with the way to get it."""
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+        return explain_import_error(error) or f"{error.name} is not installed"
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."

@@ -1,0 +1,142 @@
+"""Options that benchmark commands share, and how each of them runs: output folder, progress, report, exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import Progress, TaskID
+
+from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.command_line import (
+    OneLineErrors,
+    console_for_tables,
+    output_folder,
+    progress_bar,
+    split_names,
+    whole_number,
+)
+
+__all__ = ["BenchRun", "Steps", "bench_command", "quick_option", "whole_numbers"]
+
+
+class Steps:
+    """The progress of a benchmark: a live line on a terminal, elsewhere a line at least every 30 seconds."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task, self._started = progress, task, 0
+
+    def start(self, description: str) -> None:
+        """Shows what is done next; what was started before it is done."""
+        self._progress.update(self._task, description=description, completed=self._started)
+        self._started += 1
+
+    def show(self, description: str, advance: int = 0) -> None:
+        """Shows what is done now, and that so many parts more are done."""
+        self._progress.update(self._task, description=description, advance=advance)
+
+
+class BenchRun:
+    """One run of a benchmark command.
+
+    Args:
+        name: the words after ``hvd-ckpt``, such as ``bench reduce``.
+        output: the folder that the user named, if any.
+        width: of the tables where the output is not a terminal.
+    """
+
+    def __init__(self, name: str, output: str | None, width: int) -> None:
+        self._name, self._output, self._width = name, output, width
+        self._start = time.monotonic()
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the report, made when it is first asked for: check all arguments before.
+
+        Raises:
+            BadArgument: it holds something, or cannot be written to.
+        """
+        return output_folder(self._output, self._name.replace(" ", "-"))
+
+    @property
+    def jobs(self) -> Path:
+        """The folder for jobs and their logs."""
+        return self.folder / "jobs"
+
+    @property
+    def command(self) -> str:
+        """How to repeat the run."""
+        words = self._name.split()
+        return shlex.join(["hvd-ckpt", *words, *sys.argv[1 + len(words) :]])
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken."""
+        return time.monotonic() - self._start
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[Steps]:
+        """The progress over so many parts; SIGTERM ends the ranks that are running."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        with progress_bar() as progress:
+            yield Steps(progress, progress.add_task("starting", total=total))
+
+    def save(self, report: Report) -> None:
+        """Writes the report; call it after each part too, and a long run that is ended leaves what it has found."""
+        report.facts.update({"took": f"{self.seconds:.0f} s", "command": self.command})
+        report.save(self.folder)
+
+    def finish(self, report: Report, success: bool) -> None:
+        """Writes and prints the report, and ends the command with exit status 0 or 1."""
+        self.save(report)
+        report.print(console_for_tables(self._width))
+        click.echo(f"Report: {self.folder / 'report.md'}")
+        sys.exit(0 if success else 1)
+
+
+def bench_command(name: str, width: int = 130) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a function a command of ``hvd-ckpt bench`` with the option ``--output``.
+
+    The function gets a :class:`BenchRun` and its options. Bad arguments end it with one line and exit status 2.
+
+    Args:
+        name: of the command.
+        width: of its tables where the output is not a terminal.
+    """
+    full_name = f"bench {name}"
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def command(output: str | None, **options: Any) -> None:
+            function(BenchRun(full_name, output, width), **options)
+
+        default = f"runs/{full_name.replace(' ', '-')}-<time>"
+        option = click.option(
+            "--output", metavar="FOLDER", default=None, help=f"For the report.  [default: {default}]"
+        )
+        return click.command(name, cls=OneLineErrors)(option(command))
+
+    return decorate
+
+
+def quick_option(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The flag ``--quick``."""
+    return click.option("--quick", is_flag=True, help=help)
+
+
+def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:
+    """Whole numbers from 1, separated by commas.
+
+    Raises:
+        BadArgument: there is none, one is not a number of ``what``, or one is given twice.
+    """
+    return tuple(whole_number(option, one, what) for one in split_names(option, text))

@@ -1,0 +1,160 @@
+"""Reports: tables in the terminal, ``report.md`` for people, ``results.json`` for programs, and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.text import Text
+
+from hvd_ckpt.install.extras import say_no_pictures
+from hvd_ckpt.json_file import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Report", "Table", "plain", "save_figure"]
+
+
+@dataclass
+class Table:
+    """Rows of text under column titles.
+
+    Attributes:
+        columns: titles.
+        rows: of the table.
+        title: above it.
+        left: titles of columns that are aligned left; others are aligned right.
+        folded: number of leading columns whose entry is not repeated in the terminal while it stays the same; a change in the first
+            column begins a section.
+        style: the rich style of an entry in the terminal.
+        note: a line of Markdown below the table.
+    """
+
+    columns: Sequence[str]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    title: str = ""
+    left: Sequence[str] = ()
+    folded: int = 0
+    style: Callable[[str], str] = lambda entry: ""
+    note: str = ""
+
+    def for_terminal(self) -> rich.table.Table:
+        """The table as rich prints it."""
+        table = rich.table.Table(
+            title=self.title or None,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for name in self.columns:
+            table.add_column(name, justify="left" if name in self.left else "right", no_wrap=True)
+        before: tuple[str, ...] = ()
+        for row in self.rows:
+            same = 0
+            while same < self.folded and before and row[same] == before[same]:
+                same += 1
+            if self.folded and before and same == 0:
+                table.add_section()
+            table.add_row(*(Text(entry, self.style(entry)) for entry in ("",) * same + row[same:]))
+            before = row
+        return table
+
+    def markdown(self) -> list[str]:
+        """The table as lines of Markdown."""
+        lines = ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return [f"## {self.title}", "", *lines] if self.title else lines
+
+
+@dataclass
+class Report:
+    """Everything that a benchmark found.
+
+    Attributes:
+        title: of the page.
+        facts: lines ``name: value`` beside the tables: machine, versions, settings.
+        tables: in the terminal and on the page.
+        results: for programs: dicts, lists, texts, numbers, None and dataclasses.
+        remarks: lines below the tables: failures and their reasons, conclusions.
+        notes: lines on the page alone: how the columns are to be read.
+        details: tables on the page alone.
+        draw: draws pictures into a folder and returns their file names; only called where matplotlib is installed.
+        settings: the options, for programs.
+    """
+
+    title: str
+    facts: dict[str, str]
+    tables: list[Table]
+    results: Any = None
+    remarks: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    details: list[Table] = field(default_factory=list)
+    draw: Callable[[Path], Sequence[str]] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def print(self, console: Console) -> None:
+        """Prints the tables, the remarks and the facts."""
+        for table in self.tables:
+            console.print(table.for_terminal())
+        for line in (*self.remarks, *(f"{name}: {value}" for name, value in self.facts.items())):
+            console.print(line, highlight=False, markup=False)
+
+    def save(self, folder: Path) -> None:
+        """Writes ``results.json``, ``report.md`` and the pictures into ``folder``, over earlier ones."""
+        values = {**self.facts, "settings": self.settings, "results": self.results}
+        write_json(plain(values), folder / "results.json")
+        page = self.markdown(self._pictures(folder))
+        (folder / "report.md").write_text(page, encoding="utf-8")
+
+    def _pictures(self, folder: Path) -> Sequence[str]:
+        try:
+            return self.draw(folder) if self.draw is not None else ()
+        except ImportError as error:
+            say_no_pictures(error)
+            return ()
+
+    def markdown(self, pictures: Sequence[str] = ()) -> str:
+        """The report as a page of Markdown that shows the pictures with these file names."""
+        lines = [f"# {self.title}", ""]
+        lines += _list(f"{name}: {value}" for name, value in self.facts.items())
+        lines += [f"![{Path(name).stem}]({name})\n" for name in pictures]
+        for table in (*self.tables, *self.details):
+            lines += [*table.markdown(), "", *([table.note, ""] if table.note else [])]
+        lines += [*_list(self.remarks), *_list(self.notes)]
+        return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _list(lines: Iterable[str]) -> list[str]:
+    items = [f"- {line}" for line in lines]
+    return [*items, ""] if items else []
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: dataclasses as dicts, paths as text, infinite and undefined numbers as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def save_figure(figure: Figure, file: Path) -> str:
+    """Writes a matplotlib figure as PNG; returns the file name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
+    return file.name

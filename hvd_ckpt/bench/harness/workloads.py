@@ -1,0 +1,304 @@
+"""Workloads: models as plain chains of blocks, with a random batch and a loss.
+
+The sizes of the first four are such that a step takes some tenths of a second on two CPU cores, so that the time of a Python call
+does not show; on a GPU they are well-known models of their kind. The others are for communication: many small gradients or few
+large ones on inputs so small that communication is a large part of a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.models.lstm import lstm_language_model
+
+__all__ = [
+    "SIZES", "WORKLOADS", "Bert", "DenseNet", "Gpt", "Lstm", "ManyGradients", "Perceptron", "Transformer", "Workload", "workload",
+]  # fmt: skip
+
+CLASSES = 10
+IGNORED = -100  # the label of a token that is not predicted
+
+
+@dataclass(frozen=True)
+class Workload(ABC):
+    """A model, its batch and its loss; the fields of the classes are their sizes.
+
+    Attributes:
+        name: in options and tables.
+        attention: whether the model has attention layers.
+        saved_regions: selective recomputation: for each variant, how the names of those submodules within a block end whose
+            activations are saved.
+        batch: samples in the batch.
+    """
+
+    name: ClassVar[str]
+    attention: ClassVar[bool] = False
+    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    batch: int
+
+    @abstractmethod
+    def model(self) -> nn.Sequential:
+        """A fresh model in training mode, initialized from torch's global random state."""
+
+    @abstractmethod
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs of the model, and the targets of the loss."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross entropy over the last dimension of scores (tokens) or the second of two (images); it uses every parameter."""
+        return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
+
+    @property
+    def title(self) -> str:
+        """One line for reports: the sizes."""
+        values = ", ".join(f"{name} {value}" for name, value in vars(self).items())
+        return f"{type(self).__doc__ or self.name}".split("\n")[0].rstrip(".") + f": {values}"
+
+
+@dataclass(frozen=True)
+class Gpt(Workload):
+    """A pre-norm GPT with causal attention, on bytes."""
+
+    name: ClassVar[str] = "gpt"
+    attention: ClassVar[bool] = True
+    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {
+        "scaled dot products saved": ("attention.attend",),
+        "attention saved": ("attention",),
+        "perceptron saved": ("perceptron",),
+    }
+
+    batch: int = 2
+    length: int = 256
+    width: int = 256
+    heads: int = 8
+    layers: int = 12
+    vocabulary: int = 256
+
+    def model(self) -> nn.Sequential:
+        model = gpt(
+            vocabulary=self.vocabulary,
+            length=self.length,
+            width=self.width,
+            heads=self.heads,
+            layers=self.layers,
+            tied=False,
+        )
+        return nn.Sequential(OrderedDict(model.named_children()))  # a plain chain, which every library takes
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return _next_tokens(self.vocabulary, self.batch, self.length, generator)
+
+
+@dataclass(frozen=True)
+class Bert(Workload):
+    """Hugging Face's BERT with its masked-language-model head and dropout 0.1."""
+
+    name: ClassVar[str] = "bert"
+    attention: ClassVar[bool] = True
+    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {
+        "scaled dot products and projections saved": ("layer.attention.self",),
+        "attention saved": ("layer.attention",),
+    }
+
+    batch: int = 2
+    length: int = 128
+    width: int = 256
+    heads: int = 8
+    layers: int = 12
+    vocabulary: int = 2000
+
+    def model(self) -> nn.Sequential:
+        from hvd_ckpt.models.bert import bert
+
+        model = bert(
+            vocabulary=self.vocabulary,
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            length=self.length,
+        )
+        # A plain chain, which every library takes: no token is padding, so no mask has to be handed to all blocks.
+        return nn.Sequential(OrderedDict(model.named_children()))
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(1, self.vocabulary, (self.batch, self.length), generator=generator)
+        predicted = torch.rand(tokens.shape, generator=generator) < 0.15  # as Devlin et al. (2018) do
+        return tokens, tokens.where(predicted, torch.tensor(IGNORED))
+
+
+@dataclass(frozen=True)
+class DenseNet(Workload):
+    """DenseNet, batch norm in every layer."""
+
+    name: ClassVar[str] = "densenet"
+    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {
+        "1x1 convolutions saved": ("2",),  # as Pleiss et al. (2017) do
+        "convolutions saved": ("2", "5"),
+    }
+
+    batch: int = 4
+    depth: int = 100
+    pixels: int = 32
+
+    def model(self) -> nn.Sequential:
+        from hvd_ckpt.models.densenet import densenet
+
+        return densenet(self.depth, classes=CLASSES).train()
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.randn(self.batch, 3, self.pixels, self.pixels, generator=generator)
+        return images, torch.arange(self.batch) % CLASSES
+
+
+@dataclass(frozen=True)
+class Lstm(Workload):
+    """A word-level LSTM language model with dropout 0.2."""
+
+    name: ClassVar[str] = "lstm"
+    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {"LSTM saved": ("recurrence",)}
+
+    batch: int = 4
+    length: int = 64
+    width: int = 512
+    layers: int = 6
+    vocabulary: int = 2000
+
+    def model(self) -> nn.Sequential:
+        return lstm_language_model(
+            vocabulary=self.vocabulary, width=self.width, layers=self.layers, dropout=0.2
+        ).train()
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return _next_tokens(self.vocabulary, self.batch, self.length, generator)
+
+
+@dataclass(frozen=True)
+class ManyGradients(Workload):
+    """DenseNet-BC of three blocks of narrow layers on small grey images: many small gradients."""
+
+    name: ClassVar[str] = "densenet-narrow"
+
+    batch: int = 4
+    layers: int = 20
+    pixels: int = 8
+
+    def model(self) -> nn.Sequential:
+        from hvd_ckpt.models.densenet import DenseNet
+        from hvd_ckpt.models.sizes import DenseNetShape
+
+        shape = DenseNetShape(growth=12, blocks=(self.layers,) * 3, initial=24, large_images=False)
+        return DenseNet(shape, channels=1, classes=CLASSES).train()
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.randn(self.batch, 1, self.pixels, self.pixels, generator=generator)
+        return images, torch.arange(self.batch) % CLASSES
+
+
+class _MeanClassifier(nn.Module):
+    """Scores (batch, classes) of the mean over a sequence (batch, length, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(width, CLASSES)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(hidden.mean(dim=1))
+        return scores
+
+
+@dataclass(frozen=True)
+class Transformer(Workload):
+    """A transformer encoder and a classifier on short random sequences: few large gradients."""
+
+    name: ClassVar[str] = "transformer"
+    attention: ClassVar[bool] = True
+
+    batch: int = 4
+    length: int = 16
+    width: int = 512
+    heads: int = 8
+    layers: int = 8
+
+    def model(self) -> nn.Sequential:
+        layers = [
+            nn.TransformerEncoderLayer(
+                self.width, self.heads, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(self.layers)
+        ]
+        return nn.Sequential(*layers, _MeanClassifier(self.width)).train()
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        hidden = torch.randn(self.batch, self.length, self.width, generator=generator)
+        return hidden, torch.arange(self.batch) % CLASSES
+
+
+@dataclass(frozen=True)
+class Perceptron(Workload):
+    """A multilayer perceptron on random features."""
+
+    name: ClassVar[str] = "mlp"
+
+    batch: int = 64
+    width: int = 256
+    layers: int = 8
+
+    def model(self) -> nn.Sequential:
+        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(self.layers)]
+        return nn.Sequential(*layers, nn.Linear(self.width, CLASSES))
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        features = torch.randn(self.batch, self.width, generator=generator)
+        return features, torch.arange(self.batch) % CLASSES
+
+
+WORKLOADS: dict[str, type[Workload]] = {
+    kind.name: kind for kind in (Gpt, Bert, DenseNet, Lstm, ManyGradients, Transformer, Perceptron)
+}
+
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {},
+    "cuda": {  # GPT-2 small with long sequences, BERT-large, DenseNet-264
+        "gpt": {"batch": 8, "length": 2048, "width": 768, "heads": 12, "vocabulary": 50257},
+        "bert": {
+            "batch": 32,
+            "length": 512,
+            "width": 1024,
+            "heads": 16,
+            "layers": 24,
+            "vocabulary": 30522,
+        },
+        "densenet": {"batch": 64, "depth": 264, "pixels": 224},
+        "lstm": {"batch": 128, "length": 256, "width": 1536},
+    },
+    "quick": {
+        "gpt": {"batch": 2, "length": 32, "width": 32, "heads": 2, "layers": 4},
+        "bert": {"batch": 2, "length": 16, "width": 32, "heads": 2, "layers": 4, "vocabulary": 100},
+        "densenet": {"batch": 2, "depth": 22, "pixels": 8},
+        "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 3, "vocabulary": 50},
+        "mlp": {"batch": 8, "width": 16, "layers": 4},
+    },
+}
+"""Sizes that differ from the defaults: none on the CPU, well-known models on a GPU, tiny models for a quick check."""
+
+
+def workload(name: str, sizes: str = "cpu") -> Workload:
+    """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`."""
+    return WORKLOADS[name](**SIZES[sizes].get(name, {}))
+
+
+def _next_tokens(
+    vocabulary: int, batch: int, length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random tokens (batch, length), and for each the one that follows."""
+    tokens = torch.randint(vocabulary, (batch, length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
