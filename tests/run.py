@@ -1,16 +1,14 @@
 """Runs every test: what `bash main.sh test` calls.
 
-tests/single, tests/fuzz and tests/launch run under plain pytest; tests/parallel runs under horovodrun, with 1, 2, 3 and 4
-ranks, over each controller that works here (its conftest.py says what runs where). Each rank leaves a JUnit file. A test of
-tests/parallel failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The
-last line sums all runs.
+conftest.py says which kinds of tests there are. Those of one process and those of whole commands run under plain pytest; those
+of ranks run under horovodrun, with 1, 2, 3 and 4 ranks over Gloo and 2 and 4 over MPI where it works. Each rank leaves a JUnit
+file. A test failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The last
+line sums all runs. Whole commands keep one core busy, most of the time, so they run beside all that needs no MPI, whose output
+follows theirs.
 
-Whole commands keep one core busy, most of the time. So tests/launch runs beside all that needs no MPI, whose output is
-shown when tests/launch has ended.
+Arguments go to pytest. Those that name files or folders choose the tests:
 
-Arguments go to pytest. Those that name files or folders choose the tests, and runs without any of them are left out:
-
-    python tests/run.py -x tests/parallel/test_runtime.py -k threads
+    python tests/run.py -x tests/reduction/test_runtime.py -k threads
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -37,45 +35,48 @@ ROOT = Path(__file__).resolve().parent.parent
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
+SECONDS = 2700.0  # that a run may take on a busy machine
+
+_interrupted = threading.Event()
 
 
 @dataclass(frozen=True)
 class Run:
-    """One pytest run: a folder of tests, how many ranks, over what, and for how many seconds at most."""
+    """One pytest run: its name, what selects its tests, and on how many ranks over what it runs."""
 
-    folder: str
+    title: str
+    selection: tuple[str, ...] = ()
     ranks: int = 1
     controller: str = ""
-    timeout: float = 1500.0
-    environment: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def title(self) -> str:
-        return (
-            f"{self.folder} on {self.ranks} ranks over {self.controller}" if self.controller else self.folder
-        )
-
-    def command(self, results: Path, arguments: list[str]) -> list[str]:
-        worker = [sys.executable, str(Path(__file__).resolve()), "--worker", str(results), *arguments]
+    def command(self, results: Path, arguments: Sequence[str]) -> list[str]:
+        worker = [sys.executable, __file__, "--worker", str(results), *self.selection, *arguments]
         if not self.controller:
             return worker
         launcher = str(Path(sys.executable).parent / "horovodrun")
         return [launcher, "-np", str(self.ranks), f"--{self.controller}", *worker, "--color=no"]
 
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # small tensors gain nothing from more, and the other cores have work
-LANES = (  # beside each other
-    (Run("tests/launch", timeout=2700.0),),
-    (
-        Run("tests/single", environment=ONE_THREAD),
-        Run("tests/fuzz", environment=ONE_THREAD),
-        *(Run("tests/parallel", ranks, "gloo") for ranks in (1, 2, 3, 4)),
-    ),
-)
-# Ranks that wait in MPI keep their cores busy.
-ALONE = tuple(Run("tests/parallel", ranks, "mpi") for ranks in (2, 4))
+def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
+    return tuple(Run(f"{size} ranks over {controller}", (), size, controller) for size in sizes)
 
-_interrupted = threading.Event()
+
+LANES = (  # beside each other
+    (Run("whole commands", ("-m", "launch")),),
+    (Run("one process", ("-m", "not launch")), *_over("gloo", 1, 2, 3, 4)),
+)
+ALONE = _over("mpi", 2, 4)  # ranks that wait in MPI keep their cores busy
+
+
+def belongs(path: str, run: Run) -> bool:
+    """Whether a run collects a file that is named; it does look into every folder."""
+    file = ROOT / path.split("::")[0]
+    if file.is_dir():
+        return True
+    text = file.read_text(encoding="utf-8")
+    if "pytest.mark.ranks(" in text or run.controller:
+        return "pytest.mark.ranks(" in text and bool(run.controller)
+    return ("pytest.mark.launch" in text) == ("launch" in run.selection)
 
 
 @functools.cache
@@ -89,53 +90,31 @@ def mpi_works() -> bool:
     return answer.works
 
 
-def split_arguments(arguments: list[str]) -> tuple[list[str], list[Path]]:
-    """Pytest's options, and the tests that are named: paths that exist, with or without ``::name``."""
-    options, chosen = [], []
-    for argument in arguments:
-        path = Path(argument.split("::")[0])
-        if not argument.startswith("-") and (path.exists() or (ROOT / path).exists()):
-            chosen.append(Path(os.path.abspath(argument if path.exists() else ROOT / argument)))
-        else:
-            options.append(argument)
-    return options, chosen
-
-
-def select(run: Run, chosen: list[Path]) -> list[str]:
-    """The paths to hand to this run's pytest: those chosen in its folder, its folder if it or all was chosen."""
-    folder = ROOT / run.folder
-    inside = [str(path) for path in chosen if path != folder and folder in path.parents]
-    whole = not chosen or any(path == folder or path in folder.parents for path in chosen)
-    return [str(folder)] if whole else inside
-
-
 @dataclass(frozen=True)
 class Result:
-    """What came of a run: how many tests had which outcome, and the seconds that it took."""
+    """How many tests of a run had which outcome, and the seconds that it took."""
 
     run: Run
     counts: Counter[str]
     seconds: float
 
 
-def execute(run: Run, paths: list[str], options: list[str], output: IO[str] | None = None) -> Result:
+def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -> Result:
     """Runs it with its output passing through, or into a file."""
     print(f"\n===== {run.title} =====", file=output, flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_tests_") as folder:
         results = Path(folder)
-        status = _call(run, run.command(results, [*paths, *options]), output)
-        answers = [_read(results / f"{rank}.xml") for rank in range(run.ranks)]
-    counts = Counter(_merge([answer for answer in answers if answer is not None]).values())
-    if _interrupted.is_set():
-        return Result(run, counts, time.monotonic() - start)
+        status = _call(run, run.command(results, arguments), output)
+        outcomes = [_read(results / f"{rank}.xml") for rank in range(run.ranks)]
+    counts = Counter(_merge([one for one in outcomes if one is not None]).values())
+    problem = None
     if status is None:
-        said = f"error: {run.title} did not end within {run.timeout:g} seconds and was stopped."
-        print(said, file=output, flush=True)
-        counts["failed"] += 1
-    elif (None in answers or status != 0) and not counts["failed"]:
-        said = f"error: {run.title} ended with exit status {status} before it could report."
-        print(said, file=output, flush=True)
+        problem = f"did not end within {SECONDS:g} seconds and was stopped"
+    elif (None in outcomes or status != 0) and not counts["failed"]:
+        problem = f"ended with exit status {status} before it could report"
+    if problem and not _interrupted.is_set():
+        print(f"error: {run.title} {problem}.", file=output, flush=True)
         counts["failed"] += 1
     return Result(run, counts, time.monotonic() - start)
 
@@ -144,10 +123,13 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
     from hvd_ckpt.probe import launcher_environment
 
-    # Without it a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
-    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **run.environment, **launcher_environment()}
+    # Without yielding, a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
+    # Small tensors gain nothing from a second thread, and the other core has work.
+    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
+    if "not launch" in run.selection:
+        environment["OMP_NUM_THREADS"] = "1"
     if run.controller and mpi_works():
-        environment["HVD_CKPT_TESTS_MPI_WORKS"] = "1"  # tests/parallel/conftest.py tells why
+        environment["HVD_CKPT_TESTS_MPI_WORKS"] = "1"  # conftest.py tells why
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -157,7 +139,7 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
         stderr=None if output is None else subprocess.STDOUT,
         start_new_session=True,
     )
-    deadline = time.monotonic() + run.timeout
+    deadline = time.monotonic() + SECONDS
     try:
         while time.monotonic() < deadline and not _interrupted.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -175,32 +157,20 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class Job:
-    """Runs that follow each other, with what pytest is asked: options, and paths for each run."""
+def execute_beside(lanes: Sequence[Sequence[tuple[Run, list[str]]]]) -> list[Result]:
+    """All lanes at once: the first one's output passes through, the others' is shown when it has ended."""
 
-    runs: Sequence[tuple[Run, list[str]]]
-    options: list[str]
+    def follow(lane: Sequence[tuple[Run, list[str]]], output: IO[str] | None) -> list[Result]:
+        return [execute(*each, output) for each in lane if not _interrupted.is_set()]
 
-    def execute(self, output: IO[str] | None = None) -> list[Result]:
-        results = []
-        for run, paths in self.runs:
-            if _interrupted.is_set():
-                break
-            results.append(execute(run, paths, self.options, output))
-        return results
-
-
-def execute_beside(jobs: Sequence[Job]) -> list[Result]:
-    """All jobs at once: the first one's output passes through, the others' is shown when it has ended."""
     with contextlib.ExitStack() as stack:
         outputs: list[IO[str] | None] = [None]
-        outputs += [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in jobs[1:]]
-        pool = stack.enter_context(ThreadPoolExecutor(max(1, len(jobs))))
-        futures = [pool.submit(job.execute, output) for job, output in zip(jobs, outputs, strict=False)]
+        outputs += [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in lanes[1:]]
+        pool = stack.enter_context(ThreadPoolExecutor(max(1, len(lanes))))
+        futures = [pool.submit(follow, lane, output) for lane, output in zip(lanes, outputs, strict=True)]
         results: list[Result] = []
         try:
-            for future, output in zip(futures, outputs, strict=False):
+            for future, output in zip(futures, outputs, strict=True):
                 results += future.result()
                 if output is not None:
                     output.seek(0)
@@ -248,17 +218,17 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--worker"]:
         return work(arguments[1], arguments[2:])
     start = time.monotonic()
-    options, chosen = split_arguments(arguments)
+    named = [one for one in arguments if not one.startswith("-") and (ROOT / one.split("::")[0]).exists()]
+    options = [one for one in arguments if one not in named]
 
-    def job(runs: Sequence[Run]) -> Job:
-        wanted = [run for run in runs if any((ROOT / run.folder).rglob("test_*.py"))]
-        selected = [(run, paths) for run in wanted if (paths := select(run, chosen))]
-        return Job(
-            [(run, paths) for run, paths in selected if run.controller != "mpi" or mpi_works()], options
-        )
+    def chosen(lane: Sequence[Run]) -> list[tuple[Run, list[str]]]:
+        paths = [(run, [path for path in named or ["tests"] if belongs(path, run)]) for run in lane]
+        return [(run, [*options, *some]) for run, some in paths if some]
 
-    jobs = [each for each in map(job, LANES) if each.runs]
-    results = [*execute_beside(jobs), *job(ALONE).execute()]
+    results = execute_beside([lane for lane in map(chosen, LANES) if lane])
+    alone = chosen(ALONE)
+    if alone and mpi_works():
+        results += [execute(*each) for each in alone]
     total: Counter[str] = sum((result.counts for result in results), Counter())
     print(f"\n===== all runs, {time.monotonic() - start:.0f} s =====")
     for result in results:

@@ -1,0 +1,97 @@
+"""The hvd-ckpt command itself: it starts fast, lists what exists, and says what to do where a command cannot be loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.cli import main as cli
+from hvd_ckpt.command_line import progress_bar
+
+pytestmark = pytest.mark.launch
+
+
+def test_help_and_bad_flags_import_neither_torch_nor_horovod() -> None:
+    code = """
+import click, sys
+from hvd_ckpt.cli.main import COMMANDS, main
+
+BENCHES = ("densenet", "faults", "recompute", "reduce", "shard", "train")
+for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)):
+    try:
+        main([*words, "--help"], standalone_mode=False)
+        main([*words, "--no-such-flag"], standalone_mode=False)
+    except click.ClickException as error:
+        print(error.exit_code, error.format_message())
+    heavy = [name for name in ("torch", "horovod", "transformers", "mpi4py.MPI") if name in sys.modules]
+    if heavy:
+        sys.exit(f"{words} imported {heavy}")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("No such option '--no-such-flag'") == 1 + len(cli.COMMANDS) + 6
+    for name in cli.COMMANDS:
+        assert name in result.stdout
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_that_is_listed_exists(name: str) -> None:
+    result = CliRunner().invoke(cli.main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+def test_defaults_that_help_lists_name_all_there_is() -> None:
+    from hvd_ckpt.bench import command as reduce
+    from hvd_ckpt.bench import workloads
+    from hvd_ckpt.bench.compare import command as compare
+    from hvd_ckpt.bench.compare.engines import ENGINES
+    from hvd_ckpt.bench.compare.scenarios import SCENARIOS
+    from hvd_ckpt.bench.compare.workloads import WORKLOADS
+    from hvd_ckpt.bench.recompute import command as recompute
+    from hvd_ckpt.bench.recompute.contenders import FAMILIES
+    from hvd_ckpt.bench.recompute.workloads import NAMES
+
+    for told, known in (
+        (compare.ENGINES, [name for name in ENGINES if not name.startswith("shard-")]),
+        (compare.WORKLOADS, WORKLOADS),
+        (compare.SCENARIOS, SCENARIOS),
+        (reduce.WORKLOADS, workloads.WORKLOADS),
+        (recompute.WORKLOADS, NAMES),
+        (recompute.CONTENDERS, FAMILIES),
+    ):
+        assert told.split(",") == list(known)
+
+
+def test_without_a_terminal_long_work_prints_lines_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hvd_ckpt.heartbeat.SECONDS", 0.01)
+    with progress_bar() as progress:
+        task = progress.add_task("np=2, batch 16", total=3)
+        progress.advance(task)
+        told = ""
+        while told.count("\n") < 2:
+            time.sleep(0.01)
+            told += capsys.readouterr().err
+    assert set(told.splitlines()) == {"np=2, batch 16  1/3  0:00:00"}
+
+
+def test_an_unknown_command_is_named() -> None:
+    result = CliRunner().invoke(cli.main, ["divine"])
+    assert result.exit_code == 2
+    assert "'divine'" in result.output
+
+
+def test_a_command_that_cannot_be_loaded_sends_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "absent", cli._Entry("hvd_ckpt.no_such_module", "absent", "Not there."))
+    result = CliRunner().invoke(cli.main, ["absent"])
+    assert result.exit_code == 1
+    assert "absent cannot be loaded" in result.output
+    assert "hvd-ckpt doctor" in result.output

@@ -1,0 +1,131 @@
+"""Tests lie in one folder per room of hvd_ckpt. A file's marker says how its tests run:
+
+- without a marker in one process: ``pytest tests/recompute``;
+- ``pytest.mark.launch`` runs whole commands, and takes longer;
+- ``pytest.mark.ranks(gloo=(1, 2), mpi=(4,))`` runs once on every rank, on 1 and 2 ranks over Gloo and on 4 over MPI:
+  ``horovodrun -np 2 --gloo python -m pytest tests/reduction``. A test's own marker goes before its file's. Where MPI does not
+  work, its numbers of ranks run over Gloo, too.
+
+Under a launcher only the files of the last kind are collected, and without one all others. All ranks run the same tests in the same
+order. A failure there ends the session at once (``-x``): the other ranks could otherwise wait in a collective that never comes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HANG_SECONDS = 120
+MPI_WORKS = "HVD_CKPT_TESTS_MPI_WORKS"  # set by tests/run.py
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
+_status = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not LAUNCHED:
+        return
+    import hvd_ckpt as hc
+
+    config.option.maxfail = 1
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    # Milliseconds; with more ranks than cores, the idle cycles of one rank cost the others, over Gloo above all.
+    many_over_gloo = int(os.environ.get("HOROVOD_SIZE", "1")) > 2
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "10" if many_over_gloo else "5")
+    hc.init()
+    if hc.rank() != 0:
+        config.option.verbose = -1
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files of another kind before they are imported."""
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if LAUNCHED or "pytest.mark.ranks(" in text:
+        return None if LAUNCHED and "pytest.mark.ranks(" in text else True
+    only = config.option.markexpr
+    if only in ("launch", "not launch"):
+        return None if ("pytest.mark.launch" in text) == (only == "launch") else True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what does not run on this number of ranks over this controller."""
+    if not LAUNCHED:
+        return
+    chosen = [item for item in items if _runs_here(item)]
+    left = [item for item in items if not _runs_here(item)]
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left)
+
+
+def _runs_here(item: pytest.Item) -> bool:
+    import hvd_ckpt as hc
+
+    marker = item.get_closest_marker("ranks")
+    assert marker is not None, item.nodeid
+    over = {name: tuple(marker.kwargs.get(name, ())) for name in ("gloo", "mpi")}
+    if MPI_WORKS not in os.environ:
+        over["gloo"] += over["mpi"]
+    return hc.size() in over[hc.controller()]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_status] = int(exitstatus)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After a failure leaves at once, so that the launcher ends the ranks that still wait for this one."""
+    status = config.stash.get(_status, 0)
+    if LAUNCHED and status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@pytest.fixture(autouse=True)
+def _in_step_with_the_others() -> Iterator[None]:
+    """On ranks, starts every test from the same random state, in step, and dumps all stacks if it hangs."""
+    if not LAUNCHED:
+        yield
+        return
+    import hvd_ckpt as hc
+
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    torch.manual_seed(1234)
+    hc.barrier()
+    yield
+    hc.barrier()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def quick_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three rounds of timing for each kind of block, and one thread: bytes and results are what is looked at."""
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One temporary folder for all ranks."""
+    import hvd_ckpt as hc
+
+    made = tempfile.mkdtemp(prefix="hvd_ckpt_tests_") if hc.rank() == 0 else ""
+    path = Path(hc.broadcast_object(made, 0, name="folder"))
+    yield path
+    hc.barrier()
+    if hc.rank() == 0:
+        shutil.rmtree(path)

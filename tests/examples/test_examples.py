@@ -1,0 +1,130 @@
+"""Each example script on two ranks, with tiny settings: what it trains, prints and leaves."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import hvd_ckpt as hc
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_planner"),
+    pytest.mark.ranks(gloo=(2,)),
+]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SIZE = r"[\d.]+ (?:B|KiB|MiB)"
+COSTS = rf"peak {SIZE}, [\d.]+ s a step"
+
+# Each script's settings, and patterns that its output has, each once.
+SCRIPTS = {
+    "bert_pretrain.py": (
+        "--text text.txt --length 16 --batch 2 --width 16 --layers 1 --budget min --bf16",
+        [rf"peak of a micro-batch: {SIZE} recomputed, {SIZE} kept"],
+    ),
+    "roberta_pretrain.py": (
+        "--text text.txt --length 16 --batch 2 --folder model --precision bf16",
+        [r"held-out loss [\d.]+, accuracy [\d.]+", r"RobertaForMaskedLM.from_pretrained: .*"],
+    ),
+    "xlnet_pretrain.py": (
+        "--text text.txt --length 16 --width 16 --layers 2 --segments 2 --reentrant",
+        [
+            r"shared by 4 blocks: positions \(32, 8, 16\), query_mask \(16, 16, 8, 1\), "
+            r"content_mask \(16, 16, 8, 1\), target_mapping \(2, 16, 8\)"
+        ],
+    ),
+    "gpt_lite.py": (
+        "--text text.txt --length 16 --batch 2 --width 16 --heads 2 --layers 2 --interval 1",
+        [
+            r"4 blocks, checkpoint interval 0: " + SIZE,
+            r"4 blocks, checkpoint interval 1: " + SIZE,
+            r"held-out loss [\d.]+",
+        ],
+    ),
+    "memonger_densenet.py": (
+        "--depth 22 --efficient --pixels 8 --batch 2",
+        ["recomputed never: " + COSTS, "recomputed always: " + COSTS],
+    ),
+    "memonger_resnet.py": (
+        "--depth 20 --pixels 8 --batch 2",
+        [f"11 blocks in {segments}: {COSTS}" for segments in ("1 segment", "2 segments", "3 segments")],
+    ),
+    "memonger_vnet.py": (
+        "--pixels 16 --width 2 --batch 2",
+        ["kept: " + COSTS, "recomputed: " + COSTS, r"held-out loss [\d.]+, Dice [\d.]+"],
+    ),
+    "memonger_word_lm.py": (
+        "--text text.txt --words 50 --length 16 --batch 2 --width 16",
+        ["kept: " + COSTS, "recomputed: " + COSTS, r"perplexity of held-out text: [\d.]+"],
+    ),
+}
+
+
+@pytest.fixture
+def desk(folder, monkeypatch):
+    if hc.rank() == 0:
+        (folder / "text.txt").write_text("To be, or not to be: that is the question. " * 100)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(
+            '{"model_type": "roberta", "vocab_size": 262, "hidden_size": 16, "num_hidden_layers": 2, '
+            '"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 18, "bos_token_id": 0}'
+        )
+    hc.barrier()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return folder
+
+
+def losses(output):
+    return [float(value) for value in re.findall(r"^step 2.*? loss (\S+)", output, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_and_rank_0_alone_tells_of_it(name, desk, capsys):
+    settings, patterns = SCRIPTS[name]
+    script = runpy.run_path(str(EXAMPLES / name), run_name="example")
+    script["main"].main([*settings.split(), "--steps", "2"], standalone_mode=False)
+    hc.barrier()
+    printed = capsys.readouterr()
+    output = printed.out + printed.err
+    if hc.rank() != 0:
+        assert printed.out == ""
+        return
+    assert losses(output) and all(map(math.isfinite, losses(output))), output
+    for pattern in patterns:
+        assert len(re.findall(pattern, output)) == 1, (pattern, output)
+    if name == "roberta_pretrain.py":
+        (written,) = desk.glob("runs/*/model/model.safetensors")
+        assert written.stat().st_size > 1000
+
+
+def test_the_script_before_and_after_migration_prints_the_same_losses(capsys):
+    script = runpy.run_path(str(EXAMPLES / "migrate_from_horovod.py"), run_name="example")
+    printed = []
+    for version in ("before", "after"):
+        script["main"].main(["--version", version, "--steps", "20"], standalone_mode=False)
+        printed.append(capsys.readouterr().out.splitlines())
+    losses_of = [re.findall(r"^step \d+: loss [\d.]+$", "\n".join(lines), re.MULTILINE) for lines in printed]
+    assert losses_of[0] == losses_of[1] and len(losses_of[0]) == (2 if hc.rank() == 0 else 0)
+
+
+def test_a_bad_flag_is_one_line_of_rank_0(monkeypatch, desk):
+    monkeypatch.setattr("hvd_ckpt.command_line.MOMENT", 0.0)
+    script = runpy.run_path(str(EXAMPLES / "gpt_lite.py"), run_name="example")
+    result = CliRunner().invoke(script["main"], ["--steps", "0"])
+    assert result.exit_code == 2
+    said = "steps 0: give a whole number from 1" in result.output and result.output.count("\n") == 1
+    assert said if hc.rank() == 0 else result.output == ""
+
+
+def test_every_script_is_in_the_table_and_here():
+    scripts = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sbatch")}
+    table = (EXAMPLES / "README.md").read_text()
+    assert {name for name in scripts if f"`{name}`" not in table} == set()
+    others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
+    assert scripts == set(SCRIPTS) | others

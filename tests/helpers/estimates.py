@@ -1,0 +1,108 @@
+"""What a step takes beside what ``estimate_memory`` says: ``horovodrun -np 4 --gloo python tests/helpers/estimates.py``.
+
+Prints a row for each model and stage, with and without recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.cli.plan_models import Job, build
+from hvd_ckpt.memory import PeakMemory, recording_peak
+from hvd_ckpt.planning.profile import Step
+
+STEPS = 3
+
+
+def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **options: Any) -> int:
+    """The most bytes at a time in a job's third step, all counted that is held; of the rank that needs most.
+
+    The step alone is recorded: what Horovod's threads are the last to let go of is not seen to be freed, and would add up.
+
+    Args:
+        make: the model.
+        sample, loss: as of ``estimate_memory``.
+        options: of ``DistributedOptimizer``.
+    """
+    args = sample if isinstance(sample, tuple) else (sample,)
+    before = held_bytes()
+    model = make()
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters(), **options
+    )
+    step = Step(model, args, {}, loss, None)
+    for number in range(STEPS):
+        last = number == STEPS - 1
+        held = held_bytes() - before
+        with recording_peak() if last else contextlib.nullcontext(PeakMemory()) as memory:
+            step.run()
+            optimizer.step()
+            optimizer.zero_grad()
+    return max(hc.allgather_object(held + memory.peak_bytes, name="peak"))
+
+
+def held_bytes() -> int:
+    """Bytes of the memory of all tensors that Python knows."""
+    gc.collect()
+    found = {}
+    for tensor in gc.get_objects():
+        if (
+            issubclass(type(tensor), torch.Tensor)
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+        ):
+            memory = tensor.untyped_storage()
+            found[memory.data_ptr()] = memory.nbytes()
+    return sum(found.values())
+
+
+@click.command()
+@click.option("--models", default="gpt-tiny,bert-tiny")
+@click.option("--bucket-cap-mb", default=2.0)
+@click.option("--width", default=256)
+@click.option("--layers", default=4)
+def main(models: str, bucket_cap_mb: float, width: int, layers: int) -> None:
+    """Prints the table."""
+    hc.init()
+    for name in models.split(","):
+        for recompute in (False, True):
+
+            def job(name: str = name, recompute: bool = recompute) -> Job:
+                options = {
+                    "width": width,
+                    "layers": layers,
+                    "heads": 4,
+                    "checkpoint_interval": int(recompute),
+                }
+                return build(name, {"batch": 4, "length": 64, "vocabulary": 512}, options)
+
+            for stage in range(4):
+                made = job()
+                estimate = hc.estimate_memory(
+                    made.model,
+                    hc.size(),
+                    stage,
+                    sample=made.sample,
+                    loss=made.loss,
+                    bucket_cap_mb=bucket_cap_mb,
+                )
+                peak = measured_peak(
+                    lambda: job().model, made.sample, made.loss, shard=stage, bucket_cap_mb=bucket_cap_mb
+                )
+                if hc.rank() == 0:
+                    ratio = estimate.recorded_peak / peak
+                    click.echo(
+                        f"| {name} | {'yes' if recompute else 'no'} | {hc.size()} | {stage} | {peak / 2**20:.1f} | {ratio:.3f} |"
+                    )
+
+
+if __name__ == "__main__":
+    main()

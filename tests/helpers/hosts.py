@@ -1,0 +1,455 @@
+"""Several hosts on one machine, for tests of what goes on between hosts.
+
+A host is a set of Linux namespaces: its own network (a virtual cable to a switch), name, processes, ``/dev/shm`` and
+``/run``, with an sshd of its own; its files are this machine's. The hosts are called a, b, c, ... at 10.77.0.1 and up, know
+each other by name, and root's ssh between them works without a word, by keys made for the occasion::
+
+    with Hosts(3) as hosts:
+        hosts.run("a", ["horovodrun", "-np", "2", "-H", "a:1,b:1", "python", "train.py"], timeout=100)
+
+Nothing of it is visible outside: the namespaces have no names, the switch lives in one too, and everything ends when the
+process that made it ends, however it ends (each host's first process waits for the end of its standard input). By hand::
+
+    python tests/helpers/hosts.py up 3
+    python tests/helpers/hosts.py run a ssh b hostname
+    python tests/helpers/hosts.py down
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shlex
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+PROGRAMS = ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount", "bash")
+NETWORK = "10.77.0"
+FRAME = 1514  # bytes of a full Ethernet frame
+STATE = Path(tempfile.gettempdir()) / f"hvd-ckpt-hosts-{os.getuid()}.json"  # where the script finds its hosts
+SEARCH = os.pathsep.join(
+    dict.fromkeys([str(Path(sys.executable).parent), *os.get_exec_path(), "/usr/sbin", "/sbin"])
+)
+
+SWITCH = """
+trap '' INT TERM HUP
+echo $$
+read -r _
+rm -rf "$1"
+"""
+
+HOST = r"""
+set -e
+read -r process _ </proc/self/stat
+echo "$process"
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+echo "$1" >/proc/sys/kernel/hostname
+mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/ssh" /etc/ssh
+mount --bind "$2/passwd" /etc/passwd
+read -r _
+ip link set lo up
+ip address add "$3/24" dev eth0
+ip link set eth0 up
+"$(command -v sshd)"
+echo up
+read -r _ || true
+"""
+
+SSHD = """\
+AddressFamily inet
+HostKey /etc/ssh/host_key
+AuthorizedKeysFile /etc/ssh/key.pub
+StrictModes no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+UsePAM no
+MaxStartups 100
+SetEnv PATH={path}
+"""
+
+SSH = """\
+Host *
+  IdentityFile /etc/ssh/key
+  GlobalKnownHostsFile /etc/ssh/ssh_known_hosts
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why hosts cannot be made here, in a few words; None if they can."""
+    if os.geteuid() != 0:
+        return "hosts as network namespaces need root"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: openssh-server, openssh-client, iproute2)"
+    trial = "ip link add name s type bridge && ip link add name x type veth peer name y && mount -t proc proc /proc"
+    if (reason := _fails([*_namespaces(), "bash", "-c", trial])) is not None:
+        return f"namespaces cannot be made here: {reason}"
+    return None
+
+
+@functools.cache
+def slowed_by() -> str | None:
+    """What slows a link here: "netem" (each frame waits), "tbf" (frames pass at a low rate), or None."""
+    for kind, settings in (("netem", "delay 1ms"), ("tbf", "rate 10mbit burst 5kb latency 1s")):
+        trial = f"ip link add name x type veth peer name y && tc qdisc add dev x root {kind} {settings}"
+        if shutil.which("tc", path=SEARCH) and _fails(["unshare", "--net", "bash", "-c", trial]) is None:
+            return kind
+    return None
+
+
+class Hosts:
+    """`count` hosts, up from the start of the ``with`` block to its end.
+
+    Args:
+        count: how many, from 1 to 26.
+
+    Attributes:
+        names: "a", "b", ...
+        addresses: each host's address by its name.
+        key: the private ssh key that opens every host, as a path that holds inside and outside of them.
+
+    Raises:
+        RuntimeError: they cannot be made here (:func:`unavailable` says why beforehand), or one did not come up.
+    """
+
+    def __init__(self, count: int = 2) -> None:
+        if not 1 <= count <= len(string.ascii_lowercase):
+            raise ValueError(f"{count} hosts: give a number from 1 to 26.")
+        self.names = tuple(string.ascii_lowercase[:count])
+        self.addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(self.names, 1)}
+        self._processes: dict[str, subprocess.Popen[str]] = {}  # the first one of each host, and the switch's
+        self._roots: dict[str, int] = {}  # their process ids, as seen from outside
+        self._own: dict[str, set[int]] = {}  # the processes that a host has when nothing runs on it
+        self._jobs: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Hosts:
+        if (reason := unavailable()) is not None:
+            raise RuntimeError(f"{reason}.")
+        self._folder = Path(tempfile.mkdtemp(prefix="hvd-ckpt-hosts-"))
+        self.key = self._folder / "ssh" / "key"
+        try:
+            self._write_files()
+            self._plug_in()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything that runs on the hosts, and the hosts."""
+        for process in self._processes.values():
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate(timeout=30)
+        for job in self._jobs:
+            _end(job)
+        self._processes.clear()
+        self._jobs.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        timeout: float,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host and waits for it.
+
+        Args:
+            name: of the host.
+            command: the program and its arguments.
+            timeout: seconds; past it, everything that runs on the hosts is killed.
+            environment: variables beside those of this process.
+            folder: to run in; this process's if None.
+
+        Raises:
+            subprocess.TimeoutExpired: with the output so far.
+        """
+        job = self.start(name, command, environment=environment, folder=folder)
+        try:
+            output, errors = job.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.clear()
+            output, errors = job.communicate()
+            raise subprocess.TimeoutExpired(job.args, timeout, output, errors) from None
+        return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | str | None = None,
+    ) -> subprocess.Popen[str]:
+        """Starts a command on a host, its output (text) in pipes. Signals go to :meth:`processes`, not to this one."""
+        job = subprocess.Popen(
+            [*self._inside(name, "--all"), "env", "-C", str(folder or Path.cwd()), *map(str, command)],
+            env={**os.environ, "PATH": SEARCH, "HOME": str(self._folder / "home"), **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._jobs.append(job)
+        return job
+
+    def processes(self, name: str) -> dict[int, str]:
+        """What runs on a host beside its sshd: command lines by process id (as seen, and killed, from outside)."""
+        return {process: line for process, line in self._all(name) if process not in self._own[name]}
+
+    def clear(self) -> None:
+        """Kills everything that runs on the hosts; the hosts stay."""
+        for name in self.names:
+            while running := self.processes(name):
+                for process in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+                time.sleep(0.01)
+        for job in self._jobs:
+            _end(job)
+        self._jobs.clear()
+
+    def cut(self, name: str) -> None:
+        """Pulls the host's cable: nothing comes in or goes out, and nobody is told."""
+        self._on_switch(f"link set to-{name} down")
+
+    def mend(self, name: str) -> None:
+        """Plugs the cable in again, and ends its slowness."""
+        self._on_switch(f"link set to-{name} up")
+        if slowed_by() is not None:
+            for inside in self._both_ends(name):
+                _fails([*inside[:-1], "tc", "qdisc", "delete", "dev", inside[-1], "root"])
+
+    def slow(self, name: str, milliseconds: float) -> None:
+        """Slows the host's cable in both directions, until :meth:`mend`.
+
+        With netem each frame waits that long; with tbf frames pass one after the other, a full one in that time.
+
+        Raises:
+            RuntimeError: this kernel has neither (:func:`slowed_by` is None).
+        """
+        rate = max(8, round(FRAME * 8 * 1000 / milliseconds))
+        settings = {
+            "netem": f"netem delay {milliseconds}ms limit 100000",
+            "tbf": f"tbf rate {rate}bit burst {FRAME + 10} limit 10000000",
+        }
+        if (kind := slowed_by()) is None:
+            raise RuntimeError("this kernel has neither netem nor tbf to slow a link with.")
+        for inside in self._both_ends(name):
+            command = [
+                *inside[:-1],
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                inside[-1],
+                "root",
+                *settings[kind].split(),
+            ]
+            subprocess.run(command, check=True, env={**os.environ, "PATH": SEARCH})
+
+    def _write_files(self) -> None:
+        ssh = self._folder / "ssh"
+        ssh.mkdir()
+        for file in ("key", "host_key"):
+            command = [
+                "ssh-keygen",
+                "-q",
+                "-t",
+                "ed25519",
+                "-N",
+                "",
+                "-C",
+                "throw-away",
+                "-f",
+                str(ssh / file),
+            ]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        known = ",".join([*self.names, *self.addresses.values()])
+        (ssh / "ssh_known_hosts").write_text(f"{known} {(ssh / 'host_key.pub').read_text()}")
+        (ssh / "ssh_config").write_text(SSH)
+        (ssh / "sshd_config").write_text(SSHD.format(path=SEARCH))
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.addresses.items())]
+        (self._folder / "hosts").write_text("\n".join(lines) + "\n")
+        # A root with an empty home and a plain shell: what this machine's one sets up at a login is no business of tests.
+        (self._folder / "home").mkdir()
+        users = Path("/etc/passwd").read_text().splitlines()
+        users = [line for line in users if not line.startswith("root:")]
+        lines = [f"root:x:0:0:root:{self._folder / 'home'}:/bin/sh", *users]
+        (self._folder / "passwd").write_text("\n".join(lines) + "\n")
+
+    def _plug_in(self) -> None:
+        self._start_first("switch", ["unshare", "--net", "bash", "-c", SWITCH, "switch", str(self._folder)])
+        for name in self.names:
+            arguments = [name, str(self._folder), self.addresses[name]]
+            self._start_first(name, [*_namespaces(), "bash", "-c", HOST, "host", *arguments])
+        lines = ["link add name switch type bridge forward_delay 0", "link set switch up"]
+        for name in ("switch", *self.names):
+            self._roots[name] = int(self._answer(name))
+            if name != "switch":
+                lines.append(f"link add name to-{name} type veth peer name eth0 netns {self._roots[name]}")
+                lines.append(f"link set to-{name} master switch up")
+        self._on_switch(*lines)
+        for name in self.names:
+            stdin = self._processes[name].stdin
+            assert stdin is not None
+            stdin.write("\n")
+            stdin.flush()
+        for name in self.names:
+            self._answer(name)
+            self._own[name] = {process for process, _ in self._all(name)}
+
+    def _start_first(self, name: str, command: list[str]) -> None:
+        self._processes[name] = subprocess.Popen(
+            command,
+            env={**os.environ, "PATH": SEARCH},
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _answer(self, name: str) -> str:
+        """The next line that a first process says."""
+        process = self._processes[name]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            said = process.communicate()[1].strip().splitlines() or ["it said nothing"]
+            raise RuntimeError(f"{name} did not come up: {said[-1]}.")
+        return line
+
+    def _inside(self, name: str, *namespaces: str) -> list[str]:
+        return ["nsenter", "--target", str(self._roots[name]), *namespaces, "--"]
+
+    def _on_switch(self, *lines: str) -> None:
+        command = [*self._inside("switch", "--net"), "ip", "-batch", "-"]
+        text = "".join(f"{line}\n" for line in lines)
+        subprocess.run(command, input=text, text=True, check=True, env={**os.environ, "PATH": SEARCH})
+
+    def _both_ends(self, name: str) -> Iterator[list[str]]:
+        yield [*self._inside("switch", "--net"), f"to-{name}"]
+        yield [*self._inside(name, "--net"), "eth0"]
+
+    def _all(self, name: str) -> Iterator[tuple[int, str]]:
+        """Process id and command line of everything alive on a host."""
+        namespace = os.readlink(f"/proc/{self._roots[name]}/ns/pid")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(folder / "ns" / "pid") == namespace:
+                    words = (folder / "cmdline").read_bytes().split(b"\0")
+                    if words != [b""]:  # as of one that has ended and was not waited for yet
+                        yield int(folder.name), b" ".join(words).decode(errors="replace").strip()
+
+
+def _namespaces() -> list[str]:
+    kinds = ["--net", "--uts", "--mount", "--pid", "--ipc"]
+    return ["unshare", *kinds, "--propagation", "private", "--fork", "--kill-child"]
+
+
+def _fails(command: list[str]) -> str | None:
+    """The last line that a command says where it fails, None where it does not."""
+    environment = {**os.environ, "PATH": SEARCH}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return said[-1] if done.returncode else None
+
+
+def _end(job: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+
+
+def _up(count: int) -> None:
+    """Makes hosts that stay after this process, held by a child of it."""
+    _down()
+    if (reason := unavailable()) is not None:
+        sys.exit(f"error: {reason}.")
+    command = [sys.executable, str(Path(__file__).resolve()), "hold", str(count)]
+    holder = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert holder.stdout is not None
+    if not holder.stdout.readline():
+        sys.exit("error: the hosts did not come up.")
+
+
+def _hold(count: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with Hosts(count) as hosts:
+        try:
+            STATE.write_text(json.dumps({"holder": os.getpid(), "hosts": hosts._roots}))
+            print("up", flush=True)
+            while True:
+                signal.pause()
+        finally:
+            STATE.unlink(missing_ok=True)
+
+
+def _down() -> None:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        holder = json.loads(STATE.read_text())["holder"]
+        os.kill(holder, signal.SIGTERM)
+        while STATE.exists() and Path(f"/proc/{holder}").exists():
+            time.sleep(0.05)
+    STATE.unlink(missing_ok=True)
+
+
+def _run(name: str, command: list[str]) -> None:
+    try:
+        root = json.loads(STATE.read_text())["hosts"][name]
+    except (FileNotFoundError, KeyError):
+        sys.exit(
+            f"error: there is no host {name!r}: make some with `python {shlex.quote(sys.argv[0])} up 3`."
+        )
+    inside = ["nsenter", "--target", str(root), "--all", "--", "env", "-C", str(Path.cwd()), *command]
+    os.execvpe("nsenter", inside, {**os.environ, "PATH": SEARCH})
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["up", count] if count.isdigit():
+            _up(int(count))
+        case ["up"]:
+            _up(2)
+        case ["hold", count]:
+            _hold(int(count))
+        case ["down"]:
+            _down()
+        case ["run", name, _, *_]:
+            _run(name, arguments[2:])
+        case _:
+            sys.exit(f"usage: python {sys.argv[0]} up [COUNT] | down | run HOST COMMAND...")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,398 @@
+"""Building Horovod once: the cache and its key, and builds that fail, are interrupted or get the wrong source.
+
+A small package stands in for Horovod's source: it has the lines that are patched and builds in a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hvd_ckpt.folders import cache_folder
+from hvd_ckpt.install import build_horovod, recipe
+
+pytestmark = pytest.mark.launch
+
+SETUP = """
+import os, sys, time
+from pathlib import Path
+from setuptools import setup
+{action}
+folder = Path("horovod/torch")
+(folder / "mpi_lib_v2.stand_in.so").write_text(os.environ["HOROVOD_WITH_MPI"])
+setup(name="horovod", version="0.28.1", packages=["horovod", "horovod.torch"], package_data={{"": ["*.so"]}})
+"""
+
+DRIVER = """
+import sys
+from hvd_ckpt.install import build_horovod, recipe
+build_horovod.SDIST_SHA256 = recipe.SDIST_SHA256 = sys.argv[1]
+build_horovod.build_horovod(sys.argv[2:])
+"""
+
+
+@pytest.fixture
+def modules() -> tuple[ModuleType, ModuleType]:
+    return build_horovod, recipe
+
+
+class Bench:
+    """A cache folder and a stand-in for Horovod's source whose setup.py does ``action`` first."""
+
+    def __init__(self, folder: Path, recipe: ModuleType) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.recipe = recipe
+
+    def write_sdist(self, action: str = "") -> Path:
+        files = {
+            "setup.py": SETUP.format(action=action),
+            "horovod/__init__.py": "",
+            "horovod/torch/__init__.py": "",
+        }
+        for name, old, _ in self.recipe.PATCHES:
+            files[name] = files.get(name, "") + f"# {old}\n"
+        path = self.folder / "sdist.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in files.items():
+                member = tarfile.TarInfo(f"horovod-0.28.1/{name}")
+                member.size = len(text.encode())
+                archive.addfile(member, io.BytesIO(text.encode()))
+        return path
+
+    def command(self, sdist: Path, sha256: str | None = None) -> list[str]:
+        digest = sha256 or hashlib.sha256(sdist.read_bytes()).hexdigest()
+        options = ["--no-install", "--cache", str(self.cache), "--sdist", str(sdist)]
+        return [sys.executable, "-c", DRIVER, digest, *options]
+
+    def run(self, sdist: Path, sha256: str | None = None) -> subprocess.CompletedProcess[str]:
+        command = self.command(sdist, sha256)
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def leftovers(self) -> list[str]:
+        """What a build left in the cache besides its log."""
+        names = (path.name for path in self.cache.iterdir())
+        return [name for name in names if name not in ("lock", "logs", "sdist")]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, modules: tuple[ModuleType, ModuleType]) -> Bench:
+    return Bench(tmp_path, modules[1])
+
+
+def test_a_wheel_is_built_once(bench: Bench) -> None:
+    sdist = bench.write_sdist()
+    first = bench.run(sdist)
+    assert first.returncode == 0, first.stderr
+    wheel = Path(first.stdout.splitlines()[-1])
+    assert wheel.parent.parent == bench.cache
+    assert bench.leftovers() == [wheel.parent.name]
+    written = wheel.stat().st_mtime_ns
+
+    second = bench.run(sdist)
+    assert second.stdout.splitlines() == [str(wheel)]
+    assert wheel.stat().st_mtime_ns == written
+
+    wheel.write_bytes(wheel.read_bytes()[:-10])
+    third = bench.run(sdist)
+    assert "Building Horovod" in third.stdout
+    assert json.loads((wheel.parent / "build.json").read_text())["sha256"] == _sha256(wheel)
+
+
+def test_a_cache_in_a_path_with_a_space(bench: Bench) -> None:
+    bench.cache = bench.folder / "a cache"
+    action = "assert ' ' not in os.getcwd() + sys.prefix + os.environ['PATH'].split(':')[0], os.getcwd()"
+    result = bench.run(bench.write_sdist(action))
+    assert result.returncode == 0, result.stderr
+    assert bench.leftovers() == [Path(result.stdout.splitlines()[-1]).parent.name]
+
+
+def test_mpis_compiler_wrapper_names_no_path_with_a_space(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI's wrapper prints the path of its environment unquoted, where CMake would cut it at the space."""
+    recipe = modules[1]
+    environment, folder = tmp_path / "an environment", tmp_path / "build"
+    (environment / "bin").mkdir(parents=True)
+    folder.mkdir()
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    wrapper = environment / "bin" / "mpicxx"
+    wrapper.write_text(f'#!/bin/sh\necho "$1 -I{environment}/include"\nexit 3\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    build = recipe.build_environment(recipe.Target("2.13.0", None, "cp311", "linux", "4.1.8"), folder)
+    found = shutil.which("mpicxx", path=build["PATH"])
+    assert found is not None
+    answer = subprocess.run([found, "-showme"], capture_output=True, text=True, check=False)
+    assert answer.stdout == f"-showme -I{folder}/env/include\n"
+    assert answer.returncode == 3
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_failed_build_leaves_its_log_only(bench: Bench) -> None:
+    result = bench.run(bench.write_sdist("sys.exit('the compiler is unhappy')"))
+    errors = [line for line in result.stderr.splitlines() if line]
+    assert result.returncode == 1
+    assert errors[0].startswith("error: ") and "the compiler is unhappy" in errors[0]
+    log = re.search(r"nothing was kept but its log, (.*)$", errors[1])
+    assert log is not None, errors
+    assert "the compiler is unhappy" in Path(log.group(1)).read_text()
+    assert bench.leftovers() == []
+
+
+def test_a_build_that_runs_or_was_interrupted_has_not_failed(tmp_path: Path) -> None:
+    target = recipe.Target("2.13.0+cpu", None, "cp311", "linux-x86_64-glibc2.36", "4.1.8")
+    log = tmp_path / "logs" / f"{target.key}.log"
+    log.parent.mkdir()
+    log.write_text("  [1/2] c++ a.cc\n")
+    assert build_horovod.failure_of_last_build(tmp_path, target) is None
+    log.write_text("  [1/2] c++ a.cc\n  the compiler is unhappy\nerror: subprocess-exited-with-error\n")
+    assert "the compiler is unhappy" in (build_horovod.failure_of_last_build(tmp_path, target) or "")
+
+
+def test_a_wheel_without_the_extension_is_no_success(bench: Bench) -> None:
+    result = bench.run(
+        bench.write_sdist('os.environ["HOROVOD_WITH_MPI"] = ""; Path.write_text = lambda *a: None')
+    )
+    assert result.returncode == 1
+    assert "build failed" in result.stderr
+    assert bench.leftovers() == []
+
+
+SLOW = """
+import signal
+def stop(number, frame):
+    Path({folder!r}, "asked").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, stop)
+Path({folder!r}, "new").write_text(str(os.getpid()))
+os.rename(Path({folder!r}, "new"), Path({folder!r}, "started"))
+time.sleep(300)
+"""
+
+
+def start_slow_build(bench: Bench) -> tuple[subprocess.Popen[str], int]:
+    """A build that waits, and the process id of its build tool, which notes when it is asked to end."""
+    started = bench.folder / "started"
+    sdist = bench.write_sdist(SLOW.format(folder=str(bench.folder)))
+    process = subprocess.Popen(
+        bench.command(sdist),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job in the background ignores SIGINT, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 120
+    while not started.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, int(started.read_text())
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(process_id: int) -> None:
+    deadline = time.monotonic() + 120
+    while is_running(process_id):
+        assert time.monotonic() < deadline, f"the compiler (process {process_id}) outlived its build"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_leaves_nothing(bench: Bench, number: signal.Signals) -> None:
+    process, compiler = start_slow_build(bench)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert bench.leftovers() == []
+    assert (bench.folder / "asked").exists(), "killed unasked: a build tool could not end its compilers"
+    wait_until_gone(compiler)
+
+
+def test_a_killed_build_is_cleaned_up_by_the_next(bench: Bench) -> None:
+    process, compiler = start_slow_build(bench)
+    process.kill()
+    process.communicate(timeout=120)
+    os.kill(compiler, signal.SIGKILL)
+    assert [name[:10] for name in bench.leftovers()] == [".building-"]
+    result = bench.run(bench.write_sdist())
+    assert result.returncode == 0, result.stderr
+    assert bench.leftovers() == [Path(result.stdout.splitlines()[-1]).parent.name]
+
+
+def test_the_wrong_source_is_refused(bench: Bench) -> None:
+    wanted = "0" * 64
+    sdist = bench.write_sdist()
+    result = bench.run(sdist, sha256=wanted)
+    assert result.returncode == 1
+    assert wanted in result.stderr
+    assert _sha256(sdist) in result.stderr
+    assert bench.leftovers() == []
+
+
+def test_a_source_the_patches_do_not_fit_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    patches = bench.recipe.PATCHES
+    monkeypatch.setattr(bench.recipe, "PATCHES", patches[1:])
+    result = bench.run(bench.write_sdist())
+    assert result.returncode == 1
+    assert f"Horovod's {patches[0][0]}" in result.stderr
+    assert bench.leftovers() == []
+
+
+ASSIGNMENT = """
+#include "flatbuffers/stl_emulation.h"
+void assign(flatbuffers::span<int>& to, const flatbuffers::span<int>& from) { to = from; }
+"""
+
+
+def test_the_patched_source_suits_newer_compilers(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType]
+) -> None:
+    """g++ 13 wants each header included where it is used; g++ 15 checks an assignment that nobody calls."""
+    build_horovod, recipe = modules
+    sdist = build_horovod.cache_folder()[0] / "sdist" / "horovod-0.28.1.tar.gz"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or not sdist.is_file():
+        pytest.skip("needs a C++ compiler, and Horovod's source in the user's cache")
+    source = recipe.unpack_and_patch(sdist, tmp_path)
+    assert "#include <string>" in (source / "horovod" / "common" / "group_table.h").read_text()
+    command = [compiler, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only", "-x", "c++", "-"]
+    command += ["-isystem", str(source / "third_party" / "flatbuffers" / "include")]
+    result = subprocess.run(command, input=ASSIGNMENT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_key_names_everything_a_wheel_depends_on(
+    modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = modules[1]
+    target = recipe.Target("2.13.0+cpu", None, "cp311", "linux-x86_64-glibc2.36", "4.1.8")
+    others = [
+        dataclasses.replace(target, torch="2.13.0+cu130"),
+        dataclasses.replace(target, torch="2.12.0+cpu"),
+        dataclasses.replace(target, python="cp312"),
+        dataclasses.replace(target, platform="linux-aarch64-glibc2.36"),
+        dataclasses.replace(target, cuda_home="/usr/local/cuda"),
+        dataclasses.replace(target, mpi="5.0.0"),
+    ]
+    keys = [target.key, *(other.key for other in others)]
+    for part in ("0.28.1", "2.13.0+cpu", "cp311", "linux-x86_64", "mpi-gloo"):
+        assert part in target.key
+    assert "mpi-gloo-nccl" in others[4].key
+    monkeypatch.setattr(recipe, "FLAGS", {**recipe.FLAGS, "HOROVOD_WITH_GLOO": "0"})
+    keys.append(target.key)
+    assert len(set(keys)) == len(keys)
+    assert target.key == dataclasses.replace(target).key
+
+
+def test_the_release_is_pinned(modules: tuple[ModuleType, ModuleType]) -> None:
+    assert modules[1].HOROVOD_VERSION == "0.28.1"
+    assert modules[1].SDIST_SHA256.startswith("92a43f5a94c4")
+
+
+def test_cuda_is_found_through_a_wrapper_script(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = modules[1]
+    home, bin_folder = tmp_path / "cuda 13", tmp_path / "bin"
+    (home / "bin").mkdir(parents=True)
+    bin_folder.mkdir()
+    real = home / "bin" / "nvcc"
+    real.write_text(f'#!/bin/sh\necho "#\\$ TOP={home}/bin/.." >&2\n')
+    real.chmod(0o755)
+    wrapper = bin_folder / "nvcc"
+    wrapper.write_text(f'#!/bin/sh\nexec "{real}" "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
+    assert recipe.find_cuda_home() == str(home)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert recipe.find_cuda_home() is None
+
+
+def test_a_cuda_build_takes_nccl_from_torchs_wheel(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = modules[1]
+    nccl = tmp_path / "site-packages" / "nvidia" / "nccl"
+    monkeypatch.setattr(recipe.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
+    target = recipe.Target("2.13.0+cu130", "/opt/cuda", "cp311", "linux-x86_64", "4.1.8")
+    with pytest.raises(recipe.BuildError, match="NCCL's header and library"):
+        recipe.find_nccl()
+    for name in ("include/nccl.h", "lib/libnccl.so.2"):
+        (nccl / name).parent.mkdir(parents=True, exist_ok=True)
+        (nccl / name).touch()
+    environment = recipe.build_environment(target, tmp_path)
+    assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert environment["HOROVOD_CUDA_HOME"] == "/opt/cuda"
+    assert Path(environment["HOROVOD_NCCL_INCLUDE"], "nccl.h").is_file()
+    assert (
+        Path(environment["HOROVOD_NCCL_LIB"], "libnccl.so").resolve()
+        == (nccl / "lib" / "libnccl.so.2").resolve()
+    )
+
+
+def test_the_gpu_architectures_that_were_asked_for_are_built(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod's own variable; a wheel for all architectures is another wheel, and one for the CPU has none."""
+    recipe = modules[1]
+    cuda = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+    monkeypatch.setattr(recipe.runpy, "run_path", lambda path: cuda)
+    monkeypatch.setattr(recipe, "find_cuda_home", lambda: "/opt/cuda")
+    monkeypatch.setattr(recipe, "find_nccl", lambda: (tmp_path / "include", tmp_path / "libnccl.so.2"))
+    keys = []
+    for number, architectures in enumerate(("", "80,90", "90")):
+        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", architectures)
+        target = recipe.detect_target()
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        environment = recipe.build_environment(target, folder)
+        assert environment.get("HOROVOD_BUILD_CUDA_CC_LIST", "") == architectures
+        keys.append(target.key)
+    assert len(set(keys)) == 3
+    monkeypatch.setattr(recipe, "find_cuda_home", lambda: None)
+    assert recipe.detect_target().architectures is None
+
+
+def test_the_built_extension_finds_its_libraries_relative_to_itself(
+    tmp_path: Path, modules: tuple[ModuleType, ModuleType]
+) -> None:
+    build_horovod, recipe = modules
+    wheel = build_horovod.cached_wheel(cache_folder()[0], recipe.detect_target().key)
+    if wheel is None or shutil.which("readelf") is None:
+        pytest.skip("needs readelf, and Horovod's wheel in the user's cache")
+    shutil.unpack_archive(wheel, tmp_path, "zip")
+    (extension,) = (tmp_path / "horovod" / "torch").glob("mpi_lib_v2*.so")
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(extension)], capture_output=True, text=True, check=True
+    ).stdout
+    (path,) = re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", dynamic)
+    assert path.split(":") == list(recipe.RPATH)
+    assert all(entry.startswith("$ORIGIN/") for entry in path.split(":"))
+    assert not re.findall(r"\(NEEDED\).*\[/", dynamic)

@@ -1,0 +1,214 @@
+"""main.sh where something is missing: one clear sentence, exit status 1, nothing left half done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.launch
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_NETWORK = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+TOOLS = ("bash", "dirname", "rm", "mkdir", "grep", "cat", "sed")
+
+
+class Copy:
+    """A copy of the repository's set-up, in a path with a space, with a PATH that holds only what a test puts there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "a copy"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.root.mkdir()
+        shutil.copy(ROOT / "main.sh", self.root)
+        shutil.copytree(ROOT / "install", self.root / "install")
+        install = self.root / "hvd_ckpt" / "install"
+        shutil.copytree(ROOT / "hvd_ckpt" / "install", install, ignore=shutil.ignore_patterns("__pycache__"))
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found is not None, tool
+            (self.bin / tool).symlink_to(found)
+
+    def add_program(self, name: str, script: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!{self.bin / 'bash'}\n{script}\n")
+        path.chmod(0o755)
+
+    def add_python(self, *lacks: str, name: str = "python3") -> None:
+        """The Python that runs the tests, without the modules in ``lacks`` and without the header if ``Python.h`` is among them."""
+        changed = self.bin.parent / "changed"
+        changed.mkdir()
+        (changed / "sitecustomize.py").write_text(
+            f"import sys, sysconfig\nsys.modules.update(dict.fromkeys({lacks!r}))\n"
+            f"if 'Python.h' in {lacks!r}: sysconfig.get_path = lambda name: '/no/such/folder'\n"
+        )
+        real = getattr(sys, "_base_executable", sys.executable)
+        self.add_program(name, f'PYTHONPATH="{changed}" exec "{real}" "$@"')
+
+    def add_compiler(self, script: str = "exit 0") -> None:
+        self.add_program("c++", script)
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(self.root / "main.sh"), *arguments],
+            env={"PATH": str(self.bin), "HOME": str(self.root), **NO_NETWORK, **environment},
+            cwd=self.bin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def assert_refused(self, result: subprocess.CompletedProcess[str], *words: str) -> None:
+        assert result.returncode == 1, result.stderr
+        assert result.stderr.count("\nerror:") + result.stderr.startswith("error:") == 1, result.stderr
+        for word in words:
+            assert word in result.stderr.partition("error:")[2]
+        assert "Traceback" not in result.stderr
+        assert not (self.root / ".venv" / "bin").exists()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(tmp_path)
+
+
+def test_no_python(copy: Copy) -> None:
+    copy.assert_refused(copy.run("setup"), "Python 3.10 or newer was not found", "PYTHON=")
+
+
+def test_python_too_old(copy: Copy) -> None:
+    copy.add_program("python3", "exit 1")
+    copy.assert_refused(copy.run("setup"), "Python 3.10 or newer was not found")
+
+
+def test_a_newer_python_beside_an_old_one_is_taken(copy: Copy) -> None:
+    copy.add_python("ensurepip", name="python3.12")
+    copy.add_program("python3", "exit 1")
+    copy.assert_refused(copy.run("setup"), "lacks the venv module")
+
+
+@pytest.mark.parametrize("name", ["/no/such/python", "old"])
+def test_the_python_that_was_asked_for_is_not_usable(copy: Copy, name: str) -> None:
+    copy.add_python()
+    copy.add_program("old", "exit 1")
+    copy.assert_refused(copy.run("setup", PYTHON=name), f"PYTHON={name} is not")
+
+
+def test_all_that_is_missing_is_in_one_message(copy: Copy) -> None:
+    copy.add_python("ensurepip", "Python.h")
+    words = ("venv module", "python3-venv", "C++ compiler was not found", "g++", "Python.h", "python3-dev")
+    copy.assert_refused(copy.run("setup"), *words)
+
+
+def test_a_compiler_that_does_not_work(copy: Copy) -> None:
+    copy.add_python()
+    copy.add_compiler("echo 'c++: fatal error: no input today' >&2; exit 1")
+    copy.assert_refused(copy.run("setup"), "c++ does not compile", "no input today")
+    copy.assert_refused(copy.run("setup", CXX="/no/such/compiler"), "CXX=/no/such/compiler", "No such file")
+
+
+@pytest.fixture
+def environment(copy: Copy) -> Copy:
+    """A copy whose .venv is there and whose Horovod cannot be built."""
+    venv = copy.root / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").touch()
+    (venv / "bin" / "activate").write_text(str(venv))
+    python = f"""case "$*" in
+        *build_horovod\\ --print-key*) echo key;;
+        *build_horovod*) echo "error: no Horovod today" >&2; exit 1;;
+        *pip\\ install*)
+            [[ ! -e "{copy.root}/offline" ]] || {{ echo "no network today"; exit 1; }}
+            echo "$*" >>"{copy.root}/installed";;
+        *) exec "{sys.executable}" "$@";;
+    esac"""
+    copy.add_program("python", python)
+    (copy.bin / "python").rename(venv / "bin" / "python")
+    copy.add_program("hvd-ckpt", 'echo "hvd-ckpt $*"')
+    (copy.bin / "hvd-ckpt").rename(venv / "bin" / "hvd-ckpt")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy.root)
+    return copy
+
+
+def test_a_failed_network_keeps_what_is_there(environment: Copy) -> None:
+    venv = environment.root / ".venv"
+    half, whole = (
+        venv / "lib" / "python3.11" / "site-packages" / f"{name}.dist-info" for name in ("half", "whole")
+    )
+    half.mkdir(parents=True)
+    whole.mkdir()
+    (whole / "RECORD").touch()
+    (environment.root / "offline").touch()
+    for _ in range(2):
+        result = environment.run("setup")
+        assert result.returncode == 1
+        message, said, *error = result.stderr.splitlines()
+        assert "GB" in message and "PIP_EXTRA_INDEX_URL" in message  # before pip starts
+        assert said == "no network today" and len(error) == 1 and error[0].startswith("error: ")
+        assert whole.exists() and not half.exists(), "pip takes a package without a RECORD for installed"
+
+
+def test_a_failed_build_leaves_a_doctor(environment: Copy) -> None:
+    result = environment.run("compare")
+    assert result.returncode == 1
+    assert "no Horovod today" in result.stderr
+    assert ".venv/bin/hvd-ckpt doctor" in result.stderr.splitlines()[-1]
+    requirements, package = (environment.root / "installed").read_text().splitlines()
+    assert "requirements.txt" in requirements and "--editable" in package
+    assert environment.run("doctor").stdout == "hvd-ckpt doctor\n"
+    assert "interrupted" not in environment.run("setup").stderr
+
+
+def test_a_torch_of_the_users_own_is_kept(environment: Copy) -> None:
+    """The pin is a tested version, not the only one; one that cannot be had is not remembered."""
+    list_, offline = environment.root / ".venv" / ".stamps" / "requirements.txt", environment.root / "offline"
+
+    def set_up(**variables: str) -> str:
+        environment.run("setup", **variables)
+        (line,) = (line for line in list_.read_text().splitlines() if line.startswith("torch=="))
+        return line
+
+    pinned = set_up()
+    offline.touch()
+    assert set_up(TORCH="9.9") == "torch==9.9"
+    offline.unlink()
+    assert set_up() == pinned
+    assert set_up(TORCH="2.14.1+cpu") == "torch==2.14.1+cpu"
+    assert set_up() == "torch==2.14.1+cpu"
+    installed = (environment.root / "installed").read_text().splitlines()
+    assert sum(str(list_) in line for line in installed) == 2, "the second time there is nothing to do"
+
+
+def test_an_interrupted_set_up_starts_over(copy: Copy) -> None:
+    venv = copy.root / ".venv"
+    (venv / "lib").mkdir(parents=True)
+    (venv / ".setting-up").write_text("4194305\n")  # above the largest process id Linux gives
+    result = copy.run("setup")
+    assert "was interrupted: starting over" in result.stderr
+    copy.assert_refused(result, "Python 3.10 or newer was not found")
+    assert not venv.exists()
+
+
+def test_a_set_up_that_is_running_is_left_alone(copy: Copy) -> None:
+    venv = copy.root / ".venv"
+    venv.mkdir()
+    (venv / ".setting-up").write_text(f"{os.getpid()}\n")
+    copy.assert_refused(
+        copy.run("setup"), f"another set-up of {copy.root} is running (process {os.getpid()})"
+    )
+    assert (venv / ".setting-up").exists()
+
+
+def test_help_needs_nothing(copy: Copy) -> None:
+    result = copy.run("--help")
+    assert result.returncode == 0
+    for command in ("setup", "test", "compare", "doctor", "NP=4"):
+        assert command in result.stdout
+    assert not (copy.root / ".venv").exists()

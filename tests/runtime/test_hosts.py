@@ -1,0 +1,187 @@
+"""Jobs over several hosts: the launch commands, equal weights, a host that is cut off, and a slow link.
+
+The hosts are network namespaces (see hosts.py). Every job trains the same tiny model with the same seed on two ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hosts as namespaces
+import pytest
+from controllers import probe
+from hosts import Hosts
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable())),
+]
+
+STEPS = 40
+SETTINGS = ["--model", "bert-tiny", "--model-option", "width=32", "--model-option", "layers=1"]
+SETTINGS += ["--model-option", "heads=2", "--length", "16", "--batch", "4", "--steps", str(STEPS)]
+SETTINGS += ["--snapshot-every", "8", "--seed", "3"]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # several ranks share a core here
+}
+MPIRUN = "mpirun -np 2 -bind-to none -map-by slot -x PATH -x PYTHONPATH -x OMP_NUM_THREADS -mca pml ob1 -mca btl ^openib"
+LAUNCHERS = {"gloo": "horovodrun -np 2 --gloo", "mpi": "horovodrun -np 2 --mpi", "mpirun": MPIRUN}
+# mpirun has to notice before the ranks give up: once one has, it waits for its daemon on the host that has vanished.
+ALIVE = {"oob_tcp_keepalive_time": "2", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "2"}
+NAMED = {
+    "gloo": r"rank 0 on host a: waited .*host b \(10\.77\.0\.2; rank 1\) does not answer",
+    "mpirun": r"lost communication with a remote daemon(.|\n)* on node b",
+}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as hosts:
+        yield hosts
+
+
+@pytest.fixture(autouse=True)
+def quiet_again(hosts: Hosts) -> Iterator[None]:
+    yield
+    hosts.clear()
+    for name in hosts.names:
+        hosts.mend(name)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(bytes(range(32, 127)) * 40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_host(hosts: Hosts, text: Path, tmp_path_factory: pytest.TempPathFactory):
+    @functools.cache
+    def train(launcher: str) -> str:
+        run = tmp_path_factory.mktemp("whole") / "run"
+        end(hosts, command(launcher, "a:2", text, run))
+        return final_weights(run)
+
+    return train
+
+
+def command(launcher: str, where: str, text: Path, run: Path, *more: str) -> list[str]:
+    train = ["hvd-ckpt", "train", *SETTINGS, "--text", str(text), "--output", str(run), *more]
+    return [*LAUNCHERS[launcher].split(), "-H", where, *train]
+
+
+def end(hosts: Hosts, command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    done = hosts.run("a", command, timeout=timeout, environment=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def final_weights(run: Path) -> str:
+    """The digest of the last snapshot's file of weights."""
+    return hashlib.sha256(
+        (run / "snapshots" / f"step-{STEPS:08}" / "model.safetensors").read_bytes()
+    ).hexdigest()
+
+
+def controller(launcher: str) -> str:
+    return "gloo" if launcher == "gloo" else "mpi"
+
+
+def skip_without(launcher: str) -> None:
+    if controller(launcher) == "mpi" and not (answer := probe("mpi")).works:
+        pytest.skip(f"MPI does not work here: {answer.reason}")
+
+
+@pytest.mark.parametrize(("launcher", "relauncher"), [("gloo", "gloo"), ("mpirun", "mpi")])
+def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one_host(
+    launcher, relauncher, hosts, text, weights_of_one_host, tmp_path
+) -> None:
+    """Over a slow link, where links can be slowed, before and after."""
+    skip_without(launcher)
+    run = tmp_path / "run"
+    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "15")
+    alive = [word for pair in ALIVE.items() for word in ("-mca", *pair)] if program == "mpirun" else []
+    slow_down(hosts)
+    job = hosts.start("a", [program, *alive, *options], environment=ENVIRONMENT)
+    first = run / "snapshots" / "step-00000008"
+    wait_for(lambda: first.exists() or job.poll() is not None, "the first snapshot", 240)
+    hosts.cut("b")
+    wait_for(lambda: job.poll() is not None, "the end of the launcher", 240)
+    output, errors = job.communicate()
+    assert not (run / "snapshots" / f"step-{STEPS:08}").exists(), (
+        "trained to the end before the host was cut off"
+    )
+    wait_for(lambda: not ranks(hosts), "the end of the ranks on b", 240)
+    assert job.returncode != 0
+    assert re.search(NAMED[launcher], errors), output + errors
+
+    hosts.mend("b")
+    slow_down(hosts)
+    again = ["-H", "a:1,b:1", "hvd-ckpt", "train", "--resume", str(run)]
+    end(hosts, [*LAUNCHERS[relauncher].split(), *again])
+    assert final_weights(run) == weights_of_one_host(relauncher)
+
+
+def slow_down(hosts: Hosts) -> None:
+    if namespaces.slowed_by() is not None:
+        hosts.slow("b", milliseconds=1)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_hosts_whose_owner_is_killed(end: signal.Signals) -> None:
+    script = "import hosts, json, signal\n"
+    script += "with hosts.Hosts(2) as two:\n"
+    script += "    two.start('a', ['ssh', 'b', 'sleep 600'])\n"
+    script += "    while len(two.processes('b')) < 2: pass\n"
+    script += (
+        "    print(json.dumps([str(two.key), [*two.processes('a'), *two.processes('b')]]), flush=True)\n"
+    )
+    script += "    signal.pause()\n"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(namespaces.__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    key, processes = json.loads(owner.stdout.readline())
+    assert Path(key).exists() and processes
+    owner.send_signal(end)
+    owner.communicate()
+    wait_for(
+        lambda: not any(alive(process) for process in processes), "the end of what ran on the hosts", 120
+    )
+    wait_for(lambda: not Path(key).parent.parent.exists(), "the end of the folder of keys", 120)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
+
+
+def ranks(hosts: Hosts) -> list[str]:
+    """The interpreters on all hosts that run ``hvd-ckpt train``; not the launchers and shells around them."""
+    lines = [line.split() for name in hosts.names for line in hosts.processes(name).values()]
+    return [" ".join(words[:4]) for words in lines if Path(" ".join(words[1:2])).name == "hvd-ckpt"]
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} seconds"
+        time.sleep(0.02)

@@ -1,0 +1,96 @@
+"""A rank that does not come, or cannot, does not keep the others for ever; nor do ranks outlive their launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from controllers import HOROVODRUN, probe
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "stalled.py"
+STOPPED = r"rank 1 \(process \d+ on host .+\) is stopped by a signal: look at its output"
+STUCK = r"all ranks are on this host, so a rank is stuck in other work or has gone: look at the other ranks' output"
+SECONDS = 400.0
+Jobs = dict[str, "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks of the job ``orphans`` leave their process ids."""
+    return tmp_path_factory.mktemp("orphans")
+
+
+@pytest.fixture(scope="module")
+def jobs(folder: Path) -> Iterator[Jobs]:
+    """All at once: they spend their time waiting. Over MPI, which waits for ever by itself, where it works."""
+    running = {case: start("gloo", case) for case in ("polls", "alone")}
+    mpi = probe("mpi").works
+    running["stops"] = start("mpi" if mpi else "gloo", "stops")
+    if mpi:
+        running["orphans"] = start("mpi", "orphans", str(folder))
+    yield running
+    for job in running.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+
+
+def start(controller: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "waited_for", "reason"),
+    [
+        ("polls", r"a collective at stalled.py:\d+", STUCK),
+        ("stops", r"the gradients of all ranks \(.*optimizer\.step\(\)\) at stalled.py:\d+", STOPPED),
+        ("alone", r"the parameters of '0' \(.*gathered_parameters\(\).*\) at stalled.py:\d+", STUCK),
+    ],
+)
+def test_a_wait_for_a_rank_that_does_not_come_ends(
+    jobs: Jobs, case: str, waited_for: str, reason: str
+) -> None:
+    output, _ = jobs[case].communicate(timeout=SECONDS)
+    assert jobs[case].returncode != 0
+    assert "rank 1 comes to grief" in output
+    lines = re.findall(rf"rank 0 on host \S+: waited \d+ s for {waited_for}; {reason}", output)
+    assert len(lines) == 1, output
+    assert "HorovodInternalError" not in output
+    announced = re.findall(rf"rank 0 on host \S+: still waiting, after \d+ s, for {waited_for};", output)
+    assert len(announced) == (case == "alone"), output
+
+
+def test_ranks_end_with_the_launcher_that_they_were_started_by(jobs: Jobs, folder: Path) -> None:
+    """``horovodrun --mpi`` that is killed leaves mpirun and its ranks behind, unless the ranks look."""
+    if "orphans" not in jobs:
+        pytest.skip("MPI does not work here")
+    wait_until(lambda: len(list(folder.iterdir())) == 2)
+    ranks = [int(path.name) for path in folder.iterdir()]
+    assert all(psutil.pid_exists(rank) for rank in ranks)
+    jobs["orphans"].kill()
+    wait_until(lambda: not any(psutil.pid_exists(rank) for rank in ranks))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -1,0 +1,115 @@
+"""Split parameters outside of their module's passes: metadata as ever, and an error that says what to do for all else."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import hvd_ckpt as hc
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+@pytest.fixture
+def split() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3
+    )
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+READERS: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda model: sum(one.norm() for one in model.parameters()),
+    "detach": lambda model: [one.detach() for one in model.parameters()],
+    "data": lambda model: [one.data for one in model.parameters()],
+    "numpy": lambda model: [one.numpy(force=True) for one in model.parameters()],
+    "item": lambda model: model[1].factor.item(),
+    "comparison": lambda model: torch.equal(model[0].weight, model[2].weight),
+    "foreach": lambda model: torch._foreach_norm(list(model.parameters())),
+    "one element written": lambda model: model[1].factor.data.fill_(0.0),
+    "written": lambda model: nn.init.ones_(model[0].weight),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "from a vector": lambda model: nn.utils.vector_to_parameters(torch.ones(41), model.parameters()),
+    "converted": lambda model: model.double(),
+    "moved": lambda model: model.to("meta"),
+    "copied": copy.deepcopy,
+    "one copied": lambda model: copy.deepcopy(model[0].weight),
+    "pickled": pickle.dumps,
+    "saved": lambda model: torch.save(model, io.BytesIO()),
+    "state": lambda model: model.state_dict(),
+    "saved parameter": lambda model: torch.save(model[0].weight, io.BytesIO()),
+    "averaged": AveragedModel,
+}
+
+
+def test_reading_or_writing_values_is_an_error_that_says_what_to_do(split: tuple[Any, Any]) -> None:
+    model, optimizer = split
+    train(model, optimizer)
+    for name, read in READERS.items():
+        with pytest.raises(RuntimeError, match=r"split over the ranks.*optimizer\.gathered_parameters\(\)"):
+            print(name, read(model))
+    with pytest.raises(RuntimeError, match=r"parameter '1\.factor'"):
+        model[1].factor.mul(2)
+    with optimizer.gathered_parameters():
+        assert READERS["norm"](model) > 0 and type(model[0].weight) is nn.Parameter
+        twin = copy.deepcopy(model)
+    assert all(type(one) is nn.Parameter for one in twin.parameters())
+    train(model, optimizer)
+
+
+def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() -> None:
+    model = nn.Linear(4, 4)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3
+    )
+    for _ in range(2):
+        train(model, optimizer)
+        with pytest.raises(RuntimeError, match="gathered_parameters"):
+            average.update_parameters(model)
+        with optimizer.gathered_parameters():
+            average.update_parameters(model)
+    assert all(one.isfinite().all() for one in average.parameters())
+
+
+def test_what_needs_no_values_works(split: tuple[Any, Any]) -> None:
+    model, optimizer = split
+    weight, seen = model[0].weight, []
+    handle = weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.shape))
+    assert isinstance(weight, nn.Parameter) and weight.shape == (4, 4) and weight.dim() == 2
+    assert weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.grad is None
+    assert weight.is_leaf and weight.requires_grad and weight.numel() == len(weight) * 4 == 16
+    assert "0.weight" in repr(weight) and "0.weight" in f"{weight}"
+    assert torch.zeros_like(weight).sum() == 0 and weight.new_ones(2).sum() == 2
+    assert model.to("cpu") is model and model.float() is model
+    assert {weight: 1}[weight] == 1 and sum(one.numel() for one in model.parameters()) == 41
+    train(model, optimizer)
+    model.requires_grad_(False)
+    model.requires_grad_(True)
+    assert seen == [(4, 4)]
+    handle.remove()
+    hc.check_equal_weights(model)

@@ -1,0 +1,183 @@
+"""An average of the weights at every stage: torch's own, bit for bit, wherever it is kept and however it is saved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+import hvd_ckpt as hc
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+
+ALL = (0, 1, 2, 3)
+EMA = get_ema_multi_avg_fn(0.8)
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 40), nn.Tanh(), nn.Linear(40, 3)
+    )
+    model[2].weight.requires_grad_(False)
+    model[4].weight = nn.Parameter(model[4].weight.detach().t().contiguous().t())
+    return model.to(dtype)
+
+
+def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return hc.DistributedOptimizer(
+        torch.optim.SGD(trained, lr=0.05, momentum=0.9),
+        model.named_parameters(),
+        shard=stage,
+        model=model if stage == 3 else None,
+        bucket_cap_mb=0.002,
+        **options,
+    )
+
+
+def train(model: Any, optimizer: Any, numbers: range, average: Any = None) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(
+            number
+        )  # the same on every rank, so that sums are exact at any np
+        optimizer.zero_grad()
+        sample = torch.randn(4, 7, generator=generator).to(model[0].weight.dtype)
+        model(sample).square().mean().backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters()
+
+
+def weights(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    with optimizer.gathered_parameters():
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def averaged(average: hc.AveragedWeights, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    with average.applied():
+        return weights(model, optimizer)
+
+
+def exact() -> bool:
+    """Whether as many equal gradients are averaged without rounding."""
+    return hc.size() in (1, 2, 4)
+
+
+def assert_same(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [*((stage, {"multi_avg_fn": EMA}) for stage in ALL), (1, {}), (3, {"avg_fn": get_ema_avg_fn(0.8)})],
+)
+def test_the_average_is_torchs_and_leaves_no_trace(stage: int, options: dict[str, Any]) -> None:
+    plain = build()
+    theirs = AveragedModel(plain, **options)
+    trained = [one for one in plain.parameters() if one.requires_grad]
+    bare = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    model = build()
+    optimizer = wrapped(model, stage)
+    ours = hc.AveragedWeights(optimizer, **options)
+    for number in range(3):
+        train(plain, bare, range(number, number + 1))
+        theirs.update_parameters(plain)
+        train(model, optimizer, range(number, number + 1), ours)
+        expected = {name: one.detach() for name, one in theirs.module.named_parameters()}
+        before = weights(model, optimizer)
+        found = averaged(ours, model, optimizer)
+        assert_same(weights(model, optimizer), before)
+        for name, value in found.items():
+            exactly = (
+                hc.size() in (1, 2, 4) and name != "2.weight"
+            )  # of a frozen one torch rounds the average
+            tolerance = 0.0 if exactly else 1e-4
+            torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
+    assert ours.n_averaged == 3
+    sample = torch.ones(2, 7)
+    model.eval()
+    with ours.applied(), torch.no_grad():
+        output = model(sample)
+    theirs.module.eval()
+    torch.testing.assert_close(output, theirs(sample), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_average_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> None:
+    model = build()
+    optimizer = wrapped(model, stage)
+    average = hc.AveragedWeights(optimizer, multi_avg_fn=EMA)
+    train(model, optimizer, range(3), average)
+    values = weights(model, optimizer)
+    mine = copy.deepcopy(average.state_dict())
+    parts = hc.allgather_object(mine)
+    whole = copy.deepcopy(optimizer.full_state_dict(all_ranks=True))
+    saved = averaged(average, model, optimizer)
+    train(model, optimizer, range(3, 5), average)
+    expected = averaged(average, model, optimizer)
+    for other in ALL:
+        twin = build()
+        twin.load_state_dict(values, strict=False)
+        again = wrapped(twin, other)
+        again.load_state_dict(copy.deepcopy(whole))
+        resumed = hc.AveragedWeights(again, multi_avg_fn=EMA)
+        resumed.load_state_dict(mine if other == stage else parts)
+        assert resumed.n_averaged == 3
+        assert_same(averaged(resumed, twin, again), saved)
+        train(twin, again, range(3, 5), resumed)
+        assert_same(averaged(resumed, twin, again), expected, 0.0 if exact() or other == stage else 1e-5)
+    if hc.size() > 1:
+        members = hc.add_process_set([0])  # as a job of one rank
+        twin = build()
+        twin.load_state_dict(values, strict=False)
+        again = wrapped(twin, 3 - stage, process_set=members)
+        if hc.rank() == 0:
+            resumed = hc.AveragedWeights(again, multi_avg_fn=EMA)
+            resumed.load_state_dict(parts)
+            assert_same(averaged(resumed, twin, again), saved)
+        hc.barrier()
+        hc.remove_process_set(members)
+    if stage and hc.size() > 1:
+        with pytest.raises(ValueError, match="the average of"):
+            average.load_state_dict({**mine, "averages": {}} if hc.rank() == 1 else mine)
+    train(model, optimizer, range(5, 6), average)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_lossy_wires_and_offload_are_left_as_they_were(stage: int) -> None:
+    ends = []
+    for looks in (False, True):
+        model = build(torch.bfloat16)
+        optimizer = wrapped(model, stage, wire="int8", offload="optimizer")
+        average = hc.AveragedWeights(optimizer, multi_avg_fn=EMA)
+        for number in range(3):
+            if looks:
+                averaged(average, model, optimizer)
+            train(model, optimizer, range(number, number + 1), average)
+        ends.append((weights(model, optimizer), averaged(average, model, optimizer)))
+        assert all(one.dtype is torch.float32 for one in average.state_dict()["averages"].values())
+    for one, other in zip(*ends):
+        assert_same(one, other)
+
+
+def test_what_is_wrong_is_said_in_a_sentence() -> None:
+    model = build()
+    bare = torch.optim.Adam(model.parameters())
+    with pytest.raises(TypeError, match="DistributedOptimizer"):
+        hc.AveragedWeights(bare)
+    optimizer = wrapped(model, 3)
+    with pytest.raises(ValueError, match="give one of them"):
+        hc.AveragedWeights(optimizer, get_ema_avg_fn(0.9), EMA)
+    average = hc.AveragedWeights(optimizer)
+    with optimizer.gathered_parameters(), pytest.raises(RuntimeError, match="enter that inside it"):
+        average.applied().__enter__()
+    train(model, optimizer, range(2), average)

@@ -1,0 +1,151 @@
+"""Reduce-scatter and gather: the right numbers, the same bits every time, the same values on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2, 3, 4), mpi=(2, 4))
+
+SHARD = 321  # no whole number of blocks
+FORMATS = [(FP32, 1e-6), (FP16, 2e-3), (BF16, 2e-2), (INT8, 5e-2)]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+needs_others = pytest.mark.skipif("hc.size() == 1", reason="takes several ranks")
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    return Exchange(hc.global_process_set, "test.exchange")
+
+
+def flats(dtype: torch.dtype = torch.float32, numel: int | None = None) -> list[torch.Tensor]:
+    """What each rank contributes, the same on every rank."""
+    torch.manual_seed(5)
+    numel = numel or SHARD * hc.size()
+    return [torch.randn(numel, dtype=torch.float64).to(dtype) for _ in range(hc.size())]
+
+
+def own(flat: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    return flat.view(exchange.ranks, -1)[exchange.rank]
+
+
+def rounded(format: WireFormat, chunk: torch.Tensor) -> torch.Tensor:
+    if chunk.is_complex():
+        return torch.view_as_complex(format.rounded(torch.view_as_real(chunk).view(-1)).view(-1, 2))
+    return format.rounded(chunk)
+
+
+@pytest.mark.parametrize(("format", "bound"), FORMATS, ids=lambda value: str(value))
+def test_every_format_adds_and_gathers_every_type(
+    exchange: Exchange, format: WireFormat, bound: float
+) -> None:
+    for dtype in DTYPES:
+        contributions = flats(dtype)
+        exact = own(sum(each.to(torch.complex128) for each in contributions), exchange) / exchange.ranks
+        mine = contributions[exchange.rank]
+        total = exchange.reduce_scatter(mine, "sum", 1 / exchange.ranks, format).wait()
+        assert total.dtype is (torch.float32 if dtype is torch.bfloat16 else dtype)
+        assert float((total - exact).abs().max()) <= bound
+
+        whole = torch.empty_like(mine)
+        version = whole._version
+        assert exchange.all_gather(own(mine, exchange), whole, "whole", format).wait() is whole
+        assert whole._version == version
+        chunks = [each.view(exchange.ranks, -1)[rank] for rank, each in enumerate(contributions)]
+        travelled = [rounded(format, chunk) if exchange.ranks > 1 else chunk for chunk in chunks]
+        assert torch.equal(whole, torch.cat(travelled))
+
+
+@needs_others
+def test_sums_have_the_bits_of_rank_order_and_of_an_allreduce_of_two(exchange: Exchange) -> None:
+    contributions = flats(numel=2**18 * exchange.ranks)
+    mine = contributions[exchange.rank]
+    scale = 1 / exchange.ranks
+    total = own(contributions[0], exchange).clone()
+    for other in contributions[1:]:
+        total += own(other, exchange)
+    for _ in range(3):
+        assert torch.equal(exchange.reduce_scatter(mine, "sum", scale).wait(), total * scale)
+    if exchange.ranks == 2:
+        average = hc.allreduce(mine, name="test.average", op=hc.Average)
+        assert torch.equal(own(average, exchange), total * scale)
+
+
+def test_a_shard_may_lie_in_its_place_already(exchange: Exchange) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.zeros(exchange.ranks, SHARD, dtype=dtype)
+        whole[exchange.rank] = exchange.rank + 1
+        address = whole.data_ptr()
+        exchange.all_gather(own(whole, exchange), whole.view(-1), "in_place").wait()
+        assert whole.data_ptr() == address
+        assert whole.mean(1).tolist() == list(range(1, exchange.ranks + 1))
+
+
+def test_traffic_counts_what_an_exchange_must_send(exchange: Exchange) -> None:
+    flat = torch.randn(exchange.ranks * 512)
+    others = exchange.ranks - 1
+    exchange.reduce_scatter(flat, "sum", 1.0, INT8).wait()
+    exchange.all_gather(own(flat, exchange), flat, "whole").wait()
+    exchange.all_gather(own(flat, exchange).clone(), flat, "whole", BF16).wait()
+    assert exchange.traffic.calls == {"reduce_scatter": 1, "all_gather": 2, "control": 0}
+    assert exchange.traffic.elements == {
+        "reduce_scatter": others * 512,
+        "all_gather": 2 * others * 512,
+        "control": 0,
+    }
+    assert exchange.traffic.sent == {
+        "reduce_scatter": others * 520,
+        "all_gather": others * (2048 + 1024),
+        "control": 0,
+    }
+
+
+def test_small_vectors_meet(exchange: Exchange) -> None:
+    values = torch.tensor([float(exchange.rank), 3.0])
+    assert exchange.maximum(values, "words") == [exchange.ranks - 1, 3]
+    assert exchange.total(values, "words") == [sum(range(exchange.ranks)), 3 * exchange.ranks]
+    assert values.tolist() == [exchange.rank, 3]
+
+
+def test_transfers_overlap_and_old_names_do_not_meet_new_ones(exchange: Exchange) -> None:
+    flat = torch.ones(exchange.ranks * 4)
+    early = exchange.reduce_scatter(flat, "sum")
+    exchange.rename("test.exchange.again")
+    late = exchange.reduce_scatter(2 * flat, "sum")
+    assert late.wait().tolist() == [2.0 * exchange.ranks] * 4
+    assert early.wait().tolist() == [1.0 * exchange.ranks] * 4
+    assert early.done()
+    assert early.wait() is early.wait()
+
+
+def test_a_flat_run_that_does_not_divide_is_refused(exchange: Exchange) -> None:
+    if exchange.ranks > 1:
+        with pytest.raises(ValueError, match=f"{exchange.ranks + 1} elements do not divide"):
+            exchange.reduce_scatter(torch.ones(exchange.ranks + 1), "sum")
+
+
+@pytest.fixture
+def all_but_rank_0() -> Iterator[object]:
+    process_set = hc.add_process_set(list(range(1, hc.size())))
+    yield process_set
+    hc.remove_process_set(process_set)
+
+
+@needs_others
+def test_a_process_set_exchanges_among_its_own(all_but_rank_0: object) -> None:
+    if hc.rank() == 0:
+        return
+    exchange = Exchange(all_but_rank_0, "test.set")
+    assert (exchange.ranks, exchange.rank) == (hc.size() - 1, hc.rank() - 1)
+    whole = torch.full((exchange.ranks, SHARD), float(hc.rank()))
+    sums = exchange.reduce_scatter(whole.view(-1), "sum", 1.0, FP32).wait()
+    assert sums.tolist() == [sum(range(1, hc.size()))] * SHARD
+    for format in (FP32, INT8):
+        exchange.all_gather(whole[exchange.rank], whole.view(-1), "whole", format).wait()
+        assert torch.allclose(whole[:, 0], torch.arange(1.0, hc.size()))

@@ -1,0 +1,93 @@
+"""Optimizer state of shards in files: the same bits, and no room on one rank is an error on all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.offload import OffloadError
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2, 4))
+
+
+def job(folder: Path | None, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Sequential, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 57), nn.Tanh(), nn.Linear(57, 9)).to(dtype)
+    if folder is not None:
+        options.update(offload="optimizer", offload_folder=folder)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        bucket_cap_mb=0.004,
+        **options,
+    )
+    return model, optimizer
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + hc.rank())
+    batch = torch.randn(4, 33, generator=generator).to(next(model.parameters()).dtype)
+    model(batch).float().square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3) -> torch.Tensor:
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return weights(model, optimizer)
+
+
+def weights(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    with optimizer.gathered_parameters():
+        return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("shard, dtype", [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])
+def test_the_bits_are_those_without_offload(shard: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, optimizer = job(None, dtype, shard=shard)
+    offloaded = job(tmp_path, dtype, shard=shard)
+    assert torch.equal(train(model, optimizer), train(*offloaded))
+
+
+@pytest.mark.skipif(hc.size() == 1, reason="it is the second rank that has no room")
+def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) -> None:
+    folder = tmp_path / "missing" if hc.rank() == 1 else tmp_path
+    said = "No such file" if hc.rank() == 1 else "another rank"
+    with pytest.raises(OffloadError, match=said):
+        job(folder, shard=1)
+
+
+@pytest.mark.skipif(hc.size() == 1, reason="it is the second rank that has no room")
+@pytest.mark.parametrize("shard", [1, 2])
+def test_no_room_on_one_rank_in_a_step_changes_nothing(shard: int, tmp_path: Path) -> None:
+    """A group that is added needs room as well. The step that found none is taken again."""
+
+    def grow(folder: Path | None) -> tuple[nn.Sequential, Any]:
+        model, optimizer = job(folder, shard=shard)
+        train(model, optimizer, 1)
+        if folder is not None and hc.rank() == 1:
+            shutil.rmtree(folder)
+        model.append(nn.Linear(9, 40))
+        optimizer.add_param_group({"params": list(model[3].parameters())})
+        optimizer.zero_grad()
+        backward(model, 1)
+        return model, optimizer
+
+    model, optimizer = grow(None)
+    optimizer.step()
+    offloaded, own = grow(tmp_path)
+    before = weights(offloaded, own)
+    with pytest.raises(OffloadError):
+        own.step()
+    assert torch.equal(weights(offloaded, own), before)
+    tmp_path.mkdir(exist_ok=True)
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        own.step()
+    assert torch.equal(weights(offloaded, own), weights(model, optimizer))

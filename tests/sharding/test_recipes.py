@@ -1,0 +1,71 @@
+"""The recipes of the sharding guide run as they stand there, one after the other, on every rank."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.state import load_parts
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2, 4))
+
+transformers = pytest.importorskip("transformers")
+GUIDE = Path(__file__).parents[2] / "docs" / "sharding.md"
+
+
+def recipes() -> list[str]:
+    section = re.search(
+        r"^## Recipes\n(.*?)^## ", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert section is not None
+    return re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
+
+
+def build() -> Any:
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**sizes, vocab_size=20, max_position_embeddings=8)
+    )
+
+
+def loss_function(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("shard", [0, 3])
+def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    tokens = torch.arange(12).view(2, 6) + hc.rank()
+    model = build()
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), named_parameters=model.named_parameters(), shard=shard
+    )
+    names: dict[str, Any] = {
+        "batches": [(tokens, tokens), (tokens + 1, tokens)],
+        "evaluate": lambda model: loss_function(model(tokens), tokens),
+    }
+    names.update(
+        Path=Path, build=build, hc=hc, load_parts=load_parts, loss_function=loss_function, torch=torch
+    )
+    names.update(model=model, optimizer=optimizer, shard=shard)
+    loss_function(model(tokens), tokens).backward()
+    optimizer.step()
+    for recipe in recipes():
+        exec(recipe, names)
+    hc.barrier()
+    saved = torch.load("model.pt")
+    exported = transformers.BertForMaskedLM.from_pretrained("export").state_dict()
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    assert names["mean"].isfinite()
+    averaged = torch.load("average.pt")
+    assert averaged.keys() == saved.keys() and not torch.equal(
+        *(weights["cls.predictions.bias"] for weights in (saved, averaged))
+    )
+    assert names["average"].n_averaged == 2

@@ -1,0 +1,603 @@
+"""Sharded training, through the public API: equal to the run that is not sharded, whatever the model does."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.state import load_parts
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+
+STAGES = (1, 2, 3)
+WIDTH = 24
+NAMES = {1: "optimizer", 2: "gradients", 3: "parameters"}
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class Model(nn.Module):
+    """Four recomputed blocks; one that nobody uses; a frozen one; a layer that stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7 + hc.rank())  # of which rank 0's are to win
+        self.first = nn.Linear(7, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks[2][0].weight.requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.blocks[3][0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number == 1 else hc.checkpoint(block, x, use_reentrant=number == 3)
+        return self.last(x)
+
+
+def batch(step: int, part: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed((step * 10 + part) * 100 + hc.rank())
+    return torch.randn(5, 7, generator=generator)
+
+
+def wrapped(model: nn.Module, make: Make, stage: int, **options: Any) -> Any:
+    options = {"bucket_cap_mb": 0.004, **options}
+    optimizer = hc.DistributedOptimizer(
+        make(model.parameters()), named_parameters=model.named_parameters(), shard=stage, **options
+    )
+    if not stage:
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    return optimizer
+
+
+def steps(
+    model: nn.Module, optimizer: Any, numbers: range, passes: int = 1, clip: float | None = None
+) -> None:
+    for number in numbers:
+        optimizer.zero_grad()
+        for part in range(passes):
+            (model(batch(number, part)).square().mean() / passes).backward()
+        if clip is None:
+            optimizer.step()
+            continue
+        optimizer.synchronize()
+        hc.clip_grad_norm_(model.parameters(), clip)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def weights(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    with optimizer.gathered_parameters() if getattr(optimizer, "shard_stage", 0) else torch.no_grad():
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def trained(make: Make, stage: int, *, count: int = 4, **options: Any) -> dict[str, torch.Tensor]:
+    kind, passes, clip = (
+        options.pop(name, default) for name, default in (("kind", Model), ("passes", 1), ("clip", None))
+    )
+    model = kind()
+    optimizer = wrapped(model, make, stage, **options)
+    steps(model, optimizer, range(count), passes, clip)
+    return weights(model, optimizer)
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exactly: bool) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        if exactly:
+            assert torch.equal(value, theirs[name]), name
+        else:
+            torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def fingerprint(state: Any) -> Any:
+    """An optimizer's state in a form that can be compared."""
+    if isinstance(state, torch.Tensor):
+        return (state.dtype, tuple(state.shape), state.tolist())
+    if isinstance(state, dict):
+        return {key: fingerprint(value) for key, value in state.items()}
+    return [fingerprint(value) for value in state] if isinstance(state, list) else state
+
+
+def two_ranks_at_most() -> bool:
+    return bool(hc.size() <= 2)
+
+
+@pytest.mark.ranks(gloo=(1, 2, 3, 4), mpi=(2, 4))
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ends_in_the_weights_of_a_run_that_is_not_sharded(stage: int, make: Make) -> None:
+    ours = trained(make, stage)
+    assert_same(ours, trained(make, 0), exactly=two_ranks_at_most())
+    for name in (NAMES[stage], str(stage)):
+        assert_same(ours, trained(make, name), exactly=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulated_passes(stage: int) -> None:
+    reference = trained(momentum, 0, passes=3)
+    together = trained(momentum, stage, passes=3, backward_passes_per_step=3)
+    assert_same(together, reference, exactly=two_ranks_at_most())
+    assert_same(trained(momentum, stage, passes=3), reference, exactly=False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clips_by_the_norm_of_all_gradients(stage: int) -> None:
+    reference = trained(momentum, 0, clip=0.005)
+    assert_same(trained(momentum, stage, clip=0.005), reference, exactly=False)
+    with pytest.raises(AssertionError):
+        assert_same(trained(momentum, 0), reference, exactly=False)
+
+    model = Model()
+    optimizer = wrapped(model, momentum, stage)
+    model(batch(0)).square().mean().backward()
+    norms = (
+        [
+            hc.clip_grad_norm_(optimizer if number else model.parameters(), 1e9, kind)
+            for number, kind in enumerate((2.0, 1.0, float("inf")))
+        ]
+        if stage > 1
+        else []
+    )
+    optimizer.synchronize()
+    twin = Model()
+    plain = wrapped(twin, momentum, 0)
+    twin(batch(0)).square().mean().backward()
+    plain.synchronize()
+    expected = [
+        nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None], kind)
+        for kind in (2.0, 1.0, float("inf"))
+    ]
+    for norm, truth in zip(norms, expected):
+        torch.testing.assert_close(norm, truth)
+    for one in (optimizer, plain):
+        with one.skip_synchronize():
+            one.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_norms_of_any_order_are_those_of_torch(stage: int) -> None:
+    model, twin = Model(), Model()
+    optimizer, plain = wrapped(model, momentum, stage), wrapped(twin, momentum, 0)
+    cases = (0.0, (0, 0.5, 1, 3, -1, math.inf, -math.inf)), (math.inf, (2,)), (math.nan, (-math.inf,))
+    for value, orders in cases:  # of one gradient; one of zeros counts, too
+        for one, other in ((model, optimizer), (twin, plain)):
+            handle = one.first.bias.register_hook(lambda g, value=value: torch.full_like(g, value))
+            other.zero_grad()
+            one(batch(0)).square().mean().backward()
+            handle.remove()
+        plain.synchronize()
+        for order in orders:
+            ours = hc.clip_grad_norm_(model.parameters(), 1e9, order)
+            theirs = nn.utils.clip_grad_norm_(twin.parameters(), 1e9, order)
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
+    def run(stage: int) -> tuple[dict[str, torch.Tensor], float]:
+        model = Model()
+        optimizer = wrapped(model, momentum, stage)
+        scaler = hc.GradScaler("cpu", init_scale=4.0)
+        for number in range(3):
+            optimizer.zero_grad()
+            overflows = number == 1 and hc.rank() == 0
+            handle = model.first.bias.register_hook(lambda g: g.index_fill(0, torch.tensor(3), float("inf")))
+            if not overflows:  # in one element, which lies in one shard
+                handle.remove()
+            scaler.scale(model(batch(number)).square().mean()).backward()
+            handle.remove()
+            scaler.unscale_(optimizer)
+            hc.clip_grad_norm_(model.parameters(), 1e3)
+            scaler.step(optimizer)
+            scaler.update()
+        return weights(model, optimizer), scaler.get_scale()
+
+    (ours, scale), (theirs, expected) = run(stage), run(0)
+    assert scale == expected == 2.0
+    assert_same(ours, theirs, exactly=two_ranks_at_most())
+
+
+def creeping(
+    dtype: torch.dtype, stage: int, **options: Any
+) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
+    """Sixty updates of which each by itself is lost in bfloat16, and what they come to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).to(dtype)
+    optimizer = wrapped(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-5), stage, **options)
+    start = weights(model, optimizer)
+    creep(model, optimizer, 60, dtype)
+    end = weights(model, optimizer)
+    assert (start["1.bias"].float() - end["1.bias"].float() > 1e-3).all()  # 60 updates of 4e-5
+    return model, optimizer, end
+
+
+def creep(model: nn.Module, optimizer: Any, count: int, dtype: torch.dtype) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.ones(4, 16, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+
+
+def test_half_precision_weights_follow_float32_masters() -> None:
+    results = []
+    for stage in STAGES:
+        model, optimizer, end = creeping(torch.bfloat16, stage)
+        assert all(value.dtype is torch.bfloat16 for value in end.values())
+        assert set(optimizer.state_dict()["master_weights"]) == set(range(len(optimizer.pieces)))
+        assert all(piece.parameter.dtype is torch.float32 for piece in optimizer.pieces)
+        results.append(end)
+        with optimizer.gathered_parameters():  # what is written from outside counts
+            model[0].weight.data.fill_(2.0)
+        creep(model, optimizer, 1, torch.bfloat16)
+        assert weights(model, optimizer)["0.weight"].float().mean() > 1.9
+    assert_same(results[1], results[2], exactly=True)
+    torch.manual_seed(0)
+    optimizer = wrapped(nn.Linear(4, 4).to(torch.bfloat16), momentum, 2, master_weights=False)
+    assert "master_weights" not in optimizer.state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_weights_travel_as_does_not_round_those_that_are_kept(stage: int) -> None:
+    creeping(torch.float32, stage, wire={"parameters": "bf16"})
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", {"parameters": "int8"}])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_wire_formats_train_as_well_and_keep_ranks_equal(stage: int, wire: Any) -> None:
+    model = Model()
+    optimizer = wrapped(model, adam, stage, wire=wire)
+    exact = trained(adam, 0)
+    steps(model, optimizer, range(4))
+    traffic = copy.deepcopy(optimizer.traffic)  # before weights are gathered as they are
+    ours = weights(model, optimizer)
+    everyone = hc.allgather_object({name: value.tolist() for name, value in ours.items()}, name="wires")
+    assert all(one == everyone[0] for one in everyone)
+    for name, value in ours.items():
+        assert (value - exact[name]).abs().max() < 0.1, name
+    if hc.size() > 1:
+        narrow = traffic.sent["all_gather"] / traffic.elements["all_gather"]
+        assert narrow <= (2.0 if wire in ("fp16", "bf16") else 1.3)
+
+
+def test_whole_parameters_as_numpy_arrays() -> None:
+    model = Model()
+    optimizer = wrapped(model, adam, 3)
+    steps(model, optimizer, range(1))
+    with optimizer.gathered_parameters():
+        arrays = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    copies = copy.deepcopy(arrays)
+    steps(model, optimizer, range(1, 3))
+    assert all((arrays[name] == copies[name]).all() for name in arrays)
+    assert_same(weights(model, optimizer), trained(adam, 3, count=3), exactly=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> None:
+    reference = trained(adam, 0, count=6)
+
+    model = Model()
+    optimizer = wrapped(model, adam, stage)
+    steps(model, optimizer, range(3))
+    values, part = weights(model, optimizer), copy.deepcopy(optimizer.state_dict())
+    whole = optimizer.full_state_dict()
+    assert (whole is None) == (hc.rank() != 0)
+    everywhere = optimizer.full_state_dict(all_ranks=True)
+    assert fingerprint(everywhere) == hc.broadcast_object(fingerprint(whole) if whole is not None else None)
+    parts = hc.allgather_object(part, name="parts")
+
+    for other in (0, *STAGES):
+        twin = Model()
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.copy_(values[name])
+        again = wrapped(twin, adam, other)
+        load_parts(again, parts) if other != stage else again.load_state_dict(part)
+        steps(twin, again, range(3, 6))
+        assert_same(weights(twin, again), reference, exactly=two_ranks_at_most())
+    if whole is not None:  # as the bare optimizer has it
+        twin = Model()
+        bare = adam(twin.parameters())
+        bare.load_state_dict(whole)
+        again_whole = bare.state_dict()["state"]
+        assert again_whole.keys() == whole["state"].keys()
+        assert all(
+            again_whole[index]["exp_avg"].shape == parameter.shape
+            for index, parameter in enumerate(twin.parameters())
+            if index in again_whole
+        )
+    hc.barrier()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.filterwarnings("error:optimizer.step:UserWarning")
+def test_clipping_needs_no_more_than_a_call_before_the_step(stage: int) -> None:
+    def run(stage: int) -> dict[str, torch.Tensor]:
+        model = Model().to(torch.bfloat16)  # whose gradients are no views of a float32 shard
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # no frozen ones
+        options = {"master_weights": False} if stage else {}
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(trained, lr=0.1),
+            model.named_parameters(),
+            shard=stage,
+            bucket_cap_mb=0.002,
+            **options,
+        )
+        hc.broadcast_parameters(model.state_dict(), root_rank=0) if not stage else None
+        for number in range(2):
+            optimizer.zero_grad()
+            (1e4 * model(batch(number).bfloat16()).float().square().mean()).backward()
+            assert hc.clip_grad_norm_(optimizer if number else model.parameters(), 0.5) > 10
+            optimizer.step()
+        return weights(model, optimizer)
+
+    ours, theirs = run(stage), run(0)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0.02, atol=0.02)
+
+
+def test_schedules_and_state_from_before() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.linear = nn.Linear(7, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.linear(x)
+
+    def run(stage: int, make: Make) -> tuple[dict[str, torch.Tensor], float]:
+        model = Scaled()
+        bare = make(model.parameters())
+        model(torch.ones(1, 7)).sum().backward()
+        bare.step()
+        bare.zero_grad()
+        schedule = torch.optim.lr_scheduler.StepLR(bare, 1, gamma=0.5)
+        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), shard=stage)
+        for number in range(3):
+            steps(model, optimizer, range(number, number + 1))
+            schedule.step()
+        assert not optimizer.state[model.linear.weight] or not stage  # asked for, and in nobody's way
+        optimizer.state_dict()
+        return weights(model, optimizer), optimizer.param_groups[0]["lr"]
+
+    for make in (adam, torch.optim.Adagrad):
+        reference, rate = run(0, make)
+        for stage in STAGES:
+            ours, own_rate = run(stage, make)
+            assert own_rate == rate
+            assert_same(ours, reference, exactly=two_ranks_at_most())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_number_of_passes_can_be_set_later(stage: int) -> None:
+    model = Model()
+    optimizer = wrapped(model, momentum, stage)
+    optimizer.set_backward_passes_per_step(3)
+    steps(model, optimizer, range(3), passes=3)
+    assert_same(
+        weights(model, optimizer), trained(momentum, 0, count=3, passes=3), exactly=two_ranks_at_most()
+    )
+
+
+def test_a_part_that_is_not_this_ranks_is_refused() -> None:
+    model = Model()
+    optimizer = wrapped(model, adam, 2)
+    steps(model, optimizer, range(1))
+    part = hc.broadcast_object(optimizer.state_dict(), 0, name="part")
+    if hc.size() > 1:
+        with pytest.raises(ValueError, match="load_parts"):  # on rank 0, whose part it is, too
+            optimizer.load_state_dict(part)
+    part = optimizer.state_dict()
+    part["pieces"] = [["elsewhere", 0, 1]]
+    with pytest.raises(ValueError, match="load_parts"):
+        optimizer.load_state_dict(part)
+    shifted = optimizer.state_dict()
+    shifted["pieces"] = [[name, start + 1, stop + 1] for name, start, stop in shifted["pieces"]]
+    with pytest.raises(ValueError, match="in none of the parts"):
+        load_parts(optimizer, [shifted])
+    shifted["pieces"] = [[name, start, stop + 1] for name, start, stop in shifted["pieces"]]
+    with pytest.raises(ValueError, match="elements and not"):
+        load_parts(optimizer, [shifted])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
+    def run(stage: int) -> dict[str, torch.Tensor]:
+        model = Model()
+        some = list(model.blocks[0].parameters())
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(some, lr=0.1, momentum=0.9),
+            named_parameters=model.named_parameters(),
+            shard=stage,
+            bucket_cap_mb=0.002,
+        )
+        if not stage:
+            hc.broadcast_parameters(model.state_dict(), root_rank=0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        steps(model, optimizer, range(2))
+        schedule.step()
+        taken = {id(parameter) for parameter in some}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+        optimizer.add_param_group({"params": rest, "lr": 0.01, "momentum": 0.0})
+        steps(model, optimizer, range(2, 4))
+        with optimizer.gathered_parameters() if stage else torch.no_grad(), torch.no_grad():
+            model.first.weight.mul_(2.0)
+        optimizer.zero_grad()
+        steps(model, optimizer, range(4, 5))
+        return weights(model, optimizer)
+
+    assert_same(run(stage), run(0), exactly=two_ranks_at_most())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_offloaded_state_gives_the_same_bits(stage: int, folder: Path) -> None:
+    ours = trained(adam, stage, offload="optimizer", offload_folder=folder)
+    assert_same(ours, trained(adam, stage), exactly=True)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 3)
+
+    def refused(
+        match: str, make: Make = adam, kind: type[Exception] = ValueError, named: Any = None, **options: Any
+    ) -> None:
+        with pytest.raises(kind, match=match):
+            hc.DistributedOptimizer(
+                make(model.parameters()),
+                named_parameters=named if named is not None else model.named_parameters(),
+                **options,
+            )
+
+    refused("L-BFGS", lambda p: torch.optim.LBFGS(p), shard=1)
+    refused("Adafactor", lambda p: torch.optim.Adafactor(p), shard=1)
+    refused("shard must be one of", shard="zero")
+    refused("shard must be one of", shard=4)
+    refused("shard must be one of", shard="4")
+    refused("op=Average and op=Sum", shard=1, op=hc.Max)
+    refused("pass model=model", shard=3, named=list(model.named_parameters()))
+    refused("needs shard='optimizer' or more", offload="optimizer")
+    refused("needs shard='optimizer' or more", wire="int8")
+    refused("wire", shard=2, wire="fp7")
+    refused("offload must be None or 'optimizer'", shard=2, offload="parameters")
+    refused("pass wire='fp16'", shard=2, compression=hc.Compression.fp16)
+    refused("compression=Compression.fp16", shard=1, wire={"gradients": "fp16"})
+    if hc.size() > 1:
+        refused("shard differs between ranks", shard=1 + hc.rank() % 2)
+        refused("is no part of this Linear", shard=3, units=[model, nn.Linear(1, 1)][: 1 + hc.rank() % 2])
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    refused("elastic", shard=1)
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    optimizer = wrapped(model, adam, 1)
+    with pytest.raises(ValueError, match="join"):
+        hc.join()
+    with pytest.raises(ValueError, match="already"):
+        optimizer.add_param_group({"params": [model.weight]})
+
+
+@pytest.mark.skipif(hc.size() < 2, reason="takes several ranks")
+def test_a_process_set_shards_among_its_ranks() -> None:
+    members = hc.add_process_set(range(1, hc.size()))
+    try:
+        model = nn.Linear(6, 6)
+        optimizer = hc.DistributedOptimizer(
+            momentum(model.parameters()),
+            named_parameters=model.named_parameters(),
+            shard=2,
+            process_set=members,
+        )
+        model(torch.full((2, 6), float(hc.rank()))).sum().backward()
+        optimizer.step()
+        values = hc.allgather_object([value.tolist() for value in model.state_dict().values()], name="set")
+        assert all(value == values[1] for value in values[1:])
+        assert (getattr(optimizer, "shard_stage", 0) == 2) == members.included()
+    finally:
+        hc.remove_process_set(members)
+
+
+class Gaps(Model):
+    """Parameters that do not fill consecutive memory, or whose elements share it."""
+
+    def __init__(self, gaps: bool = True) -> None:
+        super().__init__()
+        keep: Any = nn.Identity() if gaps else torch.Tensor.contiguous
+        self.first.weight = nn.Parameter(keep(torch.randn(WIDTH, 20)[:, 4:11]))
+        self.blocks[1][0].bias = nn.Parameter(keep(torch.ones(1).expand(WIDTH)))
+        self.unused.weight = nn.Parameter(keep(torch.randn(WIDTH, 2 * WIDTH)[:, ::2]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_with_gaps_keep_their_values(stage: int) -> None:
+    reference = trained(adam, 0, kind=lambda: Gaps(False))
+    assert_same(trained(adam, stage, kind=Gaps), reference, exactly=two_ranks_at_most())
+
+    model = Gaps()
+    values = torch.arange(480.0).view(WIDTH, 20)[:, 4:11]
+    optimizer = wrapped(model, adam, stage)
+    if stage < 3:
+        late = nn.Parameter(values)
+        optimizer.add_param_group({"params": [late]})
+        assert late.data_ptr() != values.data_ptr()
+        assert torch.equal(late, values)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
+    for parts in (("weight", "weight"), ("weight", "bias"), ("bias", "weight")):
+        model = Model()
+        for block, name in zip(model.blocks, parts):  # the first two
+            memory = model.blocks[3][0].weight.data
+            setattr(block[0], name, nn.Parameter(memory[:, 1:5] if name == "weight" else memory[0]))
+        with pytest.raises(ValueError, match=r"'blocks\.\S+' and '\S+' are two that share memory.*clone\(\)"):
+            wrapped(model, adam, stage)
+    model = Model()
+    model.head = nn.Parameter(model.unused.weight.data, requires_grad=False)  # which is in no optimizer
+    with pytest.raises(ValueError, match="'weight' has no values yet: it is lazy"):
+        wrapped(nn.LazyLinear(3), descent, stage)
+    with pytest.raises(ValueError, match="share memory"):
+        wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
+    hc.barrier()
+
+
+def descent(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: int) -> None:
+    reference = trained(descent, 0)
+    model = Model()
+    optimizer = wrapped(model, descent, stage)
+    steps(model, optimizer, range(2))
+    model(batch(9)).square().mean().backward()  # nothing comes of it
+    old = model(batch(9)).square().mean()
+    if stage == 3:
+        for other in range(4):
+            with pytest.raises(ValueError, match=r"'first\.weight' is split .* call optimizer\.unshard\(\)"):
+                wrapped(model, adam, other)
+        with optimizer.gathered_parameters(), pytest.raises(RuntimeError, match=r"unshard\(\) does not work"):
+            optimizer.unshard()
+        with pytest.raises(ValueError, match=r"'first\.weight' is split .* leave this call out"):
+            hc.broadcast_parameters(model.named_parameters(), root_rank=0)
+        with optimizer.gathered_parameters():
+            hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    reducer = weakref.ref(optimizer._reducer) if optimizer._reducer is not None else lambda: None
+    optimizer.unshard()
+    assert reducer() is None  # so it counts no gradient of the next one
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+    model.zero_grad()
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    for used in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.unshard):
+        with pytest.raises(RuntimeError, match=r"given the model its parameters back in unshard\(\)"):
+            used()
+
+    again = wrapped(model, descent, stage % 3 + 1)
+    steps(model, again, range(2, 4), clip=1e9)
+    assert_same(weights(model, again), reference, exactly=False)
+    again.unshard()
+    assert_same(dict(model.named_parameters()), reference, exactly=False)
+    first, _ = wrapped(model, descent, 1), wrapped(model, descent, 3)
+    with pytest.raises(RuntimeError, match="by another DistributedOptimizer, which alone can step"):
+        first.step()

@@ -1,0 +1,37 @@
+"""Snapshots beside training by several ranks: training's collectives go on meanwhile, and a fault on one rank is told on rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.background import SnapshotWriter
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+
+
+def test_ranks_write_while_they_train(folder: Path) -> None:
+    told: list[str] = []
+    last = hc.size() - 1
+    weights = {"a": torch.zeros(100_000)}
+    with SnapshotWriter(folder, 2, "89abcdef", hc.rank(), hc.size(), told.append) as writer:
+        for step in range(1, 5):
+            faulty = step == 3 and hc.rank() == last
+            own = object() if faulty else {"rank": hc.rank(), "step": torch.full((9,), step)}
+            writer.begin(step, weights=weights, common={"step": step}, own=own)
+            update = hc.allreduce(torch.ones(100_000), name=f"update.{step}")
+            writer.before_update()
+            weights["a"] += update
+        assert writer.wait() == (folder / "step-00000004" if hc.rank() == 0 else None)
+    hc.barrier()
+    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000002", "step-00000004"]
+    for step in (2, 4):
+        found = snapshot.read(folder / f"step-0000000{step}")
+        assert found.weights["a"].eq(step - 1).all() and found.common == {"step": step}
+        assert found.own["rank"] == hc.rank() and found.own["step"].eq(step).all()
+    assert len(told) == (hc.rank() == 0)
+    assert told == [] or f"rank {last}: own is a builtins.object" in told[0]

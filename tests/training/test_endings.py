@@ -1,0 +1,132 @@
+"""An error, wherever it happens, ends all ranks; its traceback is shown once, of `hvd-ckpt train` or a script, and nothing is left.
+
+In the forward pass: test_rank_failure.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from controllers import HOROVODRUN, probe
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "fail_somewhere.py"
+UNCAUGHT = SCRIPT.with_name("uncaught.py")
+MARK = "HVD_CKPT_TEST_OF_ENDINGS"
+
+
+@pytest.mark.parametrize("place, controller", [("writer", "gloo"), ("backward", "mpi"), ("data", "gloo")])
+def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Path) -> None:
+    if controller == "mpi" and not probe("mpi").works:
+        pytest.skip("MPI does not work here")
+    text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    scratch.mkdir()
+    settings = f"--model gpt-tiny --model-option layers=1 --text {text} --length 16 --steps 999999 --batch 2 --snapshot-every 2"
+    result = subprocess.run(
+        [
+            *HOROVODRUN,
+            "-np",
+            "2",
+            f"--{controller}",
+            sys.executable,
+            str(SCRIPT),
+            place,
+            *settings.split(),
+            "--output",
+            str(tmp_path / "run"),
+        ],
+        env={
+            **os.environ,
+            MARK: str(tmp_path),
+            "TMPDIR": str(scratch),
+            "OMPI_MCA_btl_vader_backing_directory": str(scratch),  # for its shared memory
+            "OMP_NUM_THREADS": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert result.returncode != 0
+    lines = result.stdout.splitlines()
+    assert sum(line.endswith(">:RuntimeError: planted on rank 1") for line in lines) == 1, result.stdout
+    assert sum("rank 1 on host" in line and "ended by this error" in line for line in lines) == 1
+    assert not [line for line in lines if "rank 0 on host" in line and "Traceback" in line]
+    assert sum("rank 0 on host" in line for line in lines) <= 1
+    assert sum("Traceback" in line for line in lines if ">:" in line) == 1, (
+        result.stdout
+    )  # horovodrun adds its own
+    assert not [process for process in psutil.process_iter() if has_mark(process, tmp_path)]
+    assert not [path for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
+    assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir() if ".tmp-" in path.name] == []
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Jobs of a script that fails without ``hvd-ckpt train``, all at once."""
+    mpi = "mpi" if probe("mpi").works else "gloo"
+    jobs = {}
+    for case, ranks, controller in (("differ", 3, "gloo"), ("alone", 2, mpi), ("hook", 2, "gloo")):
+        jobs[case] = subprocess.Popen(
+            [*HOROVODRUN, "-np", str(ranks), f"--{controller}", sys.executable, str(UNCAUGHT), case],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    yield jobs
+    for job in jobs.values():
+        job.kill()
+        job.communicate()
+
+
+def said_by_ranks(job: subprocess.Popen[str]) -> str:
+    """What the ranks of a job that failed said, without the launcher's tags and its own traceback."""
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode != 0, output
+    output = re.sub(r"\[(1,)?\d\]<std(out|err)>:", "", output)
+    return output.partition('Traceback (most recent call last):\n  File "' + HOROVODRUN[-1])[0]
+
+
+def test_an_error_of_several_ranks_is_shown_once_and_another_one_too(scripts) -> None:
+    said = said_by_ranks(scripts["differ"])
+    assert said.count("Traceback (most recent call last)") == 2, said
+    assert said.count("KeyError: 'planted on the last rank'") == 1
+    assert said.count("ValueError: planted on ranks") == 2
+    assert (
+        len(re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)) == 1
+    )
+
+
+def test_ranks_that_lose_another_one_say_where_they_were(scripts) -> None:
+    said = said_by_ranks(scripts["alone"])
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert said.count("ValueError: planted on the last rank") == 1
+    assert (
+        len(re.findall(r"(?m)^rank 0 on host .+: ended at uncaught.py:\d+, because another rank", said)) <= 1
+    )
+
+
+def test_a_hook_of_ones_own_hears_every_rank(scripts) -> None:
+    said = said_by_ranks(scripts["hook"])
+    assert said.count("own hook: planted on ranks") == 2, said
+    assert "Traceback" not in said
+
+
+def has_mark(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(MARK) == str(folder)
+    except psutil.Error:
+        return False

@@ -1,0 +1,120 @@
+"""``hvd-ckpt train --max-restarts``: a job one of whose ranks is killed ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hosts import Hosts, unavailable
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.launch
+
+PROGRAM = str(Path(sys.executable).parent / "hvd-ckpt")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # else a host of one rank computes with more threads than one of two
+STEPS, EVERY = 240, 40
+SECONDS = 400.0
+SETTINGS = [
+    "--model=gpt-tiny",
+    "--model-option=width=32",
+    "--model-option=layers=2",
+    "--model-option=heads=2",
+    "--length=16",
+    "--batch=4",
+    f"--steps={STEPS}",
+    f"--snapshot-every={EVERY}",
+    "--log-every=1000",
+]
+Ranks = Callable[[], list[int]]
+
+
+def test_a_rank_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+    """One on another host, where hosts can be made."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    settings = [*SETTINGS, f"--text={text}"]
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    ranks_alone = ["horovodrun", "-np", "2", "--gloo", PROGRAM, "train", *settings, f"--output={undisturbed}"]
+    supervised = [PROGRAM, "train", "--max-restarts=2", *settings, f"--output={run}"]
+    with _started_here(ranks_alone) as (reference, _), _supervised(supervised) as (job, ranks):
+        killed = _ranks_at_the_first_snapshot(run, ranks)
+        os.kill(killed[-1], signal.SIGKILL)
+        output, errors = job.communicate(timeout=SECONDS)
+        assert job.returncode == 0, output + errors
+        assert not any(psutil.pid_exists(pid) for pid in killed)
+        told = reference.communicate(timeout=SECONDS)
+        assert reference.returncode == 0, told
+    line = r"^hvd-ckpt: the job ended \(.*\); restart 1 of 2 from step (\d+)$"
+    restart = re.findall(line, errors, re.MULTILINE)
+    assert len(restart) == 1 and EVERY <= int(restart[0]) < STEPS
+    assert f"done after {STEPS} steps: {run}" in output
+    last = Path("snapshots") / f"step-{STEPS:08d}" / "model.safetensors"
+    weights, expected = load_file(run / last), load_file(undisturbed / last)
+    assert weights.keys() == expected.keys()
+    assert all((weights[name] == expected[name]).all() for name in expected)
+
+
+@contextlib.contextmanager
+def _supervised(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], Ranks]]:
+    """The supervisor, and what tells its job's ranks; on two hosts where they can be made."""
+    launcher = "horovodrun -np 2 --gloo"
+    if unavailable() is not None:
+        with _started_here([*command, f"--launcher={launcher}"]) as started:
+            yield started
+        return
+    with Hosts(2) as hosts:
+        job = hosts.start("a", [*command, f"--launcher={launcher} -H a:1,b:1"], environment=ENVIRONMENT)
+        yield job, lambda: _ranks({**hosts.processes("a"), **hosts.processes("b")})
+
+
+@contextlib.contextmanager
+def _started_here(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], Ranks]]:
+    job = subprocess.Popen(
+        command,
+        env={**os.environ, "PATH": f"{Path(PROGRAM).parent}{os.pathsep}{os.environ['PATH']}", **ENVIRONMENT},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield job, lambda: _ranks(_below(job.pid))
+    finally:
+        job.terminate()
+        job.communicate()
+
+
+def _below(pid: int) -> dict[int, str]:
+    lines = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines[child.pid] = " ".join(child.cmdline())
+    return lines
+
+
+def _ranks(lines: dict[int, str]) -> list[int]:
+    return [
+        pid
+        for pid, line in lines.items()
+        if line.split()[1:3] == [PROGRAM, "train"] and "--max-restarts" not in line
+    ]
+
+
+def _ranks_at_the_first_snapshot(run: Path, ranks: Ranks) -> list[int]:
+    limit = time.monotonic() + SECONDS
+    while not (run / "snapshots" / f"step-{EVERY:08d}").exists():
+        assert time.monotonic() < limit, "there is no snapshot"
+        time.sleep(0.01)
+    found = ranks()
+    assert len(found) == 2
+    return found

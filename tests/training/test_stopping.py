@@ -1,0 +1,164 @@
+"""A run that is asked to stop, or whose loss is nan on one rank: all ranks do the same after the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.training.assembly import assemble
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.guards import NonFiniteLoss
+from hvd_ckpt.training.logs import read
+from hvd_ckpt.training.trainer import Outcome, Trainer
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+
+AT = 3  # the step that is disturbed
+LAST = hc.size() - 1
+
+twice = pytest.mark.ranks(gloo=(2,))  # as much as anywhere
+
+
+class Disturbed(Trainer):
+    """Calls something on the last rank in one step."""
+
+    disturb: Any = None
+
+    def step(self, batch, samples):
+        if self.progress.step + 1 == AT and hc.rank() == LAST and self.disturb is not None:
+            self.disturb(self)
+        return super().step(batch, samples)
+
+
+class Poisoned:
+    """An objective whose loss is nan on the last rank in one step."""
+
+    def __init__(self, objective: Any) -> None:
+        self._objective, self._calls = objective, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def loss(self, output, batch):
+        self._calls += torch.is_grad_enabled()
+        loss = self._objective.loss(output, batch)
+        return loss * float("nan") if self._calls == AT and hc.rank() == LAST else loss
+
+
+def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: Any) -> Outcome:
+    if "resume" not in changes:
+        changes["output"] = str(folder)
+    config = Config(
+        "resnet-20", steps=6, batch=4, pixels=8, lr=1e-2, eval_batches=1, log_every=1, eval_every=3, **changes
+    )
+    parts = assemble(config)
+    objective: Any = Poisoned(parts.objective) if poisoned else parts.objective
+    trainer = Disturbed(config, parts.model, objective, parts.train, parts.test)
+    trainer.disturb = disturb
+    outcome = trainer.run()
+    hc.barrier()
+    return outcome
+
+
+def state(folder: Path, step: int) -> tuple[Any, Any]:
+    read = snapshot.read(folder / "snapshots" / f"step-{step:08}")
+    return read.weights, read.common["progress"]
+
+
+@twice
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(folder: Path) -> None:
+    whole = train(folder / "whole")
+    number = signal.SIGTERM
+    before = signal.getsignal(number)
+    stopped = train(folder / "run", lambda trainer: os.kill(os.getpid(), number))
+    assert (stopped.steps, stopped.stopped) == (AT, number.name)
+    assert signal.getsignal(number) == before
+
+    resumed = train(folder / "run", resume=str(folder / "run"))
+    assert (resumed.steps, resumed.stopped) == (6, None)
+    assert resumed.evaluation == whole.evaluation
+    weights, progress = state(folder / "run", 6)
+    expected, expected_progress = state(folder / "whole", 6)
+    assert progress == expected_progress
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    if hc.rank() == 0:  # the evaluation that was due where it stopped was made when it went on
+        logs = [(folder / name / "log.jsonl").read_text() for name in ("whole", "run")]
+        assert [text.count('"eval"') for text in logs] == [2, 2]
+
+
+@pytest.mark.skipif(hc.size() > 1, reason="rank 0 looks for it, and one rank is enough")
+def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("hvd_ckpt.training.stopping.LOOK_SECONDS", 0.0)
+    stop = folder / "run" / "stop"
+    outcome = train(folder / "run", lambda trainer: stop.touch())
+    assert (outcome.stopped, outcome.steps) == ("stop", AT)
+    assert not stop.exists()
+
+    stop.touch()  # too late: it was for a run that has ended
+    with open(folder / "run" / "log.jsonl", "ab") as log:
+        log.write(b"\0\0\0\n")  # as a machine that loses power may leave it
+    outcome = train(folder / "run", resume=str(folder / "run"))
+    assert (outcome.stopped, outcome.steps) == (None, 6)
+    said = capsys.readouterr().err
+    assert said.count("Warning: ") == 1 and "line 4: not a record" in said.replace("\n", " ")
+    assert [record["step"] for record in read(folder / "run" / "log.jsonl")] == [3, 4, 5, 6, 6]
+    assert len(list((folder / "run").glob("log-*.jsonl"))) == 1
+    (folder / "run" / "snapshots" / "step-00000006").rename(folder / "step-00000006")
+    with pytest.raises(ConfigError, match="is not in the folder 'snapshots' of a run"):
+        train(folder / "run", resume=str(folder / "step-00000006"))
+
+
+@twice
+def test_a_run_without_a_snapshot_begins_again(folder: Path) -> None:
+    with pytest.raises(NonFiniteLoss):
+        train(folder / "run", poisoned=True)
+    assert snapshot.find(folder / "run" / "snapshots") is None
+    train(folder / "whole")
+    warned = pytest.warns(UserWarning, match="has no snapshot yet")
+    with warned if hc.rank() == 0 else contextlib.nullcontext():
+        train(folder / "run", resume=str(folder / "run"))
+    weights, expected = state(folder / "run", 6)[0], state(folder / "whole", 6)[0]
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+@twice
+def test_a_loss_that_is_nan_on_one_rank_ends_all_and_says_where(folder: Path) -> None:
+    with pytest.raises(NonFiniteLoss, match=rf"^step {AT}: the loss is nan on rank {LAST}, host \S+: lower"):
+        train(folder / "run", poisoned=True, snapshot_every=1)
+    hc.barrier()
+    found = snapshot.find(folder / "run" / "snapshots")
+    assert found is not None and found.name == f"step-{AT - 1:08}"
+
+
+@twice
+def test_weights_that_have_drifted_end_all_ranks_and_are_named(folder: Path) -> None:
+    def drift(trainer: Trainer) -> None:
+        name, parameter = list(trainer.model.named_parameters())[4]
+        with torch.no_grad():
+            parameter.flatten()[0] += 1e-6
+        drifted.append(name)
+
+    drifted: list[str] = []
+    with pytest.raises(hc.WeightsDiffer, match=rf"^parameter '\S+' differs: rank {LAST} \(host \S+\) has"):
+        train(folder / "run", drift, check_weights=2)
+    assert len(drifted) == (hc.rank() == LAST)
+
+
+@twice
+def test_a_step_with_a_loss_that_is_nan_is_skipped_on_all_ranks(folder: Path, capsys: Any) -> None:
+    train(folder / "run", poisoned=True, on_nan="skip", snapshot_every=1, keep_snapshots=9)
+    before, after, later = (state(folder / "run", step)[0] for step in (AT - 1, AT, AT + 1))
+    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    assert not all(torch.equal(weight, after[name]) for name, weight in later.items())
+    assert all(bool(weight.isfinite().all()) for weight in later.values())
+    if hc.rank() == 0:
+        said = f"Warning: step {AT}: the loss is nan on rank {LAST}, host"
+        assert capsys.readouterr().err.count(said) == 1
