@@ -10,7 +10,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.data.text import MaskedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.bert import bert
@@ -55,9 +55,9 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     torch.manual_seed(1 + hc.rank())  # dropout of its own on each rank
-    stream = SampleStream(len(data), seed=0)
+    order = Sampler(len(data), seed=0)
     for step in range(steps):
-        mine = stream.part(step * batch * hc.size(), batch * hc.size(), hc.rank(), hc.size())
+        mine = order.part(step * batch * hc.size(), batch * hc.size(), hc.rank(), hc.size())
         optimizer.zero_grad()
         # Weighted by hidden tokens over all ranks and micro-batches, so that the mean is that of the whole batch.
         loss, _ = hc.accumulate(

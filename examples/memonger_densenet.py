@@ -17,7 +17,7 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.data.images import open_images
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.models.sizes import DENSENETS
@@ -37,7 +37,7 @@ def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps
     hc.init()
     torch.manual_seed(0)
     try:
-        data = open_images(images, pixels, augment=True)
+        data = open_images(images, pixels)
         model = densenet(int(depth), channels=data.channels, classes=data.classes, efficient=efficient)
         model = model if efficient else hc.CheckpointSequential(model, segments)
     except (ValueError, OSError) as error:
@@ -63,7 +63,7 @@ def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
     optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
-    order = SampleStream(len(data), seed=0)
+    order = Sampler(len(data), seed=0)
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         chosen = order.part((step - 1) * batch * hc.size(), batch * hc.size(), hc.rank(), hc.size())

@@ -22,8 +22,7 @@ from tokenizers.trainers import WordLevelTrainer
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.data.text import CausalText
-from hvd_ckpt.data.text_files import find_text_files, library_files
-from hvd_ckpt.data.tokens import Tokens
+from hvd_ckpt.data.tokens import Tokens, find_text_files, library_files
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.lstm import lstm_language_model
 from hvd_ckpt.models.objectives import NextOrHiddenToken

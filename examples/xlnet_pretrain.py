@@ -12,8 +12,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.loader import Loader
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Loader, Sampler
 from hvd_ckpt.data.text import PermutedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.objectives import NextOrHiddenToken
@@ -46,7 +45,7 @@ def main(text, steps, length, layers, width, segments, reentrant, bf16):
     )
     torch.manual_seed(1 + hc.rank())
     objective = NextOrHiddenToken()
-    with Loader(data, SampleStream(len(data), seed=0), 8, hc.rank(), hc.size()) as loader:
+    with Loader(data, Sampler(len(data), seed=0), 8, hc.rank(), hc.size()) as loader:
         for step in range(1, steps + 1):
             batch = next(loader)[0].to(torch.device(device))
             inputs, shared = model.prepare(*batch.inputs, **batch.shared)

@@ -10,7 +10,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -18,13 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.data.array_files import Source, channel_statistics, load
-from hvd_ckpt.data.dataset import Purpose, StandardisedSamples, check_seed, generators, numbers
+from hvd_ckpt.data.arrays import Source, StandardisedSamples, channel_statistics, load
+from hvd_ckpt.data.dataset import check_samples, check_seed
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.names import one_line
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Digits", "ImageArrays", "ImageFolder", "Images", "open_images"]
 
@@ -32,26 +29,23 @@ Integers = NDArray[numpy.int64]
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # others call programs, or are hardly tested
-MOST_PIXELS = 1 << 26  # of an image; a small file may say that it has more than a machine can hold
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # decoders of others start programs
 
 # Mean and deviation of the photographs of ImageNet, red, green and blue from 0 to 1, as torchvision's models have them.
 PHOTOGRAPHS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def open_images(
-    source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0, augment: bool = False
-) -> Images:
+def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0) -> Images:
     """The data set of a folder with a folder of images for each class, of an .npz file, or scikit-learn's digits for None.
 
     Raises:
         ValueError: there are no images; one sentence.
     """
     if source is None:
-        return Digits(pixels, seed=seed, augment=augment)
+        return Digits(pixels, seed=seed)
     if Path(source).is_dir():
-        return ImageFolder(source, pixels, seed=seed, augment=augment)
-    return ImageArrays(source, pixels, seed=seed, augment=augment)
+        return ImageFolder(source, pixels, seed=seed)
+    return ImageArrays(source, pixels, seed=seed)
 
 
 class Images(StandardisedSamples):
@@ -59,45 +53,27 @@ class Images(StandardisedSamples):
 
     A batch's inputs are the images (samples, channels, pixels, pixels), float32, and its targets the classes (samples,).
 
-    With ``augment``, an image is moved by up to an eighth of its size in any direction, what comes in being the mean, and
-    mirrored in every second case (He et al., "Deep Residual Learning", 2015, section 4.2, where it is 4 of 32 pixels).
-
     Attributes:
         channels: of each image.
         classes: how many there are.
         pixels: of a side.
     """
 
-    mirrors = True
-
-    def __init__(
-        self, labels: Integers, channels: int, classes: int, pixels: int, seed: int, augment: bool
-    ) -> None:
+    def __init__(self, labels: Integers, channels: int, classes: int, pixels: int, seed: int) -> None:
         if pixels < 1:
             raise ValueError(f"images of {pixels} pixels: give one at least")
         self.channels = channels
         self.classes = classes
         self.pixels = pixels
         self._seed = check_seed(seed)
-        self._augment = augment
         self._labels = labels
         self._chosen = numpy.arange(len(labels))
         self._standardise_by(self._chosen)
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which, epochs = numbers(indices, epoch, len(self))
-        which = self._chosen[which]
+        which = self._chosen[check_samples(indices, epoch, len(self))[0]]
         images = (self._images(which) - self._mean[:, None, None]) / self._deviation[:, None, None]
-        if self._augment:
-            images = self._moved(images, which, epochs)
         return Batch((images,), torch.from_numpy(self._labels[which]))
-
-    def split(self, share: float, seed: int | None = None) -> tuple[Self, Self | None]:
-        """As of :class:`StandardisedSamples`; the images to evaluate on are never augmented."""
-        training, evaluation = super().split(share, seed)
-        if evaluation is not None:
-            evaluation._augment = False
-        return training, evaluation
 
     @abstractmethod
     def _images(self, which: Integers) -> Tensor:
@@ -112,29 +88,6 @@ class Images(StandardisedSamples):
         self._mean = torch.as_tensor(mean, dtype=torch.float32)
         self._deviation = torch.as_tensor(deviation, dtype=torch.float32)
 
-    def _moved(self, images: Tensor, which: Integers, epochs: Integers) -> Tensor:
-        most = self.pixels // 8
-        drawn = numpy.array(
-            [
-                (*random.integers(0, 2 * most + 1, 2), random.integers(2))
-                for random in generators(self._seed, epochs, which, Purpose.AUGMENTATION)
-            ]
-        )
-        down, right, mirrored = torch.from_numpy(drawn).unbind(1)
-        along = torch.arange(self.pixels)
-        rows = down[:, None] + along
-        columns = right[:, None] + along
-        if self.mirrors:
-            columns = torch.where(mirrored[:, None] == 1, columns.flip(1), columns)
-        padded = functional.pad(images, (most, most, most, most))
-        sample, channel = torch.arange(len(images)), torch.arange(self.channels)
-        return padded[
-            sample[:, None, None, None],
-            channel[None, :, None, None],
-            rows[:, None, :, None],
-            columns[:, None, None, :],
-        ]
-
 
 class ImageArrays(Images):
     """Images in an array.
@@ -144,8 +97,7 @@ class ImageArrays(Images):
             (N, C, H, W) with 1, 3 or 4 channels, of any type; labels (N,) are whole numbers from 0.
         pixels: of a side, to which images are scaled; by default as they are.
         channels: images of one channel are repeated for as many; by default as they are.
-        seed: of augmentation and split.
-        augment: move and mirror images at random.
+        seed: of the split.
 
     Raises:
         ValueError: the file is missing or no such file, or arrays do not fit; one sentence.
@@ -158,7 +110,6 @@ class ImageArrays(Images):
         *,
         channels: int | None = None,
         seed: int = 0,
-        augment: bool = False,
     ) -> None:
         images, labels, name = load(source, "images")
         if labels.ndim != 1:
@@ -177,7 +128,6 @@ class ImageArrays(Images):
             int(labels.max()) + 1,
             pixels or self._array.shape[2],
             seed,
-            augment,
         )
 
     def _images(self, which: Integers) -> Tensor:
@@ -195,26 +145,17 @@ class ImageArrays(Images):
 class Digits(ImageArrays):
     """The 1797 handwritten digits of scikit-learn (UCI "Optical Recognition of Handwritten Digits"), 8 x 8, scaled.
 
-    They are never mirrored: a mirrored digit is none.
-
     Args:
         pixels: of a side.
         channels: the one channel is repeated for as many.
-        seed: of augmentation and split.
-        augment: move images at random.
+        seed: of the split.
     """
 
-    mirrors = False
-
-    def __init__(
-        self, pixels: int = 32, *, channels: int | None = None, seed: int = 0, augment: bool = False
-    ) -> None:
+    def __init__(self, pixels: int = 32, *, channels: int | None = None, seed: int = 0) -> None:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        super().__init__(
-            (digits.images, digits.target), pixels, channels=channels, seed=seed, augment=augment
-        )
+        super().__init__((digits.images, digits.target), pixels, channels=channels, seed=seed)
 
 
 class ImageFolder(Images):
@@ -227,8 +168,7 @@ class ImageFolder(Images):
         folder: the folder.
         pixels: of a side.
         channels: 3 for red, green and blue, or 1 for grey.
-        seed: of augmentation and split.
-        augment: move and mirror images at random.
+        seed: of the split.
 
     Attributes:
         class_names: the names of the folders.
@@ -245,16 +185,14 @@ class ImageFolder(Images):
         *,
         channels: int = 3,
         seed: int = 0,
-        augment: bool = False,
     ) -> None:
         if channels not in (1, 3):
             raise ValueError(f"{channels} channels: images of a folder have 3, or 1 in grey")
         try:
-            inside = Path(folder).resolve()
             found = {
-                path.name: _image_files(path, inside)
+                path.name: _image_files(path)
                 for path in sorted(Path(folder).iterdir())
-                if _is_class(path)
+                if path.is_dir() and not path.name.startswith(".")
             }
         except OSError as error:
             raise ValueError(f"cannot read the image folder '{folder}': {error.strerror}") from None
@@ -268,7 +206,7 @@ class ImageFolder(Images):
         self.class_names = list(found)
         self._files = [file for files in found.values() for file in files]
         labels = numpy.repeat(numpy.arange(len(found)), [len(files) for files in found.values()])
-        super().__init__(labels, channels, len(found), pixels, seed, augment)
+        super().__init__(labels, channels, len(found), pixels, seed)
 
     def _images(self, which: Integers) -> Tensor:
         decoded = numpy.stack([self._decode(self._files[number]) for number in which])
@@ -284,50 +222,18 @@ class ImageFolder(Images):
 
         try:
             with Image.open(file, formats=FORMATS) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    raise ValueError(
-                        f"it has {image.width} x {image.height} pixels, and may have {MOST_PIXELS}"
-                    )
                 upright = ImageOps.exif_transpose(image).convert("RGB" if self.channels == 3 else "L")
                 return numpy.asarray(
                     ImageOps.fit(upright, (self.pixels, self.pixels), Image.Resampling.BILINEAR)
                 )
-        except Exception as error:  # decoders raise nearly anything for what is damaged
+        except Exception as error:  # decoders raise nearly anything for a damaged file
             reason = one_line(str(error)) or type(error).__name__
             raise ValueError(f"cannot decode the image '{file}': {reason}") from None
 
 
-def _is_class(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
-
-
-def _image_files(folder: Path, inside: Path) -> list[Path]:
-    """The images below a folder. A link may lead to another place of the data set, and not out of it."""
-    if folder.is_symlink():
-        _check_link(folder, inside)
-    found, folders = [], [str(folder)]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                elif entry.name.lower().endswith(SUFFIXES):
-                    if entry.is_symlink():
-                        _check_link(Path(entry.path), inside)
-                    if not entry.is_file():
-                        raise ValueError(f"'{entry.path}' is no file: a folder of images holds images")
-                    found.append(Path(entry.path))
-    return sorted(found)
-
-
-def _check_link(path: Path, inside: Path) -> None:
-    target = Path(os.path.realpath(path))
-    if not target.is_relative_to(inside):
-        raise ValueError(
-            f"'{path}' is a link out of the image folder, to '{target}': copy what it leads to, or leave it out"
-        )
+def _image_files(folder: Path) -> list[Path]:
+    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def _channels_first(images: NDArray[Any], name: str) -> NDArray[Any]:

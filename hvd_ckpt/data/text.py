@@ -1,25 +1,24 @@
 """Samples of text for the three ways to train a language model: causal, masked, and in permuted order.
 
-A sample is a window of the text; windows do not overlap, and every token of the text but those of a short end is in one.
+A sample is a window of the text; windows do not overlap, and every token of the text but those of a short end is in one. Masks and
+orders are drawn by NumPy for each sample from seed, epoch and sample. transformers' collators draw from one generator for a whole
+batch, the one for permutations even from PyTorch's global one, so that a sample would depend on those before it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Self
 
-from hvd_ckpt.data.dataset import Purpose, check_seed, held_out, numbers, uniform
+from hvd_ckpt.data.dataset import Purpose, check_samples, check_seed, generators, validation_size
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import IGNORED
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CausalText", "MaskedText", "PermutedText"]
 
@@ -30,7 +29,7 @@ class _Windows:
     def __init__(self, tokens: Tokens, length: int, seed: int, *, beyond: int = 0) -> None:
         """Windows of ``length`` tokens, each followed by ``beyond`` more that belong to the next one, too."""
         if length < 1:
-            raise ValueError(f"samples of {length} tokens: give one at least")
+            raise ValueError(f"samples of {length} tokens: give at least one")
         self._count = max(len(tokens) - beyond, 0) // length
         if self._count < 2:
             raise ValueError(
@@ -49,9 +48,9 @@ class _Windows:
         """Data sets for training and for evaluation, which is the last ``share`` of the samples, or None for a share of 0.
 
         Raises:
-            ValueError: the share is below 0 or not below 1.
+            ValueError: the share is not in [0, 1).
         """
-        count = held_out(self._count, share)
+        count = validation_size(self._count, share)
         training = self._part(0, self._count - count)
         return training, self._part(len(training), count) if count else None
 
@@ -62,11 +61,20 @@ class _Windows:
         return part
 
     def _take(self, indices: Sequence[int], epoch: Sequence[int]) -> tuple[Integers, Integers, Integers]:
-        """Tokens of samples (samples, length), numbers of their windows and the epochs."""
-        which, epochs = numbers(indices, epoch, self._count)
-        which += self._first
+        """Tokens of samples (samples, length), numbers of their windows, and the epochs."""
+        which, epochs = check_samples(indices, epoch, self._count)
+        which = which + self._first
         tokens = self.tokens.array[which[:, None] * self.length + self._within]
         return tokens.astype(numpy.int64), which, epochs
+
+    def _draw(
+        self, purpose: Purpose, epochs: Integers, which: Integers, count: int
+    ) -> NDArray[numpy.float64]:
+        """For each sample ``count`` uniform random numbers in [0, 1), (samples, count)."""
+        drawn = numpy.empty((len(which), count))
+        for row, random in zip(drawn, generators(purpose, self._seed, epochs, which)):
+            random.random(out=row)
+        return drawn
 
 
 class CausalText(_Windows):
@@ -77,7 +85,7 @@ class CausalText(_Windows):
     Args:
         tokens: the text.
         length: tokens in a sample.
-        seed: takes no part, as nothing is drawn.
+        seed: unused, since nothing is drawn.
 
     Raises:
         ValueError: the text is shorter than two samples.
@@ -94,36 +102,26 @@ class CausalText(_Windows):
 class MaskedText(_Windows):
     """Some tokens are hidden, and predicted from all the others (Devlin et al., "BERT", 2018).
 
-    A batch's inputs are the tokens (samples, length). 15 % of the positions, as many in each sample and one at least, are to be
+    A batch's inputs are the tokens (samples, length). 15 % of the positions, as many in each sample and at least one, are to be
     predicted: 80 % of them show the mask token, 10 % any ordinary token and 10 % what they are. Targets (samples, length) are
-    the tokens at these positions, and IGNORED at the others. Which these are changes with the epoch (Liu et al.,
-    "RoBERTa", 2019), or, if ``static``, does not (one pattern for each sample).
+    the tokens at these positions, and IGNORED at the others. The positions change with the epoch (Liu et al., "RoBERTa", 2019).
 
     Args:
         tokens: the text.
         length: tokens in a sample.
-        seed: of what is hidden.
-        static: hide the same in each epoch.
-        share: of the positions to predict.
+        seed: of the masks.
 
     Raises:
-        ValueError: the text is shorter than two samples, or the share is not between 0 and 1.
+        ValueError: the text is shorter than two samples.
     """
 
-    def __init__(
-        self, tokens: Tokens, length: int, seed: int = 0, *, static: bool = False, share: float = 0.15
-    ) -> None:
+    def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:
         super().__init__(tokens, length, seed)
-        if not 0 < share <= 1:
-            raise ValueError(f"the share of tokens to predict is {share}: give one above 0, up to 1")
-        self.static = static
-        self.predicted = max(round(share * length), 1)
+        self.predicted = max(round(0.15 * length), 1)
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         tokens, which, epochs = self._take(indices, epoch)
-        if self.static:
-            epochs = numpy.zeros_like(epochs)
-        drawn = uniform(self._seed, epochs, which, Purpose.MASK, self.length + 2 * self.predicted)
+        drawn = self._draw(Purpose.MASK, epochs, which, self.length + 2 * self.predicted)
         place, fate, other = numpy.split(drawn, [self.length, self.length + self.predicted], axis=1)
         chosen = place.argpartition(self.predicted - 1, axis=1)[:, : self.predicted]
         chosen.sort(axis=1)
@@ -165,16 +163,16 @@ class PermutedText(_Windows):
         self.predicted = max(length // 6, 1) if predicted is None else predicted
         if not 1 <= self.predicted <= length // 2:
             raise ValueError(
-                f"{self.predicted} tokens to predict in samples of {length}: give from 1 to half of the sample"
+                f"{self.predicted} tokens to predict in samples of {length}: give a number from 1 to half of the length"
             )
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         tokens, which, epochs = self._take(indices, epoch)
         gaps = self.length - self.predicted + 1
-        drawn = uniform(self._seed, epochs, which, Purpose.PERMUTATION, 2 * self.predicted + gaps)
+        drawn = self._draw(Purpose.PERMUTATION, epochs, which, 2 * self.predicted + gaps)
         spans, gap, order = numpy.split(drawn, [self.predicted, self.predicted + gaps], axis=1)
         positions = _spans(1 + (spans * 5).astype(numpy.int64), gap)
-        # The turn of each position: the context comes first, at once.
+        # The turn of each position: the context comes first, all at once.
         turn = numpy.full(tokens.shape, -1, dtype=numpy.int16 if self.length < 1 << 15 else numpy.int64)
         numpy.put_along_axis(
             turn, positions, order.argsort(axis=1).argsort(axis=1).astype(turn.dtype), axis=1
@@ -199,7 +197,7 @@ def _spans(lengths: Integers, gap: NDArray[numpy.float64]) -> Integers:
     predicted = lengths.shape[1]
     ends = lengths.cumsum(axis=1)
     tokens = numpy.arange(predicted)
-    span = (ends[:, None, :] <= tokens[:, None]).sum(axis=2)  # which span each predicted token is in
+    span = (ends[:, None, :] <= tokens[:, None]).sum(axis=2)  # the span that each predicted token is in
     spans = span[:, -1:] + 1
     places = numpy.where(
         gap.argsort(axis=1).argsort(axis=1) < spans, numpy.arange(gap.shape[1]), gap.shape[1]

@@ -1,39 +1,49 @@
-"""Text as one long array of tokens, memory-mapped: its size is that of the disk, not of the memory."""
+"""Text as one long array of tokens, memory-mapped: its size is limited by the disk, not by memory."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
-import stat
+import shutil
+import sysconfig
+import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 from numpy.typing import NDArray
 
-from hvd_ckpt.data.text_files import find_text_files, library_files
-from hvd_ckpt.data.token_cache import cache_folder, cache_key, obtain
+from hvd_ckpt import folders
 from hvd_ckpt.names import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BYTES", "Tokens"]
+__all__ = ["BYTES", "SUFFIXES", "Tokens", "find_text_files", "library_files"]
 
 BYTES = 256
+SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".raw", ".tokens",
+    ".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".f90", ".go", ".h", ".hpp", ".java", ".jl", ".js", ".kt", ".lua", ".pl",
+    ".r", ".rb", ".rs", ".scala", ".sh", ".swift", ".ts",
+})  # fmt: skip
 
-# What special tokens are called in the vocabularies of BERT, RoBERTa, XLNet, GPT-2 and those made after them.
-NAMES = {
+# The names of special tokens in the vocabularies of BERT, RoBERTa, XLNet, GPT-2 and those made after them.
+SPECIAL = {
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
     "padding": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
     "start": ("[CLS]", "<cls>", "<s>", "<|startoftext|>", "[BOS]", "<bos>"),
     "separator": ("[SEP]", "<sep>", "</s>", "<|endoftext|>", "[EOS]", "<eos>"),
 }
-
-MAX_BYTES = 256 << 20  # of a tokenizer
 MOST_TOKENS = 1 << 24  # of a vocabulary
 
+VERSION = (
+    3  # of the encoding and the cache's format; raise it when one changes, so that old files are not found
+)
 PIECE = 1 << 16  # characters (or more, up to the end of a line) that are tokenized as one
 PIECES = 16  # tokenized at a time, in parallel
 READ = 1 << 20  # bytes
@@ -48,20 +58,20 @@ class Tokens:
     the same. Several processes may do so at once, and then each does all the work: on one machine, let one go first.
 
     Args:
-        text: a text file or a folder of them, or several (see :func:`~.text_files.find_text_files`); without it the source
-            text of the Python standard library.
+        text: a text file or a folder of them, or several (see :func:`find_text_files`); without it the source text of the
+            Python standard library.
         tokenizer: a JSON file of the ``tokenizers`` library; without it tokens are bytes.
         cache: a folder; without it ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
 
     Attributes:
-        array: all tokens, (tokens,), of an unsigned type; not to be written to.
+        array: all tokens, (tokens,), of an unsigned type; read-only.
         ordinary: tokens below this number are the tokenizer's own (or bytes).
-        vocabulary: tokens below this number are all there are, special ones included.
+        vocabulary: the number of tokens, special ones included.
         mask, padding, start, separator: the special tokens. They are the tokenizer's where it has them under one of
             their usual names ([MASK], <mask>, ...), and otherwise numbers above its own.
 
     Raises:
-        ValueError: the text or the tokenizer is missing, unreadable, empty or none; one sentence.
+        ValueError: the text or the tokenizer is missing, unreadable, empty or invalid; one sentence.
     """
 
     def __init__(
@@ -72,38 +82,33 @@ class Tokens:
     ) -> None:
         files = library_files() if text is None else find_text_files(text)
         encoder, known = "bytes", None
+        kind: numpy.dtype[Any]
         self.ordinary = BYTES
         if tokenizer is not None:
             known, encoder = _read_tokenizer(Path(tokenizer))
             self.ordinary = max(known.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             if self.ordinary > MOST_TOKENS:
                 raise ValueError(
-                    f"the tokenizer '{tokenizer}' numbers tokens up to {self.ordinary - 1}: no model has more than {MOST_TOKENS}"
+                    f"tokenizer '{tokenizer}': it has token {self.ordinary - 1}, above {MOST_TOKENS}"
                 )
         self.vocabulary = self.ordinary
         self.mask, self.padding, self.start, self.separator = (
-            self._find_special(known, names) for names in NAMES.values()
+            self._find_special(known, names) for names in SPECIAL.values()
         )
         try:
             if known is None and len(files) == 1:
-                self.array: NDArray[Any] = numpy.memmap(files[0], dtype=numpy.uint8, mode="r").view(
-                    numpy.ndarray
-                )
-                return
-            folder = cache_folder() if cache is None else Path(cache)
-            path = folder / f"{cache_key(files, encoder)}.npy"
-            least = sum(file.stat().st_size for file in files) * 2
+                path, kind = files[0], numpy.dtype(numpy.uint8)
+            else:
+                kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
+                path = (_cache_folder() if cache is None else Path(cache)) / f"{_key(files, encoder)}.tokens"
+                if not path.is_file():
+                    _write(path, kind, self._encode(files, known), sum(file.stat().st_size for file in files))
+            if not path.stat().st_size:
+                raise ValueError(f"the text '{files[0]}' gives no tokens")
+            self.array: NDArray[Any] = numpy.memmap(path, dtype=kind, mode="r").view(numpy.ndarray)
         except OSError as error:
-            raise ValueError(
-                f"cannot read the text '{error.filename or files[0]}': {error.strerror}"
-            ) from None
-        dtype = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
-        least = least if known is None else least // 8  # a token stands for some bytes
-        self.array = obtain(path, dtype, self._encode(files, known), least)
-        if not len(self.array):
-            raise ValueError(
-                f"the text '{files[0]}' gives no tokens: it holds nothing that '{tokenizer}' knows"
-            )
+            place = error.filename or (files[0] if cache is None else cache)
+            raise ValueError(f"cannot use '{place}': {error.strerror or error}") from None
 
     def __len__(self) -> int:
         return len(self.array)
@@ -121,31 +126,100 @@ class Tokens:
         for at, file in enumerate(files):
             if at:
                 yield numpy.array([self.separator])
-            try:
-                yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
-            except OSError as error:
-                raise ValueError(f"cannot read the text file '{file}': {error.strerror}") from None
+            yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
+
+
+def find_text_files(text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files of a text, in order.
+
+    A file is taken whatever its name. Of a folder, all files below it are taken that have a suffix in ``SUFFIXES`` (in upper
+    or lower case) and are not empty, sorted by path; hidden files and folders and symbolic links below it are left out.
+
+    Args:
+        text: a file or a folder, or several, which follow one another.
+
+    Raises:
+        ValueError: a file is missing, unreadable or empty, or a folder has no text; one sentence.
+    """
+    sources = [text] if isinstance(text, (str, os.PathLike)) else text
+    try:
+        files = [file for source in sources for file in _files_of(Path(source))]
+    except OSError as error:
+        raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
+    if not files:
+        raise ValueError("no text file is named: name one, or a folder")
+    return files
+
+
+def library_files() -> list[Path]:
+    """The modules of the Python standard library: text that every machine has."""
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+
+
+def _files_of(source: Path) -> list[Path]:
+    if source.is_dir():
+        found = []
+        for parent, folders_, files in os.walk(source):
+            folders_[:] = [name for name in folders_ if not name.startswith(".")]
+            paths = (Path(parent, name) for name in files if not name.startswith("."))
+            found += [path for path in paths if path.suffix.lower() in SUFFIXES and _is_text(path)]
+        if not found:
+            raise ValueError(
+                f"the folder '{source}' holds no text: files in it need a suffix such as .txt, .md or .py"
+            )
+        return sorted(found, key=lambda path: path.relative_to(source).parts)
+    if not source.stat().st_size:
+        what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
+        raise ValueError(f"the text {what.format(source)}")
+    return [source]
+
+
+def _is_text(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0
+
+
+def _cache_folder() -> Path:
+    return folders.cache_folder()[0] / "tokens"
+
+
+def _key(files: Sequence[Path], encoder: str) -> str:
+    """The name of a cache file: a hash of paths, sizes and times of change of the text files, and of the encoder."""
+    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
+
+
+def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]], size: int) -> None:
+    """The file gets its name when it is whole, so that several processes may write it at once. ``size``: bytes of the text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if size // 4 > free:  # a token stands for some bytes
+        raise OSError(
+            errno.ENOSPC, f"{size >> 20} MiB of text, and {free >> 20} MiB are free", str(path.parent)
+        )
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
+        try:
+            for array in arrays:
+                file.write(numpy.ascontiguousarray(array, dtype).data)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
-    """The tokenizer in a file, and a name for its content."""
+    """The tokenizer in a file, and a hash of its content."""
     from tokenizers import Tokenizer
 
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
-            raise ValueError(
-                f"the tokenizer '{path}' is no file, or larger than {MAX_BYTES >> 20} MiB: name another"
-            )
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() or not path.exists() else b""
     except OSError as error:
         raise ValueError(f"cannot read the tokenizer '{path}': {error.strerror}") from None
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more special
-        reason = str(error).splitlines()[0][:200] if str(error) else "unknown content"
         raise ValueError(
-            f"'{path}' is no JSON file of the tokenizers library (a Hugging Face tokenizer.json): {reason}"
+            f"'{path}' is not a JSON file of the tokenizers library (a Hugging Face tokenizer.json): {one_line(str(error))}"
         ) from None
     # A file may ask for these for the batches of a model; text is encoded whole.
     tokenizer.no_truncation()
@@ -160,14 +234,13 @@ def _bytes(file: Path) -> Iterator[NDArray[Any]]:
 
 
 def _encode_text(file: Path, tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
-    pieces: list[str] = []
-    for piece in _pieces(file):
-        pieces.append(piece)
-        if len(pieces) == PIECES:
-            yield _ids(tokenizer, pieces)
-            pieces = []
-    if pieces:
-        yield _ids(tokenizer, pieces)
+    pieces = _pieces(file)
+    while some := list(islice(pieces, PIECES)):
+        try:
+            encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
+        yield numpy.concatenate([numpy.array(one.ids, dtype=numpy.uint32) for one in encoded])
 
 
 def _pieces(file: Path) -> Iterator[str]:
@@ -178,14 +251,6 @@ def _pieces(file: Path) -> Iterator[str]:
                 yield piece + stream.readline(PIECE)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"the text file '{file}' is no UTF-8 ({error.reason}), which a tokenizer needs: "
+            f"the text file '{file}' is not UTF-8 ({error.reason}), which a tokenizer needs: "
             "convert it, or train on bytes without a tokenizer"
         ) from None
-
-
-def _ids(tokenizer: Tokenizer, pieces: list[str]) -> NDArray[Any]:
-    try:
-        encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-    except Exception as error:  # the library raises nothing more special
-        raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
-    return numpy.concatenate([numpy.array(one.ids, dtype=numpy.uint32) for one in encoded])

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
+from typing_extensions import Self
 
-from hvd_ckpt.data.array_files import Source, channel_statistics, load
-from hvd_ckpt.data.dataset import Purpose, StandardisedSamples, check_seed, generators, held_out, numbers
+from hvd_ckpt.data.arrays import Source, StandardisedSamples, channel_statistics, load
+from hvd_ckpt.data.dataset import Purpose, check_samples, check_seed, generators, validation_size
 from hvd_ckpt.models.batch import Batch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Ellipsoids", "VolumeArrays", "open_volumes"]
 
@@ -75,11 +72,11 @@ class Ellipsoids:
         return self._samples
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which, epochs = numbers(indices, epoch, self._samples)
+        which, epochs = check_samples(indices, epoch, self._samples)
         shape = (len(which), self.pixels, self.pixels, self.pixels)
         volumes = numpy.empty((len(which), self.pixels**3), dtype=numpy.float32)
         labels = numpy.empty(volumes.shape, dtype=numpy.int64)
-        drawn = generators(self._seed, numpy.zeros_like(epochs), which + self._first, Purpose.VOLUME)
+        drawn = generators(Purpose.VOLUME, self._seed, numpy.zeros_like(epochs), which + self._first)
         for volume, label, random in zip(volumes, labels, drawn):
             label[:] = self._inside(random)
             random.standard_normal(out=volume, dtype=numpy.float32)
@@ -97,7 +94,7 @@ class Ellipsoids:
         Raises:
             ValueError: the share is below 0 or not below 1, or there is just one sample.
         """
-        count = held_out(self._samples, share)
+        count = validation_size(self._samples, share)
         if not count:
             return self, None
         training, evaluation = copy.copy(self), copy.copy(self)
@@ -150,7 +147,7 @@ class VolumeArrays(StandardisedSamples):
         self._standardise_by(self._chosen)
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which = self._chosen[numbers(indices, epoch, len(self))[0]]
+        which = self._chosen[check_samples(indices, epoch, len(self))[0]]
         volumes = torch.from_numpy(self._volumes[which].astype(numpy.float32)).unsqueeze(1)
         labels = torch.from_numpy(self._labels[which].astype(numpy.int64))
         if volumes.shape[2:] != self._shape:

@@ -103,7 +103,6 @@ _SETTINGS_OF_DATA = {
     "images": ("images",),
     "volumes": ("volumes",),
     "pixels": ("images", "volumes"),
-    "augment": ("images",),
 }
 
 
@@ -151,9 +150,7 @@ def _text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None
 def _images(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     from hvd_ckpt.data.images import open_images
 
-    data = open_images(
-        config.images, config.pixels or entry.data["pixels"], seed=config.seed, augment=config.augment
-    )
+    data = open_images(config.images, config.pixels or entry.data["pixels"], seed=config.seed)
     train, test = data.split(config.held_out)
     return train, test, {"channels": data.channels, "classes": data.classes}
 

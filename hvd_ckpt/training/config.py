@@ -80,7 +80,6 @@ class Config:
     pixels: int | None = _setting(
         None, parsing.whole(4, MOST), "Of an image's or volume's side.  [default: by model]"
     )
-    augment: bool = _setting(False, parsing.truth, "Flip and shift training images at random.")
     volumes: str | None = _setting(
         None, parsing.text, ".npz file of volumes and labels.  [default: synthetic ellipsoids]"
     )

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.loader import Loader
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Loader, Sampler
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.reduction import (
@@ -121,7 +120,7 @@ class Trainer:
         with errors_everywhere("hvd_ckpt.train.settings"):
             check_job(config)
             self.device = device_of(config)
-            self.stream = SampleStream(len(train), config.seed, config.epochs)
+            self.sampler = Sampler(len(train), config.seed, config.epochs)
             self.precision = precision_of(config, self.device)
             self.model = with_batch_norm(model.to(self.device), config.batch_norm)
             if config.segments is not None:
@@ -432,10 +431,10 @@ class Trainer:
     def _micro_batches(self) -> int:
         """As many on every rank where each of them communicates: no more than the smallest part of a short batch has samples."""
         communicates = self.config.batch_norm == "synchronized" or self.config.stage == 3
-        if not communicates or self.stream.length is None:
+        if not communicates or self.sampler.length is None:
             return self.config.accumulate
         ranks: int = hvd.size()
-        left = min(self.stream.length - self.progress.position, self.config.batch * ranks)
+        left = min(self.sampler.length - self.progress.position, self.config.batch * ranks)
         return min(self.config.accumulate, max(left // ranks, 1))
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -468,7 +467,7 @@ class Trainer:
     def _loader(self) -> Loader:
         return Loader(
             self.train,
-            self.stream,
+            self.sampler,
             self.config.batch,
             hvd.rank(),
             hvd.size(),
@@ -477,9 +476,9 @@ class Trainer:
 
     def _steps(self) -> int:
         """Of the whole run: as configured, or what the stream's rest needs beyond those that were taken."""
-        if self.stream.length is None:
+        if self.sampler.length is None:
             return self.config.steps or DEFAULT_STEPS
-        left = max(self.stream.length - self.progress.position, 0)
+        left = max(self.sampler.length - self.progress.position, 0)
         global_batch: int = self.config.batch * hvd.size()
         return self.progress.step + -(-left // global_batch)
 

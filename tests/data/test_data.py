@@ -20,9 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hvd_ckpt.data import Dataset
 from hvd_ckpt.data.images import Digits, ImageArrays, ImageFolder, open_images
-from hvd_ckpt.data.loader import Loader
-from hvd_ckpt.data.shuffle import Shuffle
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Loader, Sampler
 from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText, PermutedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import Ellipsoids, VolumeArrays, open_volumes
@@ -68,81 +66,36 @@ def same(one: Batch, other: Batch) -> bool:
 # ------------------------------------------------------------------------------------------- order
 
 
-@given(st.integers(1, 5000), SEEDS)
-@settings(max_examples=100, deadline=None)
-def test_a_shuffle_is_a_permutation(samples: int, seed: int) -> None:
-    order = Shuffle(samples, seed)(numpy.arange(samples))
-    assert sorted(order.tolist()) == list(range(samples))
-
-
-def test_a_shuffle_looks_random() -> None:
-    samples, shuffles = 2000, 50
-    orders = numpy.stack([Shuffle(samples, 1, epoch)(numpy.arange(samples)) for epoch in range(shuffles)])
-    places = numpy.arange(samples)
-    fixed = (orders == places).sum(1)
-    assert fixed.mean() < 2 and fixed.max() < 8  # one on average
-    rises = (numpy.diff(orders, axis=1) > 0).mean()
-    neighbours = (numpy.diff(orders, axis=1) == 1).sum(1)
-    assert abs(rises - 0.5) < 0.01 and neighbours.max() < 8
-    assert abs(numpy.abs(orders - places).mean() / samples - 1 / 3) < 0.01
-    assert abs(numpy.corrcoef(orders[:-1].ravel(), orders[1:].ravel())[0, 1]) < 0.01
-    # All orders of a few samples come up, about equally often.
-    few = [tuple(Shuffle(3, 1, epoch)(numpy.arange(3))) for epoch in range(1200)]
-    assert all(140 < few.count(order) < 260 for order in set(few)) and len(set(few)) == 6
-
-
-def test_a_shuffle_of_a_billion_samples_is_not_made_as_a_whole() -> None:
-    shuffle = Shuffle(2**62, 3)
-    found = shuffle(numpy.array([0, 1, 2**62 - 1]))
-    assert len(set(found.tolist())) == 3 and found.min() >= 0 and found.max() < 2**62
-    indices, epochs = SampleStream(10**9, 3).part(10**9 - 2, 4, 0, 1)
-    assert epochs == [0, 0, 1, 1] and len(set(indices)) == 4
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_ranks_share_out_every_sample_once_in_each_epoch(data: st.DataObject) -> None:
     samples, epochs, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), data.draw(SEEDS)
     batch, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
-    stream = SampleStream(samples, seed, epochs)
+    order = Sampler(samples, seed, epochs)
     count = batch * size
     seen = []
     for position in range(0, samples * epochs, count):
-        parts = [list(zip(*stream.part(position, count, rank, size))) for rank in range(size)]
+        parts = [list(zip(*order.part(position, count, rank, size))) for rank in range(size)]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         whole = [parts[at % size][at // size] for at in range(sum(map(len, parts)))]
-        assert whole == list(zip(*stream.part(position, count, 0, 1)))  # independent of the number of ranks
+        assert whole == list(zip(*order.part(position, count, 0, 1)))  # independent of the number of ranks
         assert len(whole) == min(count, samples * epochs - position)
         seen += whole
     assert sorted(seen) == [(sample, epoch) for sample in range(samples) for epoch in range(epochs)]
     assert [epoch for _, epoch in seen] == sorted(epoch for _, epoch in seen)
-    assert stream.length == samples * epochs
-    assert stream.part(samples * epochs, count, 0, size) == ([], [])
+    assert order.length == samples * epochs
+    assert order.part(samples * epochs, count, 0, size) == ([], [])
 
 
 def test_the_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return SampleStream(100, seed).part(100 * epoch, 100, 0, 1)[0]
+        return Sampler(100, seed).part(100 * epoch, 100, 0, 1)[0]
 
     assert order(0, 0) == order(0, 0)
     orders = [order(seed, epoch) for seed in (0, 1, 2**32, 2**32 + 1) for epoch in range(3)]
     assert len({tuple(one) for one in orders}) == 12
-    assert SampleStream(100, 0).length is None
-
-
-def test_nonsense_is_no_stream() -> None:
-    for arguments in ((0, 0), (-1, 0), (5, -1), (5, 2**63), (5, 0, 0)):
-        message(ValueError, lambda arguments=arguments: SampleStream(*arguments))
-    stream = SampleStream(5, 0)
-    for part in (
-        (-1, 1, 0, 1),
-        (0, 0, 0, 1),
-        (0, 1, 1, 1),
-        (0, 1, -1, 2),
-        (0, 1, 0, 0),
-        (2**63 - 1, 1, 0, 1),
-    ):
-        message(ValueError, lambda part=part: stream.part(*part))
+    for arguments in ((0, 0), (5, -1), (5, 2**63), (5, 0, 0)):
+        message(ValueError, lambda arguments=arguments: Sampler(*arguments))
 
 
 # ------------------------------------------------------------------------------------------- tokens
@@ -184,16 +137,6 @@ def test_a_cache_is_found_again_until_something_changes(
     (file,) = cache.iterdir()
     made = file.stat().st_mtime_ns
     assert numpy.array_equal(Tokens(text, tokenizer).array, first) and file.stat().st_mtime_ns == made
-    for damage in (
-        lambda content: content[:-100],
-        lambda content: content[:20],
-        lambda content: b"",
-        lambda content: content + b"x",
-        lambda content: content[:5000] + bytes([content[5000] ^ 4]) + content[5001:],
-    ):
-        file.write_bytes(damage(file.read_bytes()))
-        assert numpy.array_equal(Tokens(text, tokenizer).array, first)
-        assert file.stat().st_size == 128 + 2 * len(first) + 4  # a header, and a checksum
     text.write_text("the cat\n" * 30_000)
     assert len(Tokens(text, tokenizer)) == 60_000
     assert len(list(cache.iterdir())) == 2
@@ -222,7 +165,7 @@ def test_a_tokenizer_encodes_whole_text_and_its_special_tokens_are_known(
     assert (tokens.padding, tokens.separator) == (1, 5)
     assert {tokens.mask, tokens.start} == {6, 7} and tokens.ordinary == 6 and tokens.vocabulary == 8
     text.write_bytes(b"the cat\xff")
-    assert "no UTF-8" in message(ValueError, lambda: Tokens(text, tokenizer, cache=tmp_path / "cache"))
+    assert "not UTF-8" in message(ValueError, lambda: Tokens(text, tokenizer, cache=tmp_path / "cache"))
     assert len(list((tmp_path / "cache").iterdir())) == 1  # nothing half-made is left
 
 
@@ -238,9 +181,9 @@ def test_text_that_is_none_is_an_error(tmp_path: Path, text: Path, tokenizer: Pa
         ValueError, lambda: Tokens(tmp_path / "blank", tokenizer, cache=tmp_path / "cache")
     )
     assert "No such file" in message(ValueError, lambda: Tokens(text, tmp_path / "missing"))
-    assert "no JSON file of the tokenizers library" in message(ValueError, lambda: Tokens(text, text))
+    assert "not a JSON file of the tokenizers library" in message(ValueError, lambda: Tokens(text, text))
     (tmp_path / "taken").write_text("no folder")
-    assert "cannot write" in message(ValueError, lambda: Tokens([text, text], cache=tmp_path / "taken"))
+    assert "taken" in message(ValueError, lambda: Tokens([text, text], cache=tmp_path / "taken"))
     for kind in (CausalText, MaskedText, PermutedText):
         assert "less than two samples" in message(ValueError, lambda kind=kind: kind(Tokens(text), 10_001))
 
@@ -304,9 +247,6 @@ def test_what_is_drawn_depends_on_seed_epoch_and_sample_alone(kind: Any, text: P
     assert all(same(part, one) for part, one in zip(whole.split(4), alone))
     assert not same(alone[0], alone[2])
     assert not same(alone[0], kind(tokens, 100, seed=2).batch([7], [0]))
-    if kind is MaskedText:
-        static = MaskedText(tokens, 100, seed=1, static=True)
-        assert same(static.batch([7], [5]), alone[0])
 
 
 def test_permuted_text_predicts_spans_in_every_order(text: Path) -> None:
@@ -380,28 +320,6 @@ def test_digits_are_shared_out_and_standardised_by_those_trained_on() -> None:
     assert large.shape == (2, 3, 16, 16) and large.dtype == torch.float32
 
 
-def test_augmentation_moves_and_mirrors_by_epoch(tmp_path: Path) -> None:
-    images = numpy.random.default_rng(0).normal(size=(6, 16, 16, 3)).astype(numpy.float32)
-    labels = numpy.arange(6)
-    plain, data = ImageArrays((images, labels)), ImageArrays((images, labels), augment=True, seed=4)
-    still = plain.batch([2], [0]).inputs[0][0]
-    padded = torch.nn.functional.pad(still, (2, 2, 2, 2))
-    possible = [(d, r, m) for d in range(5) for r in range(5) for m in (False, True)]
-    found = []
-    for epoch in range(40):
-        image = data.batch([0, 2], [0, epoch]).inputs[0][1]
-        assert torch.equal(image, data.batch([2], [epoch]).inputs[0][0])
-        crops = ((padded[:, d : d + 16, r : r + 16], m) for d, r, m in possible)
-        found.append(
-            [torch.equal(image, crop.flip(2) if mirrored else crop) for crop, mirrored in crops].index(True)
-        )
-    drawn = [possible[at] for at in found]
-    assert len(set(drawn)) > 15 and 8 < sum(mirrored for *_, mirrored in drawn) < 32
-    assert not any(mirrored for *_, mirrored in drawn) or not Digits.mirrors
-    held = data.split(0.5)[1]
-    assert held is not None and same(held.batch([0], [0]), held.batch([0], [7]))
-
-
 def test_image_arrays_come_in_every_layout(tmp_path: Path) -> None:
     images = numpy.random.default_rng(0).integers(0, 255, (5, 6, 6, 3), dtype=numpy.uint8)
     labels = numpy.array([0, 1, 2, 1, 0])
@@ -412,14 +330,14 @@ def test_image_arrays_come_in_every_layout(tmp_path: Path) -> None:
     grey = ImageArrays((images[..., 0], labels), 12, channels=3).batch([0], [0]).inputs[0]
     assert grey.shape == (1, 3, 12, 12) and torch.equal(grey[:, 0], grey[:, 2])
     for wrong, says in (
-        ({"images": images}, "no array 'labels'"),
-        ({"images": images, "labels": labels[:4]}, "there are 5 images"),
-        ({"images": images, "labels": labels - 1}, "whole numbers from 0"),
-        ({"images": images, "labels": labels / 2}, "whole numbers from 0"),
-        ({"images": images[:0], "labels": labels[:0]}, "no images"),
-        ({"images": images[:, :, :, :2], "labels": labels}, "1, 3 or 4 channels"),
+        ({"images": images}, "labels"),
+        ({"images": images, "labels": labels[:4]}, "labels"),
+        ({"images": images, "labels": labels - 1}, "-1"),
+        ({"images": images, "labels": labels / 2}, "float64"),
+        ({"images": images[:0], "labels": labels[:0]}, "(0, 6, 6, 3)"),
+        ({"images": images[:, :, :, :2], "labels": labels}, "(5, 6, 6, 2)"),
         ({"images": images.astype(float) * numpy.nan, "labels": labels}, "not finite"),
-        ({"images": images, "labels": labels.astype(object)}, "no .npz file"),
+        ({"images": images, "labels": labels.astype(object)}, "Python objects"),
     ):
         path = write_npz(tmp_path / "wrong.npz", **wrong)
         assert says in message(ValueError, lambda path=path: ImageArrays(path))
@@ -519,35 +437,35 @@ class Counted:
 
 
 def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hvd_ckpt loader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hvd_ckpt loader")]
 
 
 def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
     data: Dataset = Counted(10)
-    stream = SampleStream(10, 5, epochs=2)
+    order = Sampler(10, 5, epochs=2)
     seen: list[int] = []
     counts = []
     for rank in range(4):
-        with Loader(data, stream, 2, rank, 4) as loader:
+        with Loader(data, order, 2, rank, 4) as loader:
             parts = list(loader)
             assert loader.position == 20
         counts.append([samples for _, samples in parts])
         seen += [number for batch, samples in parts for number in batch.inputs[0][:samples].tolist()]
-        first = stream.part(16, 1, 0, 1)[0]
+        first = order.part(16, 1, 0, 1)[0]
         assert all(batch.inputs[0].tolist() == first for batch, samples in parts if not samples)
     assert sorted(seen) == sorted(2 * list(range(10)))
     assert counts == [[2, 2, 1]] * 4
-    with Loader(data, SampleStream(10, 5, epochs=1), 2, 3, 4) as loader:
+    with Loader(data, Sampler(10, 5, epochs=1), 2, 3, 4) as loader:
         parts = list(loader)
         assert [samples for _, samples in parts] == [2, 0] and len(parts[1][0]) == 1
     assert not loader_threads()
 
 
 def test_a_loader_goes_on_from_a_position_on_other_ranks() -> None:
-    data, stream = Counted(10), SampleStream(10, 5)
+    data, order = Counted(10), Sampler(10, 5)
 
     def global_batches(size: int, position: int, count: int) -> tuple[list[list[int]], int]:
-        loaders = [Loader(data, stream, 4 // size, rank, size, position) for rank in range(size)]
+        loaders = [Loader(data, order, 4 // size, rank, size, position) for rank in range(size)]
         found = []
         for _ in range(count):
             parts = [next(loader)[0].inputs[0].tolist() for loader in loaders]
@@ -563,7 +481,7 @@ def test_a_loader_goes_on_from_a_position_on_other_ranks() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
-    loader = Loader(Counted(10, fails_at=3), SampleStream(10, 0), 2, 0, 1)
+    loader = Loader(Counted(10, fails_at=3), Sampler(10, 0), 2, 0, 1)
     next(loader), next(loader)
     with pytest.raises(RuntimeError, match="this sample is broken") as caught:
         next(loader)
@@ -574,27 +492,14 @@ def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
 
 def test_a_loader_that_is_closed_or_dropped_ends_its_thread() -> None:
     data = Counted(10)
-    loader = Loader(data, SampleStream(10, 0), 2, 0, 1)
+    loader = Loader(data, Sampler(10, 0), 2, 0, 1)
     next(loader)
     loader.close()
     loader.close()
-    assert data.made <= 3 and not loader_threads() and list(loader) == []
-    loader = Loader(data, SampleStream(10, 0), 2, 0, 1)
+    assert data.made <= 4 and not loader_threads() and list(loader) == []
+    loader = Loader(data, Sampler(10, 0), 2, 0, 1)
     (thread,) = loader_threads()
     del loader
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_loader_refuses_what_does_not_fit() -> None:
-    data = Counted(10)
-    for stream, batch, rank, size, position in (
-        (SampleStream(9, 0), 1, 0, 1, 0),
-        (SampleStream(10, 0), 0, 0, 1, 0),
-        (SampleStream(10, 0), 1, 1, 1, 0),
-        (SampleStream(10, 0), 1, 0, 1, -1),
-    ):
-        arguments = (data, stream, batch, rank, size, position)
-        message(ValueError, lambda arguments=arguments: Loader(*arguments))
-    assert not loader_threads()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,9 @@ import numpy
 import pytest
 import torch
 from click.testing import CliRunner
-from PIL import Image
 from torch import nn
 
 from hvd_ckpt.cli.main import main
-from hvd_ckpt.data.images import open_images
 from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.environment import check_environment
 from hvd_ckpt.snapshots import snapshot
@@ -152,35 +148,15 @@ def test_a_variable_that_holds_no_number_is_named(
         check_environment()
 
 
-def test_images_outside_the_folder_and_of_any_size_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "images"
-    (folder / "cat").mkdir(parents=True)
-    Image.new("RGB", (9, 9)).save(folder / "cat" / "a.png")
-    shutil.copytree(folder / "cat", tmp_path / "dog")
-    (folder / "dog").symlink_to("cat")
-    assert len(open_images(folder, 4)) == 2
-    for link, target in (
-        (folder / "bird", tmp_path / "dog"),
-        (folder / "cat" / "b.png", tmp_path / "dog" / "a.png"),
-    ):
-        link.symlink_to(target)
-        with pytest.raises(ValueError, match=f"'{link}' is a link out of the image folder"):
-            open_images(folder, 4)
-        link.unlink()
-    os.mkfifo(folder / "cat" / "c.png")
-    with pytest.raises(ValueError, match=r"c.png' is no file"):
-        open_images(folder, 4)
-
-
 def test_arrays_that_unfold_or_hold_objects_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.npz"
     for arrays, says in (
-        ({"volumes": numpy.array([print], object), "labels": numpy.zeros(1, int)}, "it holds Python objects"),
+        ({"volumes": numpy.array([print], object), "labels": numpy.zeros(1, int)}, "Python objects"),
         (
             {"volumes": numpy.zeros((2, 3, 3, 3)), "labels": numpy.full((2, 3, 3, 3), 2**40)},
-            "a label is 1099511627776",
+            "1099511627776",
         ),
-        ({"volumes": numpy.array(3), "labels": numpy.zeros(1, int)}, "there are no volumes, but labels"),
+        ({"volumes": numpy.array(3), "labels": numpy.zeros(1, int)}, r"volumes of type int64 and shape \(\)"),
     ):
         numpy.savez(file, **arrays, allow_pickle=True)
         with pytest.raises(ValueError, match=says):

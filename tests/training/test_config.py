@@ -25,7 +25,7 @@ def error_of(**values: object) -> str:
 
 
 def test_every_setting_has_a_help_and_survives_a_file(tmp_path: Path) -> None:
-    config = Config("bert-small", {"layers": 2}, lr=1e-4, budget="0.3x", accumulate=2, augment=True, steps=7)
+    config = Config("bert-small", {"layers": 2}, lr=1e-4, budget="0.3x", accumulate=2, tensorboard=True, steps=7)
     assert all(setting.metadata["help"] for setting in dataclasses.fields(Config))
     config.write_yaml(tmp_path / "config.yaml")
     assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
@@ -58,7 +58,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"precision": "fp8"}, "no precision 'fp8'"),
         ({"checkpoint": "sometimes"}, "no checkpoint mode 'sometimes'"),
         ({"budget": "a lot"}, "budget 'a lot':"),
-        ({"augment": "maybe"}, "augment 'maybe': give true or false"),
+        ({"tensorboard": "maybe"}, "tensorboard 'maybe': give true or false"),
         ({"model_options": 3}, "model_options 3: give names with their values"),
         ({"text": ""}, "text '': give a text"),
         ({"steps": 3, "epochs": 1}, "steps 3 and epochs 1: give one of them"),

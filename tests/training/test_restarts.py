@@ -162,7 +162,7 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-SETTINGS = ["--model", "gpt-tiny", "--model-option", "layers=2", "--model-option", "width=32", "--augment"]
+SETTINGS = ["--model", "gpt-tiny", "--model-option", "layers=2", "--model-option", "width=32", "--tensorboard"]
 
 
 def test_the_job_gets_the_settings_and_a_folder(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_job_gets_the_settings_and_a_folder(tmp_path: Path) -> None:
     options = [
         "--model-option=layers=2",
         "--model-option=width=32",
-        "--augment",
+        "--tensorboard",
         f"--output={tmp_path / 'new'}",
     ]
     assert "HVD_CKPT_SUPERVISED=1" in words

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.assembly import assemble
@@ -235,10 +235,10 @@ def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count
     # One process that has every global batch to itself takes the same steps, to rounding.
     alone = assemble(config)
     optimizer = torch.optim.SGD(alone.model.parameters(), lr=config.lr)
-    stream = SampleStream(count, config.seed, 3)
+    order = Sampler(count, config.seed, 3)
     drawn = []
     for step in range(outcome.steps):
-        indices, epochs = stream.part(2 * hc.size() * step, 2 * hc.size(), 0, 1)
+        indices, epochs = order.part(2 * hc.size() * step, 2 * hc.size(), 0, 1)
         drawn += zip(epochs, indices)
         batch = alone.train.batch(indices, epochs)
         trainer.schedule.apply(optimizer, step)
@@ -400,7 +400,7 @@ def test_epochs_go_on_with_another_global_batch_to_the_end_of_the_stream(batch, 
     assert outcome.steps == 1 + -(-left // (batch * hc.size()))
     assert trainer.progress.position == count
     seen = {one for rank in hc.allgather_object(data.asked) for part in rank for one in part}
-    indices, epochs = trainer.stream.part(2 * hc.size(), left, 0, 1)
+    indices, epochs = trainer.sampler.part(2 * hc.size(), left, 0, 1)
     assert seen == set(zip(epochs, indices))
     kept = sorted(path.name for path in (folder / "run" / "snapshots").iterdir())
     assert kept == [f"step-{step:08}" for step in range(1, outcome.steps + 1)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.stream import SampleStream
+from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
@@ -54,7 +54,7 @@ class ByHand:
         assert config.steps is not None and config.clip is not None
         self.config, self.model, self.objective, self.data = config, model, objective, data
         self.clip = config.clip
-        self.stream = SampleStream(len(data), config.seed)
+        self.stream = Sampler(len(data), config.seed)
         self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup, config.final_lr)
         broadcast_parameters(model.state_dict(), root_rank=0)
         self.optimizer = DistributedOptimizer(
