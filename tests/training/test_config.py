@@ -25,7 +25,9 @@ def error_of(**values: object) -> str:
 
 
 def test_every_setting_has_a_help_and_survives_a_file(tmp_path: Path) -> None:
-    config = Config("bert-small", {"layers": 2}, lr=1e-4, budget="0.3x", accumulate=2, tensorboard=True, steps=7)
+    config = Config(
+        "bert-small", {"layers": 2}, lr=1e-4, budget="0.3x", accumulate=2, tensorboard=True, steps=7
+    )
     assert all(setting.metadata["help"] for setting in dataclasses.fields(Config))
     config.write_yaml(tmp_path / "config.yaml")
     assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
