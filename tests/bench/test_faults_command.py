@@ -28,13 +28,13 @@ def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_sn
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    report = json.loads((output / "report.json").read_text())
-    runs = report["kill"]["runs"]
+    report = json.loads((output / "results.json").read_text())["results"]
+    runs = report["kill"]["found"]
     assert [run["seed"] for run in runs] == [8]
     assert all(run["differences"] == [] and run["lost"] == run["left"] == 0 for run in runs)
     kills = [kill for run in runs for kill in run["kills"]]
     assert kills and all(kill["signal"] in ("SIGKILL", "SIGTERM", "SIGINT") for kill in kills)
-    saves = report["save"]["kills"]
+    saves = report["save"]["found"]
     assert [kill["fault"] for kill in saves] == [None] * 4
     assert {kill["writer"] for kill in saves} == {"blocking", "background"}
     assert len(file.read_text().splitlines()) == 5

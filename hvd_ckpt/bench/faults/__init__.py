@@ -1,16 +1,12 @@
-"""What is lost when things go wrong: training that is killed, snapshots whose writing is killed, long runs that may leak.
+"""Faults: training that is killed, snapshots whose writing is killed, long runs that may leak, training that waits for snapshots.
 
-drawing    a seed to a disturbed run: how many ranks, and who gets which signal when
-processes  the processes of a job, found in /proc by a mark in their environment
-job        ``hvd-ckpt train`` under a launcher, watched
-judging    what the snapshots of a run are worth, and whether two runs came to the same
-kill       the kill test: disturbed runs beside one that nobody disturbs
-saver      the process that saves in a loop and is killed; and what it has left
-save       the save test
-fit        a line through samples that lie on plateaus
-soak       memory, descriptors and threads of a long run
-stall      how long training stands still for a snapshot
-records    results of several calls, added up
-report     the tables, report.json and report.md
-command    ``hvd-ckpt bench faults``
+plan      fault plans: which signal goes where and when, from a seed
+job       ``hvd-ckpt train`` under a launcher, observed from outside
+checks    whether snapshots can be read, and whether two runs ended in the same bits
+kill      the kill test: disturbed runs compared with an undisturbed one
+save      the save test: a process that is killed while it saves
+soak      memory, descriptors and threads of a long run
+stall     how long training waits for a snapshot
+report    the tables, and results of several calls in one file
+command   ``hvd-ckpt bench faults``
 """

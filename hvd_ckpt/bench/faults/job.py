@@ -1,4 +1,8 @@
-"""``hvd-ckpt train`` under a launcher, as a job whose processes, log and snapshots are watched from outside."""
+"""``hvd-ckpt train`` under a launcher, observed from outside: its processes, log and snapshots.
+
+All processes of a job carry a mark in their environment. A process inherits its environment however it is started and whoever
+its parent is by now, so orphans are found, too.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,53 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
-from hvd_ckpt.bench.faults.drawing import ALL, LAUNCHER
-from hvd_ckpt.bench.faults.processes import MARK, Process, end, marked, wait_until_gone
+import psutil
+
+from hvd_ckpt.bench.faults.plan import ALL, LAUNCHER
+from hvd_ckpt.launchers import RANK_VARIABLES
 from hvd_ckpt.probe import launcher_environment
 
-__all__ = ["RunView", "TrainJob", "logged_step", "newest_step"]
+__all__ = ["MARK", "RunView", "TrainJob", "logged_step", "marked", "newest_step", "rank_of"]
 
+MARK = "HVD_CKPT_FAULTS"  # environment variable
 MPI_LAUNCHERS = ("mpirun", "orterun", "mpiexec", "prterun")
 STEP_LINE = re.compile(r"\bstep +(\d+)/\d+ ")
 STEP_RECORD = re.compile(rb'"step": (\d+), "kind": "train"')
 TAIL = 4096  # bytes of a log that hold its last record
+INTERVAL = 0.05  # seconds
+
+
+def marked(token: str) -> list[psutil.Process]:
+    """All other running processes whose environment has ``token`` as :data:`MARK`, the oldest first."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+            if process.pid != os.getpid() and process.environ().get(MARK) == token:
+                found.append(process)
+    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """The rank that the launcher gave a process; None for launchers and shells."""
+    with contextlib.suppress(psutil.Error, OSError):
+        environment = process.environ()
+        ranks = (environment.get(variable, "") for variable in RANK_VARIABLES)
+        return next((int(rank) for rank in ranks if rank.isdecimal()), None)
+    return None
 
 
 class TrainJob:
-    """A job that runs from its making on; leaving the context ends what is left of it.
+    """A job that is launched at once; leaving the context ends all its processes.
 
     Args:
         size: number of ranks.
         controller: ``gloo`` or ``mpi``.
         arguments: of ``hvd-ckpt train``.
-        log_file: for all that it prints; written over.
+        log_file: gets the output; overwritten.
 
     Attributes:
         process: the launcher.
@@ -58,66 +86,70 @@ class TrainJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end(self.token)
+        self.end()
         self.process.wait()
 
     @property
     def ended(self) -> bool:
-        """Whether the launcher has."""
+        """Whether the launcher has ended."""
         return self.process.poll() is not None
 
-    def rank_processes(self) -> dict[int, Process]:
-        """Of each rank its first process; ranks that have not started are not among them."""
-        found: dict[int, Process] = {}
-        for process in marked(self.token):
-            if process.rank is not None:
-                found.setdefault(process.rank, process)
-        return found
-
-    def launcher(self) -> int:
-        """The process that has the ranks in its hands: ``mpirun``, where there is one, else the one that was started."""
-        running = (process for process in marked(self.token) if process.name in MPI_LAUNCHERS)
-        return next((process.pid for process in running), self.process.pid)
+    def end(self) -> None:
+        """Kill all processes of the job, including those that are started meanwhile."""
+        for _ in range(100):
+            found = marked(self.token)
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            if not found:
+                return
+            time.sleep(INTERVAL)
 
     def send(self, who: str, name: str, size: int) -> bool:
-        """Sends the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False while they are not all there."""
-        if who == LAUNCHER:
-            targets = [self.launcher()]
+        """Send the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False if one of them is not running."""
+        running = marked(self.token)
+        if who == LAUNCHER:  # over MPI it is mpirun, a child of the process that was started
+            mpirun = [process.pid for process in running if process.name() in MPI_LAUNCHERS]
+            targets = [*mpirun, self.process.pid][:1]
         else:
-            ranks = self.rank_processes()
+            ranks: dict[int | None, int] = {}
+            for process in running:
+                ranks.setdefault(rank_of(process), process.pid)
             wanted = range(size) if who == ALL else [int(who.removeprefix("rank "))]
             if any(rank not in ranks for rank in wanted):
                 return False
-            targets = [ranks[rank].pid for rank in wanted]
+            targets = [ranks[rank] for rank in wanted]
         for pid in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.Signals[name])
         return True
 
-    def left(self, limit: float) -> list[Process]:
-        """Processes that are still there ``limit`` seconds after the launcher has ended; they are ended."""
-        left = wait_until_gone(self.token, limit)
-        end(self.token)
-        return left
+    def left(self, limit: float) -> int:
+        """The number of processes that still run ``limit`` seconds after the launcher has ended; they are killed."""
+        deadline = time.monotonic() + limit
+        while (running := marked(self.token)) and time.monotonic() < deadline:
+            time.sleep(INTERVAL)
+        self.end()
+        return len(running)
 
     def first_step(self) -> int | None:
-        """The first step that it says it took."""
+        """The first step in its output."""
         found = STEP_LINE.search(self.log_file.read_text(errors="replace"))
         return int(found[1]) if found else None
 
     def last_words(self) -> str:
-        """The line of its output that says what went wrong, if there is one, else the last."""
+        """The first line of its output that names an error, else the last line."""
         text = self.log_file.read_text(errors="replace")
         lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in text.splitlines()]
         errors = [line for line in lines if re.match(r"(Error: |[\w.]+(Error|Exception)\b)", line)]
         told = [line for line in lines if line]
-        return (errors or told[-1:] or ["it said nothing"])[0][:300]
+        return (errors or told[-1:] or ["no output"])[0][:300]
 
 
 class RunView:
-    """What can be seen of a run's folder from outside while a launch of it runs.
+    """The log and the snapshots of a run while one launch of it runs.
 
-    Made before the launch: what is there then, records and folders that a launch before has left, is none of this launch's.
+    Made before the launch: records and temporary folders of earlier launches do not count.
 
     Args:
         run: the folder; it need not exist yet.
@@ -126,17 +158,15 @@ class RunView:
     def __init__(self, run: Path) -> None:
         self.run = run
         self._log_before = self._log_state()
-        self._left_over = set(self._temporary())
+        self._before = set(self._temporary())
 
     def last_step(self) -> int:
         """The last step in the log; 0 until this launch has written to it."""
-        if self._log_state() == self._log_before:
-            return 0
-        return logged_step(self.run)
+        return 0 if self._log_state() == self._log_before else logged_step(self.run)
 
     def writing(self) -> bool:
         """Whether a snapshot is being written or removed."""
-        return any(name not in self._left_over for name in self._temporary())
+        return any(name not in self._before for name in self._temporary())
 
     def _temporary(self) -> list[str]:
         return [name for name in _names(self.run) if name.startswith(".step-")]

@@ -1,23 +1,25 @@
-"""The kill test: runs that are killed and started again, beside one that nobody disturbs.
+"""The kill test: runs that are killed and started again, compared with a run that was not.
 
 Each run trains a small LSTM with dropout, tied embeddings, AdamW and two micro-batches on text, and writes a snapshot every few
-steps. A run is right if it ends with what the undisturbed run of the same number of ranks ends with, bit for bit; if no restart
-went on from before a snapshot that had been in place when a signal was sent; if every snapshot that was in place after
-a kill can be read by every rank; and if no process was left.
+steps. A run is sound if it ends in the bits of the undisturbed run of as many ranks; if no restart resumed from before a snapshot
+that was in place when a signal was sent; if every rank can read every snapshot that was in place after a kill; and if no process
+was left.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hvd_ckpt.bench.faults.drawing import RUNNING, START, Disturbance, Kill
+from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
 from hvd_ckpt.bench.faults.job import RunView, TrainJob, newest_step
-from hvd_ckpt.bench.faults.judging import differences, newest_good, unreadable
+from hvd_ckpt.bench.faults.plan import RUNNING, START, FaultPlan, Kill, draw_plan
 
-__all__ = ["STEPS", "JobError", "Killed", "disturbed_run", "undisturbed_run", "write_text"]
+__all__ = ["STEPS", "JobError", "Killed", "disturbed_run", "kill_runs", "undisturbed_run", "write_text"]
 
 STEPS = 60
 SETTINGS = {
@@ -39,24 +41,24 @@ LIMIT = 30.0  # seconds that processes may take to go
 
 
 class JobError(Exception):
-    """The undisturbed run did not come to its end; the message says why in one line."""
+    """The undisturbed run failed; the message says why in one line."""
 
 
 @dataclass
 class Killed:
-    """What became of a run.
+    """The result of a run that was killed.
 
     Attributes:
-        seed, size, controller: of its :class:`Disturbance`.
-        kills: each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest ``snapshot`` at that time, and the
-            ``writing`` of a snapshot; kills that came too late are not among them.
+        seed, size, controller: of its :class:`FaultPlan`.
+        kills: each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest ``snapshot`` at that time, and
+            whether a snapshot was being written (``writing``); kills that came too late are left out.
         restarts: launches after the first.
-        lost: restarts that went on from before a snapshot that had been in place.
+        lost: restarts that resumed from before a snapshot that had been in place.
         unreadable: why snapshots in place could not be read.
-        left: processes that were still there long after the launcher had ended.
-        differences: what differs from the undisturbed run; None if the run came to no end.
-        failure: why it did not, in one line.
-        seconds: that it took.
+        left: processes that still ran long after the launcher had ended.
+        differences: what differs from the undisturbed run; None if the run did not end.
+        failure: why it did not end, in one line.
+        seconds: duration.
     """
 
     seed: int
@@ -70,6 +72,7 @@ class Killed:
     differences: list[str] | None = None
     failure: str | None = None
     seconds: float = 0.0
+    kind: Literal["kill"] = "kill"
 
     @property
     def equal(self) -> bool:
@@ -78,8 +81,35 @@ class Killed:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was lost, unreadable, left or different."""
+        """Whether it ended as the undisturbed run did, and nothing was lost, unreadable or left."""
         return self.equal and not self.lost and not self.unreadable and not self.left
+
+
+def kill_runs(
+    seeds: range, sizes: list[int], controllers: list[str], folder: Path, timeout: float
+) -> Iterator[Killed]:
+    """Run the fault plan of each seed. The folders of sound runs are removed.
+
+    Args:
+        folder: for the runs; created here.
+        timeout: seconds for one launch.
+
+    Raises:
+        JobError: an undisturbed run failed.
+    """
+    folder.mkdir()
+    text = write_text(folder)
+    references: dict[tuple[int, str], Path] = {}
+    for seed in seeds:
+        plan = draw_plan(seed, sizes, controllers, STEPS)
+        ranks = (plan.size, plan.controller)
+        if ranks not in references:
+            place = folder / f"undisturbed-{plan.size}-{plan.controller}"
+            references[ranks] = undisturbed_run(*ranks, text, place, timeout)
+        killed = disturbed_run(plan, text, references[ranks], folder / f"seed-{seed}", timeout)
+        if killed.sound:
+            shutil.rmtree(folder / f"seed-{seed}")
+        yield killed
 
 
 def write_text(folder: Path) -> Path:
@@ -90,79 +120,68 @@ def write_text(folder: Path) -> Path:
 
 
 def undisturbed_run(size: int, controller: str, text: Path, folder: Path, timeout: float) -> Path:
-    """Trains to the end; the folder of the run.
+    """Train to the end; returns the folder of the run.
 
     Raises:
-        JobError: it came to none.
+        JobError: the run failed.
     """
-    folder.mkdir(parents=True)
-    run = folder / "run"
-    deadline = time.monotonic() + timeout
-    with TrainJob(size, controller, _arguments(text, run), folder / "log-0.txt") as job:
-        while not job.ended and time.monotonic() < deadline:
-            time.sleep(POLL)
-        status = job.process.poll()
-    if status != 0 or newest_step(run) != STEPS:
-        what = f"no end after {timeout:.0f} s" if status is None else f"status {status}: {job.last_words()}"
-        raise JobError(f"the undisturbed run of {size} ranks over {controller}: {what} (log: {job.log_file})")
-    return run
+    course = _Course(FaultPlan(0, size, controller, ()), text, folder, timeout)
+    if course.run().failure is not None:
+        raise JobError(f"the undisturbed run of {size} ranks over {controller}: {course.killed.failure}")
+    return course.path
 
 
-def disturbed_run(
-    disturbance: Disturbance, text: Path, reference: Path, folder: Path, timeout: float
-) -> Killed:
-    """Trains to the end with the kills, each followed by a restart, and compares with the run ``reference``.
+def disturbed_run(plan: FaultPlan, text: Path, reference: Path, folder: Path, timeout: float) -> Killed:
+    """Train to the end with the plan's kills, each followed by a restart, and compare with the run ``reference``.
 
     Args:
         timeout: seconds for one launch.
     """
-    folder.mkdir(parents=True)
     start = time.monotonic()
-    killed = Killed(disturbance.seed, disturbance.size, disturbance.controller)
-    _Course(disturbance, killed, text, folder, timeout).run()
+    course = _Course(plan, text, folder, timeout)
+    killed = course.run()
     if killed.failure is None:
-        killed.differences = differences(folder / "run", reference, STEPS, disturbance.size)
+        killed.differences = differences(course.path, reference, STEPS, plan.size)
     killed.seconds = round(time.monotonic() - start, 1)
     return killed
 
 
 class _Course:
-    """The launches of one run, with what is known between them.
+    """The launches of one run.
 
     Attributes:
+        killed: the result so far.
         committed: the step of the newest snapshot that was seen in place.
     """
 
-    def __init__(
-        self, disturbance: Disturbance, killed: Killed, text: Path, folder: Path, timeout: float
-    ) -> None:
-        self.disturbance, self.killed, self.text, self.folder = disturbance, killed, text, folder
-        self.timeout = timeout
+    def __init__(self, plan: FaultPlan, text: Path, folder: Path, timeout: float) -> None:
+        folder.mkdir(parents=True)
+        self.plan, self.text, self.folder, self.timeout = plan, text, folder, timeout
+        self.killed = Killed(plan.seed, plan.size, plan.controller)
         self.path = folder / "run"
         self.committed = 0
 
-    def run(self) -> None:
-        kills = list(self.disturbance.kills)
-        for number in range(len(kills) + 1):
+    def run(self) -> Killed:
+        """Launch until the run has ended or failed."""
+        for number, kill in enumerate([*self.plan.kills, None]):
             self.killed.restarts = number
-            done = self._launch(number, kills[number] if number < len(kills) else None)
-            if done or self.killed.failure is not None:
-                return
+            if self._launch(number, kill) or self.killed.failure is not None:
+                break
+        return self.killed
 
     def _launch(self, number: int, kill: Kill | None) -> bool:
-        """Whether the run came to its end."""
-        killed, size = self.killed, self.disturbance.size
+        """One launch; whether the run came to its end."""
+        killed, before = self.killed, self.committed
         resumed = (self.path / "config.yaml").exists()
         arguments = ["--resume", str(self.path)] if resumed else _arguments(self.text, self.path)
-        before = self.committed
         log_file = self.folder / f"log-{number}.txt"
         view = RunView(self.path)
-        with TrainJob(size, self.disturbance.controller, arguments, log_file) as job:
+        with TrainJob(self.plan.size, self.plan.controller, arguments, log_file) as job:
             happened = self._watch(job, kill, view)
             status = job.process.poll()
             if status is not None:
-                killed.left += len(job.left(LIMIT))
-        killed.unreadable += unreadable(self.path, size)
+                killed.left += job.left(LIMIT)
+        killed.unreadable += unreadable(self.path, self.plan.size)
         first = job.first_step()
         went_back = first is not None and first - 1 < before
         killed.lost += went_back or newest_good(self.path) < self.committed
@@ -172,11 +191,11 @@ class _Course:
             killed.failure = f"launch {number + 1}: no end after {self.timeout:.0f} s (log: {log_file})"
         elif not happened:
             killed.failure = f"launch {number + 1}: status {status}: {job.last_words()} (log: {log_file})"
-        self.committed = max(self.committed, newest_step(self.path))
+        self._look()
         return False
 
     def _watch(self, job: TrainJob, kill: Kill | None, view: RunView) -> bool:
-        """Waits until the launcher ends or the time is over; whether the kill has happened."""
+        """Wait until the launcher has ended or the time is over; whether the kill has happened."""
         start = time.monotonic()
         happened = False
         while not job.ended and time.monotonic() - start < self.timeout:
@@ -191,7 +210,7 @@ class _Course:
                     "snapshot": self.committed,
                     "writing": view.writing(),
                 }
-                happened = job.send(kill.who, kill.signal, self.disturbance.size)
+                happened = job.send(kill.who, kill.signal, self.plan.size)
                 if happened:
                     self.killed.kills.append(facts)
             self._look()

@@ -1,26 +1,51 @@
-"""The save test: starts the process that saves and is killed within, and takes down what each kill has left."""
+"""The save test: a process that writes snapshots in a loop is killed within a save, and what it leaves is verified.
+
+The writing process is forked from a fork server that has the libraries loaded, so a kill takes a fraction of a second. Writes are
+numbered. Their content follows from the number, and every third one replaces the snapshot of the step before. All kills work on
+one folder, so the next process finds what the last one has left.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Literal
 
-from hvd_ckpt.probe import launcher_environment
+import torch
+from torch import Tensor
 
-__all__ = ["SaveError", "SaveKill", "save_kills"]
+from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots.background import SnapshotWriter
 
-SAVER = "hvd_ckpt.bench.faults.saver"
+__all__ = ["PHASES", "WRITERS", "SaveError", "SaveKill", "save_kills"]
+
+WRITERS = ("blocking", "background")
+PHASES = (
+    "before the first file",
+    "files being written",
+    "whole, without its name",
+    "between two renames",
+    "in place",
+)
+KEEP = 2
+SIZES = (1 << 20, 1 << 18, 4099, 1)  # elements of the weights; of the optimizer's state: the first two
+AIMED = 4  # one of so many kills comes when the manifest of a save that replaces a snapshot has been written
+LAST_PART = 0.2  # of the time of a save
+KILLED = (2, 4)  # a kill falls within one of these saves of a process, counted from 0
+MANIFEST_SECONDS, HANG = 2.0, 60.0
+BEGUN, RETURNED, FAILED = "begun", "returned", "failed"
 
 
 class SaveError(Exception):
-    """The process that saves did not come to its end; the message says why in one line."""
+    """The writing process failed; the message says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +54,12 @@ class SaveKill:
 
     Attributes:
         seed, number: of the series, and of the kill within it.
-        writer: ``blocking`` (``snapshot.write`` and ``snapshot.prune``) or ``background`` (``SnapshotWriter``).
-        phase: how far the save had come, one of :data:`hvd_ckpt.bench.faults.saver.PHASES`.
-        delay: seconds from the start of the save to the kill.
+        writer: one of :data:`WRITERS`.
+        phase: how far the save had come, one of :data:`PHASES`.
+        delay: seconds from the start of the save (or from its manifest on) to the kill.
         write: the number of the write that was killed.
-        found: that of the write whose snapshot is the newest good one.
-        fault: what is wrong with it, in one line.
+        found: the number of the write whose snapshot is the newest good one.
+        fault: what is wrong with that snapshot, in one line.
     """
 
     seed: int
@@ -45,44 +70,209 @@ class SaveKill:
     write: int
     found: int
     fault: str | None
+    kind: Literal["save"] = "save"
 
     @property
     def sound(self) -> bool:
-        """Whether the newest good snapshot is what it should be."""
+        """Whether the newest good snapshot is right."""
         return self.fault is None
 
 
-def save_kills(folder: Path, saves: int, seed: int, each: Callable[[SaveKill], None]) -> None:
-    """Kills a process ``saves`` times within its saves; ``each`` gets the outcome of every kill at once.
+def save_kills(folder: Path, saves: int, seed: int) -> Iterator[SaveKill]:
+    """Kill a process ``saves`` times within its saves, the writers in turn.
 
     Args:
-        folder: for the snapshots; made here.
+        folder: for the snapshots; created here.
 
     Raises:
-        SaveError: fewer kills could be done.
+        SaveError: the writing process failed.
     """
     folder.mkdir(parents=True)
-    log_file = folder.with_suffix(".log")
-    done = 0
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", SAVER, str(folder), str(saves), str(seed)],
-            env={**launcher_environment(), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
+    killer = _Killer(folder, seed)
+    for number in range(saves):
+        yield killer.kill(number, WRITERS[number % len(WRITERS)])
+
+
+# ------------------------------------------------------------------------------------ the process that is killed
+
+
+class _Content:
+    """The state that is saved; every number in it grows from write to write.
+
+    Args:
+        number: of the first write.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.weights = {f"layer{i}": _numbers(size, number) for i, size in enumerate(SIZES)}
+        self.optimizer = [_numbers(size, 2 * number) for size in SIZES[:2]]
+
+    def next(self) -> None:
+        """Become the content of the next write, in place."""
+        self.number += 1
+        for tensor in self.weights.values():
+            tensor += 1
+        for tensor in self.optimizer:
+            tensor += 2
+
+    def state(self) -> dict[str, Any]:
+        """The arguments of a write."""
+        common = {"number": self.number, "optimizer": self.optimizer}
+        return {"weights": self.weights, "common": common, "own": {"number": self.number}}
+
+    def fault(self, found: snapshot.Snapshot) -> str | None:
+        """How a snapshot differs from this content."""
+        if found.step != step_of(self.number):
+            return f"write {self.number} has step {found.step} instead of {step_of(self.number)}"
+        if found.own != {"number": self.number}:
+            return f"write {self.number} has the per-rank state {str(found.own)[:60]}"
+        state = [*self.weights.values(), *self.optimizer]
+        saved = [*found.weights.values(), *found.common["optimizer"]]
+        wrong = [number for number, pair in enumerate(zip(state, saved)) if not torch.equal(*pair)]
+        if found.weights.keys() != self.weights.keys() or len(saved) != len(state) or wrong:
+            return f"write {self.number} has other tensors than were written: {wrong}"
+        return None
+
+
+def _numbers(size: int, start: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float64) + start if size < 1 << 19 else torch.arange(size) + start
+
+
+def step_of(number: int) -> int:
+    """The step of a write."""
+    return number - number // 3
+
+
+def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
+    """Write snapshots until the process is killed."""
+
+    def fail(message: str) -> None:
+        raise RuntimeError(message)
+
+    try:
+        torch.set_num_threads(1)
+        content = _Content(number)
+        blocking = writer == WRITERS[0]
+        token = os.urandom(4).hex()
+        with SnapshotWriter(folder, KEEP, token, rank=0, ranks=1, warn=fail, blocking=blocking) as snapshots:
+            while True:
+                written = content.number
+                pipe.send((BEGUN, written, time.monotonic()))
+                snapshots.begin(step_of(written), **content.state())
+                snapshots.before_update()
+                content.next()
+                snapshots.wait()
+                pipe.send((RETURNED, written, time.monotonic()))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send((FAILED, f"{type(error).__name__}: {error}".splitlines()[0], 0.0))
+
+
+# ------------------------------------------------------------------------------------ the process that kills
+
+
+@dataclass
+class _Told:
+    """The messages of a writing process: when each write began and returned."""
+
+    begun: dict[int, float] = field(default_factory=dict)
+    returned: dict[int, float] = field(default_factory=dict)
+    open: bool = True
+
+    def read(self, pipe: Connection) -> None:
+        """Wait for a message."""
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                each(SaveKill(seed, done, **json.loads(line)))
-                done += 1
-            status = process.wait()
+            if not pipe.poll(HANG):
+                raise SaveError(f"a save has not returned after {HANG:.0f} s")
+            what, number, moment = pipe.recv()
+        except EOFError:
+            self.open = False
+            return
+        if what == FAILED:
+            raise SaveError(f"the process that saves failed: {number}")
+        (self.begun if what == BEGUN else self.returned)[number] = moment
+
+
+class _Killer:
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.seed, self.random = folder, seed, random.Random(seed)
+        self.server = multiprocessing.get_context("forkserver")
+        self.server.set_forkserver_preload([__name__])
+        self.number = 1  # of the next write
+        self.returned = 0
+
+    def kill(self, number: int, writer: str) -> SaveKill:
+        """Kill a new process within its third to fifth save, at a moment that the time of the save before it limits."""
+        before = set(os.listdir(self.folder))
+        which = self.number + self.random.randint(*KILLED)
+        aimed = self.random.randrange(AIMED) == 0
+        while aimed and step_of(which) != step_of(which - 1):
+            which += 1
+        part = self.random.uniform(0, LAST_PART if aimed else 1)
+        receiver, sender = self.server.Pipe(duplex=False)
+        process = self.server.Process(target=_save, args=(self.folder, writer, self.number, sender))
+        process.start()
+        sender.close()
+        told = _Told()
+        try:
+            while told.open and which not in told.begun:
+                told.read(receiver)
+            if which not in told.begun:
+                raise SaveError("the process that saves has ended by itself")
+            if aimed:
+                self._await_manifest(step_of(which), before)
+            delay = part * (told.returned[which - 1] - told.begun[which - 1])
+            time.sleep(delay)
+            process.kill()
+            while told.open:
+                told.read(receiver)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if status != 0 or done != saves:
-        told = log_file.read_text(errors="replace").splitlines() or [f"status {status}"]
-        raise SaveError(f"the save test ended after {done} of {saves} kills: {told[-1]} (log: {log_file})")
+            process.kill()
+            process.join()
+            receiver.close()
+        write = max(told.begun)
+        self.returned = max([self.returned, *told.returned])
+        self.number = write + 1
+        fault, found = self._left(write)
+        phase = self._phase(set(os.listdir(self.folder)) - before, step_of(write), found == write)
+        return SaveKill(self.seed, number, writer, phase, delay, write, found, fault)
+
+    def _await_manifest(self, step: int, before: set[str]) -> None:
+        """Return when the manifest of a step has been written; folders that were there ``before`` are of an earlier process."""
+        deadline = time.monotonic() + MANIFEST_SECONDS
+        while time.monotonic() < deadline:
+            for name in set(os.listdir(self.folder)) - before:
+                if (
+                    name.startswith(f".step-{step:08d}.tmp-")
+                    and (self.folder / name / "manifest.json").exists()
+                ):
+                    return
+
+    def _phase(self, new: set[str], step: int, in_place: bool) -> str:
+        """How far the write of a step had come, from the names that it added to the folder."""
+        if in_place:
+            return PHASES[4]
+        if any(name.startswith(f".step-{step:08d}.old-") for name in new):
+            return PHASES[3]
+        folders = [self.folder / name for name in new if name.startswith(f".step-{step:08d}.tmp-")]
+        written = [name for folder in folders for name in os.listdir(folder)]
+        return PHASES[2] if "manifest.json" in written else PHASES[1] if written else PHASES[0]
+
+    def _left(self, write: int) -> tuple[str | None, int]:
+        """What is wrong with the newest good snapshot, and the number of its write."""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                path = snapshot.find(self.folder)
+                if path is None:
+                    return "there is no snapshot", 0
+                found = snapshot.read(path, 0)
+            except snapshot.SnapshotError as error:
+                return str(error), 0
+        number = found.common["number"]
+        if warned:
+            return f"a snapshot in place is damaged: {warned[0].message}", number
+        if not self.returned <= number <= write:
+            return f"it is of write {number}, and write {self.returned} had returned", number
+        return _Content(number).fault(found), number

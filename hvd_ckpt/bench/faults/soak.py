@@ -1,26 +1,24 @@
 """The soak: a long run with a snapshot every 20 steps, whose processes must not grow.
 
-Every few seconds each process of the job is looked at in /proc: its memory (resident, and what is its own alone), open
-descriptors, threads. The first fifth of the time is left out. Through each process's memory goes a line (see
-:mod:`hvd_ckpt.bench.faults.fit`, also for what counts as flat). Descriptors and threads rise and fall with every snapshot,
-so of them the medians of the first and of the last quarter are compared.
+Every few seconds psutil reads each process's resident memory, the part that no other process shares, open descriptors and threads.
+The first fifth of the time is left out. Memory is summed up by a line through its samples; descriptors and threads, which rise and
+fall with every snapshot, by their medians in the first and in the last quarter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_ckpt.bench.faults.fit import Line, fit_line, without_start
-from hvd_ckpt.bench.faults.job import TrainJob, logged_step, newest_step
-from hvd_ckpt.bench.faults.processes import Process, marked
+import psutil
 
-__all__ = ["EVERY", "Count", "Soaked", "Track", "soak"]
+from hvd_ckpt.bench.faults.job import TrainJob, logged_step, marked, newest_step, rank_of
+
+__all__ = ["EVERY", "Growth", "Soaked", "growth", "soak"]
 
 EVERY = 20  # steps between snapshots
 SETTINGS = {
@@ -34,75 +32,47 @@ SETTINGS = {
     "snapshot-every": EVERY,
     "keep-snapshots": 2,
 }
-INTERVAL = 5.0  # seconds between samples, less in a run of a few minutes
-SAMPLES = 60  # at least
+INTERVAL, SAMPLES = 5.0, 60  # seconds between samples, less if there would be fewer samples than these
 START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
+LEFT_OUT = 0.2  # of the time, at the start
+FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
+MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
 
 
 @dataclass(frozen=True)
-class Count:
-    """Descriptors or threads over the time that is judged: medians of its first and last quarter, and the most."""
-
-    first: float
-    last: float
-    most: int
-
-    @property
-    def flat(self) -> bool:
-        """Whether there are no more at the end."""
-        return self.last <= self.first
-
-
-@dataclass
-class Track:
-    """A process over time; memory in MiB.
+class Growth:
+    """How one measure of a process developed.
 
     Attributes:
-        name: ``rank 0``, ``launcher``, or ``beside the launcher 1`` for what it has started to start ranks.
-        seconds: of each sample, since the first of all.
-        resident: memory that it has mapped and that is there.
-        own: of it what no other process shares.
-        descriptors, threads: numbers of them.
+        process, measure: which.
+        mean: of the samples.
+        first, last: medians of the first and of the last quarter.
+        per_hour: slope of the line through the samples (least squares).
+        flat: whether descriptors or threads are no more at the end, or memory has risen by less than 1 % of its mean.
     """
 
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    resident: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
-    descriptors: list[int] = field(default_factory=list)
-    threads: list[int] = field(default_factory=list)
-
-    def line(self, values: list[float]) -> Line:
-        """Through its :attr:`resident` or :attr:`own` memory, without the start."""
-        return fit_line(*without_start(self.seconds, values))
-
-    def count(self, values: list[int]) -> Count:
-        """Of its :attr:`descriptors` or :attr:`threads`, without the start."""
-        _, kept = without_start(self.seconds, values)
-        quarter = max(len(kept) // 4, 1)
-        first, last = statistics.median(kept[:quarter]), statistics.median(kept[-quarter:])
-        return Count(first, last, round(max(kept)))
-
-    @property
-    def flat(self) -> bool:
-        """Whether neither memory nor descriptors nor threads grow."""
-        lines = all(self.line(values).flat for values in (self.resident, self.own))
-        return lines and all(self.count(values).flat for values in (self.descriptors, self.threads))
+    process: str
+    measure: str
+    mean: float
+    first: float
+    last: float
+    per_hour: float
+    flat: bool
 
 
 @dataclass
 class Soaked:
-    """What a soak found.
+    """The result of a soak.
 
     Attributes:
-        tracks: of all processes that were there from the first sample to the last.
+        growth: of all processes that ran from the first sample to the last.
         steps: optimizer steps taken.
-        snapshots: that were written.
+        snapshots: number written.
         seconds: from the first sample to the last.
         failure: what went wrong, in one line.
     """
 
-    tracks: list[Track] = field(default_factory=list)
+    growth: list[Growth] = field(default_factory=list)
     steps: int = 0
     snapshots: int = 0
     seconds: float = 0.0
@@ -110,19 +80,32 @@ class Soaked:
 
     @property
     def sound(self) -> bool:
-        """Whether it went to its end and all processes stayed as they were."""
-        return self.failure is None and bool(self.tracks) and all(track.flat for track in self.tracks)
+        """Whether the run stopped when it was asked to, and no process has grown."""
+        return self.failure is None and bool(self.growth) and all(one.flat for one in self.growth)
+
+
+def growth(process: str, measure: str, times: list[float], values: list[float]) -> Growth:
+    """Sum up samples (at least 5) of a measure at times in seconds."""
+    start = times[0] + LEFT_OUT * (times[-1] - times[0])
+    kept = [(time, value) for time, value in zip(times, values) if time >= start]
+    times, values = [time for time, _ in kept], [value for _, value in kept]
+    slope = statistics.linear_regression(times, values).slope
+    quarter = max(len(values) // 4, 1)
+    first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+    mean = statistics.fmean(values)
+    flat = slope * (times[-1] - times[0]) < FLAT * mean if measure.endswith("MiB") else last <= first
+    return Growth(process, measure, mean, first, last, 3600 * slope, flat)
 
 
 def soak(
-    minutes: float, size: int, controller: str, text: Path, folder: Path, tick: Callable[[float], None]
+    minutes: float, size: int, controller: str, text: Path, folder: Path, tick: Callable[[float], object]
 ) -> Soaked:
-    """Trains for so many minutes and then touches the run's ``stop``.
+    """Train for so many minutes and then touch the run's ``stop``.
 
     Args:
         size: number of ranks.
         text: to train on.
-        folder: for the run and its log; made here.
+        folder: for the run and its log; created here.
         tick: gets the seconds that have passed.
     """
     folder.mkdir(parents=True)
@@ -131,78 +114,56 @@ def soak(
     arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     soaked = Soaked()
     with TrainJob(size, controller, arguments, folder / "log.txt") as job:
-        _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT)
-        if newest_step(run) == 0:
+        if not _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT) or newest_step(run) == 0:
             soaked.failure = (
                 f"no snapshot after {START_LIMIT:.0f} s: {job.last_words()} (log: {job.log_file})"
             )
             return soaked
-        soaked.tracks = _watch(job, minutes * 60, soaked, tick)
+        soaked.growth, soaked.seconds = _watch(job, minutes * 60, tick)
         soaked.steps = logged_step(run)
         if job.ended:
-            soaked.failure = f"it ended by itself: {job.last_words()} (log: {job.log_file})"
+            soaked.failure = f"the run ended by itself: {job.last_words()} (log: {job.log_file})"
             return soaked
         (run / "stop").touch()
-        _wait(lambda: job.ended, STOP_LIMIT)
-        status = job.process.poll()
-        if status != 0:
-            how = f"not within {STOP_LIMIT:.0f} s" if status is None else f"with status {status}"
-            soaked.failure = f"it was asked to stop and did so {how} (log: {job.log_file})"
+        if not _wait(lambda: job.ended, STOP_LIMIT) or job.process.poll() != 0:
+            soaked.failure = (
+                f"the run did not stop within {STOP_LIMIT:.0f} s with status 0 (log: {job.log_file})"
+            )
         elif "Warning: The snapshot" in job.log_file.read_text(encoding="utf-8", errors="replace"):
             soaked.failure = f"a snapshot was not written (log: {job.log_file})"
     soaked.snapshots = newest_step(run) // EVERY
     return soaked
 
 
-def _wait(reached: Callable[[], bool], limit: float) -> None:
+def _wait(reached: Callable[[], bool], limit: float) -> bool:
     deadline = time.monotonic() + limit
     while not reached() and time.monotonic() < deadline:
         time.sleep(0.1)
+    return reached()
 
 
-def _watch(job: TrainJob, seconds: float, soaked: Soaked, tick: Callable[[float], None]) -> list[Track]:
-    interval = min(INTERVAL, seconds / SAMPLES)
-    names = _names(marked(job.token), job.process.pid)
-    tracks = {pid: Track(name) for pid, name in names.items()}
+def _watch(job: TrainJob, seconds: float, tick: Callable[[float], object]) -> tuple[list[Growth], float]:
+    names = {}
+    for number, process in enumerate(marked(job.token)):
+        rank = rank_of(process)
+        if process.name() not in ("sh", "bash", "dash"):  # shells only wait
+            names[process] = f"launcher, process {number}" if rank is None else f"rank {rank}"
+    times: list[float] = []
+    samples: dict[psutil.Process, list[tuple[float, ...]]] = {process: [] for process in names}
     start = time.monotonic()
-    rounds = 0
     while not job.ended and (passed := time.monotonic() - start) <= seconds:
-        for pid, track in tracks.items():
-            with contextlib.suppress(OSError):
-                _sample(pid, track, passed)
-        rounds += 1
-        soaked.seconds = round(passed, 1)
+        times.append(passed)
+        for process, taken in samples.items():
+            with contextlib.suppress(psutil.Error):
+                memory = process.memory_full_info()
+                mebibytes = (memory.rss / 2**20, memory.uss / 2**20)
+                taken.append((*mebibytes, process.num_fds(), process.num_threads()))
         tick(passed)
-        time.sleep(max(start + rounds * interval - time.monotonic(), 0))
-    return [track for track in tracks.values() if len(track.seconds) == rounds]
-
-
-def _names(processes: list[Process], launcher: int) -> dict[int, str]:
-    """A name for each process; shells that only wait for one of them are left out."""
-    names = {launcher: "launcher"}
-    beside: dict[str, int] = {}
-    for process in processes:
-        kind = "beside the launcher" if process.rank is None else f"rank {process.rank}"
-        if process.pid != launcher and process.name not in ("sh", "bash", "dash"):
-            beside[kind] = beside.get(kind, 0) + 1
-            numbered = process.rank is None or beside[kind] > 1
-            names[process.pid] = (
-                f"{kind} {beside[kind]}"
-                if process.rank is None
-                else (f"{kind}, process {beside[kind]}" if numbered else kind)
-            )
-    return names
-
-
-def _sample(pid: int, track: Track, moment: float) -> None:
-    folder = Path("/proc") / str(pid)
-    memory = {}
-    for line in (folder / "smaps_rollup").read_text().splitlines()[1:]:
-        name, _, rest = line.partition(":")
-        memory[name] = int(rest.split()[0]) / 1024
-    descriptors, threads = (len(os.listdir(folder / name)) for name in ("fd", "task"))
-    track.seconds.append(round(moment, 2))
-    track.resident.append(memory["Rss"])
-    track.own.append(memory["Private_Clean"] + memory["Private_Dirty"])
-    track.descriptors.append(descriptors)
-    track.threads.append(threads)
+        time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
+    found = [
+        growth(name, measure, times, list(values))
+        for process, name in names.items()
+        if len(samples[process]) == len(times) >= 5
+        for measure, values in zip(MEASURES, zip(*samples[process]))
+    ]
+    return found, round(times[-1], 1)

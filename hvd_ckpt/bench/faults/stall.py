@@ -1,7 +1,7 @@
-"""How long training stands still for a snapshot, and how much slower it is meanwhile, for four ways of writing the same state.
+"""How long training waits for a snapshot, and how much slower it runs meanwhile, for four ways of writing the same state.
 
-Rounds alternate the ways, each of which begins with a step of training that is not counted. What a way costs beside its stall is
-measured on the steps until its snapshot is on the disk, against steps of the same round with nothing under way.
+Rounds alternate the ways, each of which begins with training steps that are not counted. The cost of a way beside its stall is
+measured on the steps until its snapshot is on the disk, compared with steps of the same round while nothing is written.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.background import SnapshotWriter
 
-__all__ = ["StallRow", "measure_stall"]
+__all__ = ["WAYS", "StallRow", "measure_stall"]
 
 WIDTH, LENGTH, VOCABULARY = 512, 64, 256
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
-WAYS = ("snapshot.write", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
+WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
 
 
 @dataclass(frozen=True)
 class StallRow:
-    """What one way of writing costs.
+    """The cost of one way of writing.
 
     Attributes:
         way: its name.
-        seconds: median time that training stood still.
-        ratio: median over the rounds of that time to the time of ``snapshot.write`` in the same round.
-        added: median seconds by which the steps until the snapshot was on the disk were longer than others, all together.
+        seconds: median time that training waited.
+        ratio: median over the rounds of that time to that of a blocking SnapshotWriter in the same round.
+        added: median seconds by which the steps until the snapshot was on the disk were longer than others, in sum.
         megabytes: of state.
     """
 
@@ -50,7 +50,7 @@ class StallRow:
 
 
 class _Run:
-    """A GPT with AdamW, and what of its snapshots is under way."""
+    """A GPT with AdamW, and its snapshots."""
 
     def __init__(self, megabytes: int, folder: Path) -> None:
         self.folder = folder
@@ -58,76 +58,89 @@ class _Run:
         self.model = gpt(vocabulary=VOCABULARY, length=LENGTH, width=WIDTH, heads=8, layers=blocks)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
-        self.writer = SnapshotWriter(folder / "beside", 1, "00000000", 0, 1, _no_warning)
+        self.writers = {
+            way: SnapshotWriter(
+                folder / way, 1, "00000000", 0, 1, _no_warning, blocking=way.endswith("blocking")
+            )
+            for way in WAYS
+            if way.startswith("SnapshotWriter")
+        }
         self.number = 0
 
     def step(self) -> tuple[float, float]:
-        """Seconds of a step without what it waited for the writer, and that."""
-        start, stalled = time.perf_counter(), self.writer.stalled
+        """Seconds of a step without its wait for the writer, and of that wait."""
+        start = time.perf_counter()
         self.optimizer.zero_grad()
         logits = self.model(self.tokens)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
         torch.autograd.backward(loss)
-        self.writer.before_update()
+        before = time.perf_counter()
+        for writer in self.writers.values():
+            writer.before_update()
+        waited = time.perf_counter() - before
         self.optimizer.step()
-        waited = self.writer.stalled - stalled
         return time.perf_counter() - start - waited, waited
 
     def state(self) -> dict[str, Any]:
         return {"weights": self.model.state_dict(), "common": self.optimizer.state_dict()}
 
     def begin(self, way: str) -> Callable[[], bool]:
-        """Writes or begins to write; returns what says whether it is on the disk."""
+        """Write, or begin to write; returns a function that says whether the snapshot is on the disk."""
         self.number += 1
         place = self.folder / f"{self.number}"
-        if way == "snapshot.write":
-            snapshot.write(place, self.number, **self.state(), own=None)
-        elif way == "torch.save + fsync":
-            with open(place, "xb") as file:
-                torch.save(self.state(), file)
-                file.flush()
-                os.fsync(file.fileno())
-        elif way == "SnapshotWriter":
-            self.writer.begin(self.number, **self.state(), own=None)
-            return self._is_written
-        else:
-            return _distributed(self.state(), place)
-        return lambda: True
+        if way in self.writers:
+            writer, written = self.writers[way], self.folder / way / f"step-{self.number:08d}"
+            writer.begin(self.number, **self.state(), own=None)
 
-    def _is_written(self) -> bool:
-        self.writer.check()
-        return self.writer.written == self.folder / "beside" / f"step-{self.number:08d}"
+            def is_written() -> bool:
+                writer.check()
+                return written.exists()
+
+            return is_written
+        if way == "DCP async_save":
+            return _distributed(self.state(), place)
+        with open(place, "xb") as file:
+            torch.save(self.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return lambda: True
 
 
 def measure_stall(rounds: int, megabytes: int, folder: Path) -> list[StallRow]:
-    """Measures all ways in this process.
+    """Measure all ways in this process.
 
     Args:
         rounds: medians are over so many.
-        megabytes: about so much state (weights and both moments of AdamW).
+        megabytes: approximate size of the state (weights and both moments of AdamW).
         folder: on the disk to write to; what is written is removed.
     """
     place = folder / "stall"
     place.mkdir(parents=True)
+    run = _Run(megabytes, place)
+    stalls: dict[str, list[float]] = {way: [] for way in WAYS}
+    added: dict[str, list[float]] = {way: [] for way in WAYS}
     try:
-        run = _Run(megabytes, place)
-        with run.writer:
-            for way in WAYS:  # memory is got from the system, and kept
-                _measured(run, way)
-            found = [_round(run, number) for number in range(rounds)]
-        size = sum(parameter.nbytes for parameter in run.model.parameters()) * 3 / 1e6
-        return [_row(way, found, size) for way in WAYS]
+        for number, way in alternating(WAYS, 1 + rounds):
+            stall, slower = _measured(run, way)
+            if number > 0:  # in the first round memory is got from the system, which keeps it
+                stalls[way].append(stall)
+                added[way].append(slower)
     finally:
+        for writer in run.writers.values():
+            writer.close()
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _round(run: _Run, number: int) -> dict[str, tuple[float, float]]:
-    ways = WAYS if number % 2 == 0 else WAYS[::-1]
-    return {way: _measured(run, way) for way in ways}
+    size = sum(parameter.nbytes for parameter in run.model.parameters()) * 3 / 1e6
+    median = statistics.median
+    return [
+        StallRow(
+            way, median(stalls[way]), median(ratios(stalls[way], stalls[WAYS[0]])), median(added[way]), size
+        )
+        for way in WAYS
+    ]
 
 
 def _measured(run: _Run, way: str) -> tuple[float, float]:
-    """Seconds of the stall, and seconds added to the steps beside it."""
+    """Seconds of the stall, and seconds added to the steps meanwhile."""
     run.step()
     plain = statistics.median(run.step()[0] for _ in range(3))
     start = time.perf_counter()
@@ -139,20 +152,9 @@ def _measured(run: _Run, way: str) -> tuple[float, float]:
         stall += waited
         added += seconds - plain
     for path in run.folder.iterdir():
-        if path.name != "beside":
+        if path.name not in WAYS:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return stall, added
-
-
-def _row(way: str, found: list[dict[str, tuple[float, float]]], size: float) -> StallRow:
-    median = statistics.median
-    return StallRow(
-        way,
-        median(one[way][0] for one in found),
-        median(one[way][0] / one[WAYS[0]][0] for one in found),
-        median(one[way][1] for one in found),
-        size,
-    )
 
 
 def _distributed(state: dict[str, Any], place: Path) -> Callable[[], bool]:

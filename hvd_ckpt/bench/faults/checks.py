@@ -1,4 +1,4 @@
-"""What the snapshots of a run are worth, and whether two runs came to the same, bit for bit."""
+"""Checks of a run's snapshots: whether they can be read, and whether two runs ended in the same bits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.snapshot_folder import list_snapshots, step_of
 from hvd_ckpt.training import logs
 
 __all__ = ["differences", "newest_good", "unreadable"]
 
-COMMON = ("optimizer", "scaler", "progress", "plan", "samples")
+REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples")
+PER_RANK = ("random", "buffers", "logged")
 FIRST = 5  # differences of one kind that are named
 
 
 def unreadable(run: Path, ranks: int) -> list[str]:
-    """Why snapshots that are in place cannot be read, one sentence for each; none in a sound run, however it was ended."""
+    """One sentence for each snapshot in place that some rank cannot read."""
     faults = []
-    for path in list_snapshots(run / "snapshots"):
+    for path in sorted((run / "snapshots").glob("step-*"), reverse=True):
         try:
             for rank in range(ranks):
                 snapshot.read(path, rank)
@@ -33,21 +33,21 @@ def unreadable(run: Path, ranks: int) -> list[str]:
 
 
 def newest_good(run: Path) -> int:
-    """The step that a run goes on from; 0 if it is the beginning, or nothing can be used."""
+    """The step that a run resumes from; 0 if there is no snapshot that can be used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             found = snapshot.find(run / "snapshots")
         except snapshot.SnapshotError:
             return 0
-    return 0 if found is None else step_of(found)
+    return 0 if found is None else int(found.name.removeprefix("step-"))
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
-    """What differs in the snapshots of a step of two runs, and in the losses of their logs; nothing if they are the same.
+    """What differs between two runs in their snapshots of a step and in the losses of their logs; empty if nothing does.
 
-    Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, the random states and
-    the buffers of each rank, and the logged losses, of each step once and in order.
+    Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, each rank's random
+    states and buffers, and the logged losses, with each step once and in order.
     """
     folders = [folder / "snapshots" / f"step-{step:08d}" for folder in (run, reference)]
     found: list[str] = []
@@ -56,16 +56,16 @@ def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
             ours, theirs = (snapshot.read(folder, rank) for folder in folders)
             if rank == 0:
                 found += _some(_differing("weights", ours.weights, theirs.weights))
-                for name in COMMON:
+                for name in REPLICATED:
                     found += _some(_differing(name, ours.common[name], theirs.common[name]))
             if ours.own is None or theirs.own is None:
-                found.append(f"rank {rank} has no part in the snapshot")
+                found.append(f"rank {rank} has no state in the snapshot")
                 continue
-            for name in ("random", "buffers", "logged"):
+            for name in PER_RANK:
                 found += _some(_differing(f"rank {rank}'s {name}", ours.own[name], theirs.own[name]))
-    except snapshot.SnapshotError as error:
+        return [*found, *_some(_losses_differ(run, reference))]
+    except (snapshot.SnapshotError, ValueError) as error:
         return [*found, str(error)]
-    return [*found, *_logged(run, reference)]
 
 
 def _some(found: Iterator[str]) -> list[str]:
@@ -75,7 +75,8 @@ def _some(found: Iterator[str]) -> list[str]:
 
 def _differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        if not _same_bits(ours, theirs):
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        if not (same and torch.equal(_bytes(ours), _bytes(theirs))):
             yield name
     elif isinstance(ours, dict) and isinstance(theirs, dict):
         if ours.keys() != theirs.keys():
@@ -91,22 +92,18 @@ def _differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:
         yield name
 
 
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return False
-    as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
-    return torch.equal(*as_bytes)
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _logged(run: Path, reference: Path) -> list[str]:
-    try:
-        ours, theirs = (_losses(folder) for folder in (run, reference))
-    except ValueError as error:
-        return [str(error)]
+def _losses_differ(run: Path, reference: Path) -> Iterator[str]:
+    ours, theirs = (_losses(folder) for folder in (run, reference))
     if [step for step, _ in ours] != [step for step, _ in theirs]:
-        return ["the steps in the log"]
-    differing = [str(step) for (step, loss), (_, other) in zip(ours, theirs) if loss != other]
-    return [f"the loss of step {differing[0]} in the log"] if differing else []
+        yield "the steps in the log"
+    else:
+        for (step, loss), (_, other) in zip(ours, theirs):
+            if loss != other:
+                yield f"the loss of step {step} in the log"
 
 
 def _losses(run: Path) -> list[tuple[int, float]]:

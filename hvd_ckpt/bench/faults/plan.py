@@ -1,6 +1,6 @@
-"""A seed to a disturbed run: which ranks or launcher get which signal, and when. The same seed is the same run.
+"""Fault plans: from a seed, which ranks or launcher get which signal, and when. The same seed gives the same plan.
 
-The number of ranks and the controller go round with the seed, so that consecutive seeds are spread evenly; the rest is drawn.
+The number of ranks and the controller alternate with the seed, so that consecutive seeds are spread evenly; the rest is random.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["ALL", "LAUNCHER", "RUNNING", "SNAPSHOT", "START", "Disturbance", "Kill", "draw"]
+__all__ = ["ALL", "LAUNCHER", "RUNNING", "SNAPSHOT", "START", "FaultPlan", "Kill", "draw_plan"]
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class Kill:
     Attributes:
         who: ``rank 1``, ``all ranks`` or ``launcher``.
         signal: its name.
-        when: ``step``: when the step ``at`` is in the log; ``snapshot``: when a snapshot is being written at that step or later;
+        when: ``step``: when the log contains the step ``at``; ``snapshot``: when a snapshot is being written at that step or later;
             ``start``: ``at`` seconds after the launch.
         at: a step or seconds.
         delay: seconds after that.
@@ -48,13 +48,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Disturbance:
-    """A run that is to be killed; after each kill it is started again.
+class FaultPlan:
+    """The kills of one run; after each the run is started again.
 
     Attributes:
-        seed: that it was drawn from.
+        seed: the plan follows from it.
         size: number of ranks.
-        controller: what starts the ranks.
+        controller: starts the ranks.
         kills: one for each launch but the last, unless the run ends before.
     """
 
@@ -64,30 +64,29 @@ class Disturbance:
     kills: tuple[Kill, ...]
 
 
-def draw(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps: int) -> Disturbance:
-    """The run of a seed.
+def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps: int) -> FaultPlan:
+    """The plan of a seed.
 
     Args:
         sizes, controllers: to choose from.
         steps: of the whole run, at least 4.
     """
-    random_ = random.Random(seed)
+    generator = random.Random(seed)
     size = sizes[seed % len(sizes)]
     controller = controllers[seed // len(sizes) % len(controllers)]
-    count = _one_of(random_, NUMBER_OF_KILLS)
-    moments = sorted(random_.sample(range(1, steps), count))
-    return Disturbance(seed, size, controller, tuple(_kill(random_, size, step) for step in moments))
+    moments = sorted(generator.sample(range(1, steps), _one_of(generator, NUMBER_OF_KILLS)))
+    return FaultPlan(seed, size, controller, tuple(_kill(generator, size, step) for step in moments))
 
 
-def _kill(random_: random.Random, size: int, step: int) -> Kill:
-    who = _one_of(random_, WHO)
-    signal = _one_of(random_, SIGNALS["launcher" if who == LAUNCHER else "ranks"])
-    when = _one_of(random_, WHEN)
-    at = random_.uniform(0, LONGEST_START) if when == START else step
-    rank = random_.randrange(size)
-    delay = random_.uniform(0, LONGEST_DELAY[when])
+def _kill(generator: random.Random, size: int, step: int) -> Kill:
+    who = _one_of(generator, WHO)
+    signal = _one_of(generator, SIGNALS["launcher" if who == LAUNCHER else "ranks"])
+    when = _one_of(generator, WHEN)
+    at = generator.uniform(0, LONGEST_START) if when == START else step
+    rank = generator.randrange(size)
+    delay = generator.uniform(0, LONGEST_DELAY[when])
     return Kill(f"rank {rank}" if who == "one" else str(who), signal, when, round(at, 3), round(delay, 4))
 
 
-def _one_of(random_: random.Random, weights: dict[_T, float]) -> _T:
-    return random_.choices(list(weights), list(weights.values()))[0]
+def _one_of(generator: random.Random, weights: dict[_T, float]) -> _T:
+    return generator.choices(list(weights), list(weights.values()))[0]
