@@ -1,17 +1,11 @@
-"""How fast gradients meet: the step time of this library beside stock Horovod's and DDP's.
+"""Benchmarks: commands that measure this library beside others, and the comparison of training results.
 
-The comparison (:mod:`hvd_ckpt.bench.compare`) asks whether training is right; this room asks only for time, and for the bytes
-held for gradients. One page per step:
-
-    workloads   many small gradients, few large ones
-    job         what the launcher tells the ranks, what they answer (on rank_job, which jobs of other rooms share)
-    worker      one rank: warm-up, timed steps, one look at memory
-    launch      starts a job and waits for it
-    reduce      the plan (whole jobs in alternating order) and the statistics
-    report      the table, results.json and report.md
-    command     ``hvd-ckpt bench reduce``
-
-What recomputing costs and saves is measured in rooms of their own: :mod:`hvd_ckpt.bench.recompute` (plans beside every
-peer) and :mod:`hvd_ckpt.bench.densenet` (a DenseNet over ranks and batch sizes). :mod:`hvd_ckpt.bench.train` measures
-what the training loop adds to a step.
+harness     jobs of ranks, statistics, reports, command options and workloads of all benchmarks
+compare     the main job: does training give the right weights, and at what price in time and memory?
+reduce      speed of gradient reduction beside stock Horovod and DDP
+recompute   plans beside other ways to recompute
+shard       memory and time of sharding
+faults      runs that are killed, resumed and checked
+train       overhead of the training loop
+command     ``hvd-ckpt bench``: the group of commands
 """

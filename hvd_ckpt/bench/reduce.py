@@ -1,61 +1,183 @@
-"""The plan: which jobs, in which order; and the statistics: what their times say.
+"""Speed of gradient reduction: step time and gradient memory of this library, stock Horovod and DDP.
 
-A machine gets slower and faster while it measures. So jobs of different engines alternate (A B C, then C B A), each ratio is
-taken between the jobs of one such *pair*, side by side in time, and what is told is the median over pairs with its
-quartiles. The time of a step is that of the slowest rank, the time of a job the median over its steps.
+``hvd-ckpt bench reduce`` runs whole jobs of the engines in alternating order (A B C, then C B A), and each ratio is taken between
+the jobs of one such pair, side by side in time. The time of a step is that of the slowest rank, the time of a job the median over
+its steps. Exit status 0 if every engine was measured everywhere, 1 if one failed, 2 for a bad argument.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hvd_ckpt.bench.job import Answer, Job
-from hvd_ckpt.bench.launch import JobError, rank_environment, run_job
-from hvd_ckpt.runtime import threads_per_rank
+import click
 
-__all__ = ["Case", "Plan", "Quartiles", "job_seconds", "quartiles", "ratios"]
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
+from hvd_ckpt.bench.harness.options import BenchRun, Steps, bench_command, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.command_line import check_controller, split_names
+from hvd_ckpt.machine import machine_facts
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from hvd_ckpt.bench.compare.engines import Engine
+    from hvd_ckpt.bench.harness.workloads import Workload
+
+__all__ = ["Case", "Job", "RankResult", "reduce"]
+
+ENGINES = "hvd_ckpt,horovod,ddp"
+BASELINES = ("horovod", "ddp")  # engines to which ratios are taken
+WORKLOADS = {  # workload of the harness, what it is, warm-up steps, timed steps
+    "densenet": ("densenet-narrow", "DenseNet, 371 gradients of 4.2 MiB in all", 5, 30),
+    "transformer": ("transformer", "transformer, 98 gradients of 96 MiB in all", 3, 6),
+}
+PAIRS, QUICK_PAIRS = 5, 3
+LEARNING_RATE = 1e-3
+STEPS_TO_SETTLE = 3  # after which every engine has made the buffers that it keeps
+COUNTS = 3
+MIB = 1 << 20
+NOTES = (
+    "step ms: median over jobs of a job's median step; a step ends when the slowest rank's does.",
+    "of NAME: the step time as a ratio to that engine's job of the same pair (jobs alternate: A B C, then C B A); median over "
+    "pairs, quartiles in brackets. Below 1 is faster.",
+    "gradients MiB: bytes that the allocator holds after a step beyond parameters and buffers: gradients and the engine's buckets, "
+    "not the communication threads' own buffers (such as Horovod's fusion buffer).",
+    "Every rank of every engine has the same number of threads, and is started by horovodrun in the same way; stock Horovod and "
+    "DDP run with their defaults, this library with those of its init(). DDP's collectives are Gloo's under either controller.",
+)
 
 
 @dataclass(frozen=True)
-class Quartiles:
-    """Median and quartiles of a sample."""
+class Job(RankJob):
+    """One engine's ranks, which time one workload after the other.
 
-    median: float
-    low: float
-    high: float
+    Attributes:
+        engine: a name in the registry of engines, or ``module:Class``.
+        workloads: in this order.
+        steps: timed steps; None for each workload's own number.
+        memory: also count the bytes held for gradients.
+    """
 
+    worker = "hvd_ckpt.bench.reduce"
 
-def quartiles(values: Sequence[float]) -> Quartiles:
-    """The quartiles of at least one value, interpolated between neighbours (with one value, all three are it)."""
-    if len(values) == 1:
-        return Quartiles(values[0], values[0], values[0])
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Quartiles(median, low, high)
-
-
-def job_seconds(ranks: Sequence[Sequence[float]]) -> float:
-    """A job's step time: the median over steps of the slowest rank's time, from the seconds of each rank's steps."""
-    slowest: list[float] = [max(step) for step in zip(*ranks, strict=True)]
-    return float(statistics.median(slowest))
+    engine: str
+    workloads: tuple[str, ...]
+    steps: int | None
+    memory: bool
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The ratio of step times in each pair that both engines have finished."""
-    return [one / other for one, other in zip(ours, theirs)]
+@dataclass
+class RankResult:
+    """The measurements of one rank.
+
+    Attributes:
+        threads: CPU threads that PyTorch used.
+        seconds: for each workload, the time of every timed step.
+        gradient_bytes: for each workload, the bytes held for gradients after a step; empty if not counted.
+    """
+
+    threads: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    gradient_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def measure(job: Job) -> RankResult:
+    """Times every workload of a job on one rank."""
+    import torch
+
+    from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.bench.harness.workloads import workload
+
+    engine = find_engine(job.engine)()
+    engine.start(job.folder)
+    if engine.size != job.size:
+        raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
+    gc.collect()
+    gc.freeze()  # objects that the imports left behind are not collected again while the clock runs
+    result = RankResult(torch.get_num_threads())
+    for name in job.workloads:
+        kind, _, warm_up, steps = WORKLOADS[name]
+        trained = workload(kind)
+        result.seconds[name] = _time_steps(trained, engine, warm_up, job.steps or steps)
+        gc.collect()
+        if job.memory:
+            result.gradient_bytes[name] = min(_count_gradient_bytes(trained, engine) for _ in range(COUNTS))
+            gc.collect()
+    engine.stop()
+    return result
+
+
+def _time_steps(workload: Workload, engine: Engine, warm_up: int, steps: int) -> list[float]:
+    """Seconds of each of ``steps`` training steps, from ``zero_grad`` to ``step``, after the warm-up."""
+    model, optimizer, batch = _prepare(workload, engine)
+    seconds = []
+    for _ in range(warm_up + steps):
+        start = time.perf_counter()
+        _step(workload, model, optimizer, batch)
+        seconds.append(time.perf_counter() - start)
+    return seconds[warm_up:]
+
+
+def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
+    """Bytes that PyTorch's allocator has handed out after a step, for anything but parameters, buffers and inputs.
+
+    Communication threads' own buffers do not count. A block that a communication thread gives back (as happens to the buckets that
+    DDP replaces after its first step) is missed, so a count can be too high: callers take the least of several.
+    """
+    from hvd_ckpt.memory import recording_peak
+
+    gc.collect()  # garbage of an earlier count must not be given back within this one
+    batch = _batch(workload, engine)
+    with recording_peak() as memory:
+        model, optimizer, _ = _prepare(workload, engine, batch)
+        for _ in range(STEPS_TO_SETTLE):
+            _step(workload, model, optimizer, batch)
+        gc.collect()
+    state = [*model.parameters(), *model.buffers()]
+    return memory.held_bytes - sum(tensor.numel() * tensor.element_size() for tensor in state)
+
+
+def _batch(workload: Workload, engine: Engine) -> tuple[Tensor, Tensor]:
+    import torch
+
+    return workload.sample(torch.Generator().manual_seed(engine.rank))
+
+
+def _prepare(
+    workload: Workload, engine: Engine, batch: tuple[Tensor, Tensor] | None = None
+) -> tuple[nn.Module, Optimizer, tuple[Tensor, Tensor]]:
+    """Model and optimizer as the engine wraps them, and the rank's batch."""
+    import torch
+
+    torch.manual_seed(1)
+    model = workload.model()
+    # Plain SGD is the optimizer whose own work hides least of the reduction.
+    wrapped = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    return (*wrapped, batch or _batch(workload, engine))
+
+
+def _step(workload: Workload, model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> None:
+    optimizer.zero_grad()
+    workload.loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
 
 
 @dataclass
 class Case:
-    """One workload on one number of ranks over one controller, and what each engine's jobs gave.
+    """One workload on one number of ranks over one controller, and the results of each engine's jobs.
 
     Attributes:
         seconds: for each engine, the step time of its job in each pair, in order.
         gradient_bytes: for each engine, the most bytes that a rank held for gradients.
-        threads: CPU threads of each rank.
         failures: for each engine that failed, why.
+        threads: CPU threads of each rank.
     """
 
     workload: str
@@ -63,8 +185,16 @@ class Case:
     controller: str
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
-    threads: int = 0
     failures: dict[str, str] = field(default_factory=dict)
+    threads: int = 0
+
+    def add(self, engine: str, ranks: Sequence[RankResult]) -> None:
+        """Adds the results of one job of an engine."""
+        times = slowest(rank.seconds[self.workload] for rank in ranks)
+        self.seconds.setdefault(engine, []).append(statistics.median(times))
+        self.threads = ranks[0].threads
+        if self.workload in ranks[0].gradient_bytes:
+            self.gradient_bytes[engine] = max(rank.gradient_bytes[self.workload] for rank in ranks)
 
     def step_seconds(self, engine: str) -> Quartiles | None:
         """The engine's step time over its jobs."""
@@ -72,78 +202,168 @@ class Case:
 
     def ratio(self, engine: str, other: str) -> Quartiles | None:
         """The engine's step time as a ratio to another's, over the pairs."""
-        values = ratios(self.seconds.get(engine, []), self.seconds.get(other, []))
-        return quartiles(values) if values else None
-
-    def add(self, engine: str, answers: Sequence[Answer]) -> None:
-        """Takes in what the ranks of one job of an engine have measured."""
-        times = job_seconds([answer.seconds[self.workload] for answer in answers])
-        self.seconds.setdefault(engine, []).append(times)
-        self.threads = answers[0].threads
-        if self.workload in answers[0].gradient_bytes:
-            self.gradient_bytes[engine] = max(answer.gradient_bytes[self.workload] for answer in answers)
+        return quartiles_of_ratios(self.seconds.get(engine, []), self.seconds.get(other, []))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured.
+@bench_command("reduce", width=120)
+@click.option("--np", "sizes", default=None, help="Numbers of ranks.  [default: 2,4; with --quick 2]")
+@click.option(
+    "--controller", "controllers", default="gloo,mpi", show_default=True, help="What starts the ranks."
+)
+@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="What is trained.")
+@click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
+@click.option(
+    "--pairs",
+    type=click.IntRange(1),
+    default=None,
+    help=f"Jobs per engine, alternating.  [default: {PAIRS}; with --quick {QUICK_PAIRS}]",
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=None, help="Timed steps per job.  [default: by workload]"
+)
+@quick_option("Two ranks and fewer pairs.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one job."
+)
+def reduce(
+    run: BenchRun,
+    sizes: str | None,
+    controllers: str,
+    workloads: str,
+    engines: str,
+    pairs: int | None,
+    steps: int | None,
+    quick: bool,
+    timeout: float,
+) -> None:
+    """Time training steps with this library, stock Horovod and DDP, in whole jobs that alternate.
 
-    Attributes:
-        engines: names in the registry of engines, or ``module:Class``.
-        sizes: numbers of ranks.
-        controllers: ``gloo``, ``mpi``.
-        workloads: names of workloads; one job times all of them in turn.
-        pairs: jobs per engine, number of ranks and controller.
-        steps: timed steps per job and workload; None for each workload's own.
-        timeout: seconds after which a job counts as hanging.
-        folder: where jobs leave their logs.
+    Gradients are many and small (a DenseNet) or few and large (a transformer). Reports for each engine the time of a step, its
+    ratio to stock Horovod's and DDP's in the same pair of jobs, and the bytes held for gradients. Run it on a machine
+    that does nothing else.
     """
+    from hvd_ckpt.bench.compare.engines import find_engine
 
-    engines: tuple[str, ...]
-    sizes: tuple[int, ...]
-    controllers: tuple[str, ...]
-    workloads: tuple[str, ...]
-    pairs: int
-    steps: int | None
-    timeout: float
-    folder: Path
+    chosen = split_names("--engines", engines, find=find_engine)
+    counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
+    carriers = [check_controller(name) for name in split_names("--controller", controllers, ("gloo", "mpi"))]
+    names = split_names("--workloads", workloads, WORKLOADS)
+    rounds = pairs or (QUICK_PAIRS if quick else PAIRS)
+    settings = {
+        "engines": chosen,
+        "sizes": counts,
+        "controllers": carriers,
+        "workloads": names,
+        "pairs": rounds,
+        "steps": steps,
+    }
+    cases: list[Case] = []
+    with run.progress(len(chosen) * len(counts) * len(carriers) * rounds) as progress:
+        for size in counts:
+            for controller in carriers:
+                cases += _measure_group(
+                    run, progress, size, controller, chosen, names, rounds, steps, timeout
+                )
+    run.finish(make_report(cases, settings), success=not any(case.failures for case in cases))
 
-    @property
-    def jobs(self) -> int:
-        """How many jobs there are."""
-        return len(self.engines) * len(self.sizes) * len(self.controllers) * self.pairs
 
-    def run(self, listener: Callable[[str], object] = lambda what: None) -> list[Case]:
-        """Run all jobs, one at a time; ``listener`` hears of each before it starts. An engine that fails is left out."""
-        cases = []
-        for size in self.sizes:
-            for controller in self.controllers:
-                group = [Case(workload, size, controller) for workload in self.workloads]
-                self._run_group(group, size, controller, listener)
-                cases += group
-        return cases
+def _measure_group(
+    run: BenchRun,
+    progress: Steps,
+    size: int,
+    controller: str,
+    engines: Sequence[str],
+    workloads: tuple[str, ...],
+    pairs: int,
+    steps: int | None,
+    timeout: float,
+) -> list[Case]:
+    """Runs the jobs of one number of ranks over one controller; an engine that fails is left out from then on."""
+    from hvd_ckpt.runtime import threads_per_rank
 
-    def _run_group(
-        self, cases: list[Case], size: int, controller: str, listener: Callable[[str], object]
-    ) -> None:
-        environment = rank_environment(threads_per_rank(size))
-        for pair, engine in self._order():
-            if engine in cases[0].failures:
-                continue
-            name = f"np{size}-{controller}-pair{pair + 1}-{engine}"
-            listener(f"{size} ranks over {controller}, pair {pair + 1} of {self.pairs}, {engine}")
-            folder = self.folder / name.replace(":", "_")
-            job = Job(folder, size, engine, self.workloads, self.steps, memory=pair == 0)
-            try:
-                answers = run_job(job, controller, environment, self.timeout)
-            except JobError as error:
-                for case in cases:
-                    case.failures[engine] = str(error)
-                continue
+    cases = [Case(workload, size, controller) for workload in workloads]
+    for pair, engine in alternating(engines, pairs):
+        progress.start(f"{size} ranks over {controller}, pair {pair + 1} of {pairs}, {engine}")
+        if engine in cases[0].failures:
+            continue
+        folder = run.jobs / f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")
+        job = Job(folder, size, engine, workloads, steps, memory=pair == 0)
+        try:
+            ranks = run_job(job, RankResult, controller, timeout, threads=threads_per_rank(size))
+        except JobError as error:
             for case in cases:
-                case.add(engine, answers)
+                case.failures[engine] = str(error)
+            continue
+        for case in cases:
+            case.add(engine, ranks)
+    return cases
 
-    def _order(self) -> Iterator[tuple[int, str]]:
-        for pair in range(self.pairs):
-            for engine in self.engines if pair % 2 == 0 else self.engines[::-1]:
-                yield pair, engine
+
+def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
+    """The report of all cases."""
+    engines: Sequence[str] = settings["engines"]
+    baselines = [name for name in BASELINES if name in engines]
+    table = Table(
+        ("workload", "np", "controller", "engine", "step ms", *(f"of {name}" for name in baselines), "gradients MiB"),
+        [_row(case, engine, baselines) for case in cases for engine in engines],
+        left=("workload", "controller", "engine"),
+        folded=3,
+    )  # fmt: skip
+    threads = sorted({(case.size, case.threads) for case in cases if case.threads})
+    facts = {
+        **machine_facts(),
+        "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads),
+        "pairs": str(settings["pairs"]),
+        **{name: WORKLOADS[name][1] for name in settings["workloads"]},
+    }
+    results = [_result(case, engine, baselines) for case in cases for engine in engines]
+    return Report(
+        "Speed of gradient reduction",
+        facts,
+        [table],
+        results,
+        remarks=list(_failures(cases)),
+        notes=NOTES,
+        settings=settings,
+    )
+
+
+def _row(case: Case, engine: str, baselines: Iterable[str]) -> tuple[str, ...]:
+    seconds, held = case.step_seconds(engine), case.gradient_bytes.get(engine)
+    ratios = [None if engine == other else case.ratio(engine, other) for other in baselines]
+    return (
+        case.workload,
+        str(case.size),
+        case.controller,
+        engine.rpartition(":")[2],
+        "failed" if engine in case.failures else "-" if seconds is None else f"{1000 * seconds.median:.1f}",
+        *("1" if engine == other else f"{ratio:.2f}" if ratio else "-" for other, ratio in zip(baselines, ratios)),
+        "-" if held is None else f"{held / MIB:.1f}",
+    )  # fmt: skip
+
+
+def _result(case: Case, engine: str, baselines: Iterable[str]) -> dict[str, Any]:
+    return {
+        "workload": case.workload,
+        "np": case.size,
+        "controller": case.controller,
+        "engine": engine,
+        "jobs": case.seconds.get(engine, []),
+        "step_seconds": case.step_seconds(engine),
+        **{f"of_{other}": case.ratio(engine, other) for other in baselines},
+        "gradient_bytes": case.gradient_bytes.get(engine),
+        "failure": case.failures.get(engine),
+    }
+
+
+def _failures(cases: Iterable[Case]) -> dict[str, None]:
+    """One line for each engine that failed somewhere, each once: the cases of one job fail together."""
+    return {
+        f"{engine}, {case.size} ranks over {case.controller}: {why}": None
+        for case in cases
+        for engine, why in case.failures.items()
+    }
+
+
+if __name__ == "__main__":
+    run_rank(Job, measure)

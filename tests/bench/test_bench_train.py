@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench train`` with a tiny model: that both loops do the same, what it reports, and what it makes of its figures."""
+"""``hvd-ckpt bench train`` with a tiny model: both loops do the same, and a case in which they do not is not passed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.train.job import Answer
-from hvd_ckpt.bench.train.report import Case, Report
+from hvd_ckpt.bench.train.command import Case, RankResult
 
 TINY = ("--models", "gpt-tiny", "--accumulate", "2", "--batch", "2", "--rounds", "3", "--steps", "1")
 
@@ -25,44 +24,23 @@ def test_both_loops_are_timed_and_do_the_same(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "results.json").read_text())
     (case,) = report["results"]
-    assert (case["model"], case["accumulate"], case["differences"], case["sound"]) == (
-        "gpt-tiny",
-        2,
-        [],
-        True,
-    )
+    assert (case["model"], case["accumulate"], case["differences"]) == ("gpt-tiny", 2, [])
+    assert case["passed"]
     assert len(case["trainer"]) == len(case["by_hand"]) == 3
     log = (tmp_path / "jobs" / "0-2" / "run" / "log.jsonl").read_text().splitlines()
     assert len(log) == 7, "3 steps of warm-up, 3 rounds of one step, one that ends the last round"
-    page = (tmp_path / "report.md").read_text()
-    for text in (result.output, page):
-        for words in ("by hand ms", "gpt-tiny", "wanted at most 1.02", "command: hvd-ckpt bench train"):
+    for text in (result.output, (tmp_path / "report.md").read_text()):
+        for words in ("by hand ms", "gpt-tiny", "command: hvd-ckpt bench train"):
             assert words in text
 
 
-def test_ratios_are_of_the_slowest_rank_within_each_round() -> None:
-    ranks = [Answer(1, [2.0, 6.0, 5.0], [2.0, 3.0, 4.0]), Answer(1, [4.0, 3.0, 4.0], [1.0, 6.0, 5.0])]
-    case = Case.of("gpt-tiny", 1, 2, ranks)
-    assert (case.trainer, case.by_hand) == ([2.0, 3.0, 2.5], [1.0, 3.0, 2.5])
-    assert case.ratio is not None
-    assert (case.ratio.low, case.ratio.median, case.ratio.high) == (1.0, 1.0, 1.5)
-    assert case.sound
-    assert case.remark().endswith("1.000 of the loop by hand, wanted at most 1.02: met")
-
-
-def test_other_weights_on_one_rank_or_no_answer_make_a_report_unsound() -> None:
-    good = Answer(1, [1.0], [1.0])
-    other = Case.of("gpt-tiny", 4, 1, [good, Answer(1, [1.0], [1.0], ["0.weight"])])
-    assert (
-        "the loops have not done the same: 1 weights or buffers differ, the first is 0.weight"
-        in other.remark()
-    )
-    failed = Case.of("gpt-tiny", 1, 1, [Answer(0, failure="no end after 5 s (log: l)")])
-    assert failed.remark() == "gpt-tiny, 1 micro-batch: failed: no end after 5 s (log: l)"
-    for case in (other, failed):
-        report = Report("", {}, {}, [Case.of("gpt-tiny", 1, 1, [good]), case])
-        assert not report.sound
-        assert case.remark() in report.markdown()
+def test_other_weights_on_one_rank_or_no_result_do_not_pass() -> None:
+    good = RankResult(1, [1.0], [1.0])
+    assert Case.of("gpt-tiny", 1, 1, [good]).passed
+    other = Case.of("gpt-tiny", 4, 1, [good, RankResult(1, [1.0], [1.0], ["0.weight"])])
+    assert not other.passed
+    assert "0.weight" in (other.remark() or "")
+    assert not Case("gpt-tiny", 1, failure="no end after 5 s").passed
 
 
 @pytest.mark.parametrize(
@@ -70,7 +48,7 @@ def test_other_weights_on_one_rank_or_no_answer_make_a_report_unsound() -> None:
     [
         (["--models", "gpt-huge"], "--models: "),
         (["--accumulate", "1,8", "--batch", "4"], "--accumulate: a batch of 4 has fewer samples than 8"),
-        (["--accumulate", "x"], "--accumulate: 'x' is not a number of micro-batches"),
+        (["--accumulate", "x"], "--accumulate: 'x'"),
     ],
 )
 def test_bad_arguments_end_with_one_line(arguments: list[str], message: str) -> None:

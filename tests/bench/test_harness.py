@@ -1,47 +1,188 @@
-"""The benchmark's arithmetic: what a job's time is, what a ratio is, and in which order jobs run."""
+"""The harness of the benchmarks: jobs and their errors, statistics, reports, commands and their exit status."""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
+import psutil
 import pytest
+import torch
+from click.testing import CliRunner
 
-from hvd_ckpt.bench import reduce
-from hvd_ckpt.bench.job import Answer
-from hvd_ckpt.bench.launch import JobError
-from hvd_ckpt.bench.reduce import Plan, Quartiles, job_seconds, quartiles
+from hvd_ckpt.bench.harness.jobs import (
+    JobError,
+    Process,
+    RankJob,
+    error_line,
+    load_json,
+    run_job,
+    run_rank,
+    save_json,
+)
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command
+from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.bench.harness.workloads import WORKLOADS, workload
+from hvd_ckpt.launchers import launched_rank
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank_and_a_job_as_long_as_its_median_step() -> None:
-    assert job_seconds([[1.0, 2.0, 9.0], [3.0, 1.0, 1.0]]) == 3.0
+@dataclass(frozen=True)
+class Job(RankJob):
+    """Ranks that measure nothing; rank ``broken`` raises an error."""
+
+    worker = __name__
+
+    names: tuple[str, ...] = ()
+    broken: int | None = None
 
 
-def test_quartiles() -> None:
+@dataclass
+class Inner:
+    value: float
+
+
+@dataclass
+class Result:
+    rank: int
+    inner: dict[str, Inner]
+
+
+def measure(job: Job) -> Result:
+    rank = launched_rank()
+    assert rank is not None
+    if rank == job.broken:
+        raise ArithmeticError(f"planted\non rank {rank}")
+    return Result(rank, {name: Inner(math.inf) for name in job.names})
+
+
+@pytest.fixture
+def ranks_import_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks run this file as the module ``test_harness``."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr(Job, "worker", Path(__file__).stem)
+
+
+@pytest.mark.usefixtures("ranks_import_this_file")
+def test_a_job_gives_the_result_of_each_rank_in_order(tmp_path: Path) -> None:
+    ranks = run_job(Job(tmp_path / "job", 2, ("a", "b")), Result, "gloo", 60)
+    assert ranks == [Result(rank, {"a": Inner(math.inf), "b": Inner(math.inf)}) for rank in (0, 1)]
+
+
+@pytest.mark.usefixtures("ranks_import_this_file")
+def test_an_error_on_one_rank_is_the_error_of_the_job(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="ArithmeticError: planted .status .*log.txt"):
+        run_job(Job(tmp_path / "job", 2, broken=1), Result, "gloo", 60)
+
+
+def test_dataclasses_survive_their_files(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, ("x",), broken=None)
+    save_json(job, job.file)
+    assert Job.load(job.file) == job
+    result = Result(1, {"a": Inner(-math.inf)})
+    save_json(result, tmp_path / "result")
+    assert load_json(Result, tmp_path / "result") == result
+
+
+def test_a_process_ends_with_everything_that_it_started(tmp_path: Path) -> None:
+    child = "import time; time.sleep(600)"
+    parent = (
+        "import subprocess, sys, time\n"
+        f"process = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        "print(process.pid, flush=True)\ntime.sleep(600)"
+    )
+    log = tmp_path / "log.txt"
+    with Process([sys.executable, "-c", parent], log) as process:
+        while not log.read_text().strip():
+            time.sleep(0.01)
+        assert process.wait(0.01) is None
+    pid = int(log.read_text())
+    assert process.status is not None
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_error_of_a_log_is_its_first_traceback_or_its_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("[0]<stderr>:Traceback\n[0]<stderr>:ValueError: first\n[1]<stderr>:OSError: second\nend\n")
+    assert error_line(log) == "ValueError: first"
+    log.write_text("one\ntwo\n\n")
+    assert error_line(log) == "two"
+    log.write_text("")
+    assert error_line(log)
+
+
+def test_statistics() -> None:
     assert quartiles([4.0]) == Quartiles(4.0, 4.0, 4.0)
     assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == Quartiles(3.0, 2.0, 4.0)
+    assert f"{Quartiles(1.0, 0.5, 2.0):.2f}" == "1.00 [0.50, 2.00]"
+    assert list(alternating("ABC", 2)) == [(0, "A"), (0, "B"), (0, "C"), (1, "C"), (1, "B"), (1, "A")]
+    assert slowest([[1.0, 2.0, 9.0], [3.0, 1.0, 1.0]]) == [3.0, 2.0, 9.0]
+    # The machine is ten times as slow in the second round; the third has no partner.
+    assert quartiles_of_ratios([1.0, 10.0, 7.0], [2.0, 20.0]) == Quartiles(0.5, 0.5, 0.5)
+    assert quartiles_of_ratios([], [1.0]) is None
 
 
-def test_jobs_alternate_and_ratios_are_taken_within_a_pair(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    order: list[str] = []
-    times = iter([1.0, 2.0, 20.0, 10.0])  # the machine is ten times as slow in the second pair
+def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) -> None:
+    def draw(folder: Path) -> list[str]:
+        (folder / "picture.png").touch()
+        return ["picture.png"]
 
-    def run_job(job, controller, environment, timeout):
-        order.append(job.engine)
-        if job.engine == "broken":
-            raise JobError("it broke")
-        seconds = next(times)
-        return [
-            Answer(1, {"densenet": [seconds]}, {"densenet": 100 + rank} if job.memory else {})
-            for rank in (0, 1)
-        ]
+    table = Table(("engine", "ms"), [("ddp", "1.0"), ("ddp", "2.0")], left=("engine",), folded=1)
+    results = [{"ratio": quartiles([1.0]), "far": math.inf, "none": None}]
+    report = Report("A title", {"machine": "m"}, [table], results, ["a remark"], ["a note"], draw=draw)
+    report.save(tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    for words in (
+        "# A title",
+        "- machine: m",
+        "![picture](picture.png)",
+        "| ddp | 2.0 |",
+        "- a remark",
+        "- a note",
+    ):
+        assert words in page
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["machine"] == "m"
+    assert saved["results"] == [
+        {"ratio": {"median": 1.0, "low": 1.0, "high": 1.0}, "far": "inf", "none": None}
+    ]
 
-    monkeypatch.setattr(reduce, "run_job", run_job)
-    plan = Plan(("ours", "broken", "theirs"), (2,), ("gloo",), ("densenet",), 2, None, 1.0, tmp_path)
-    (case,) = plan.run()
-    assert order == ["ours", "broken", "theirs", "theirs", "ours"]
-    assert case.ratio("ours", "theirs") == Quartiles(0.5, 0.5, 0.5)
-    assert case.gradient_bytes == {"ours": 101, "theirs": 101}
-    assert case.failures == {"broken": "it broke"}
-    assert case.ratio("ours", "broken") is None
+
+@pytest.mark.parametrize("success", [True, False])
+def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, success: bool) -> None:
+    @bench_command("thing")
+    @click.option("--steps", type=click.IntRange(1), default=2)
+    def thing(run: BenchRun, steps: int) -> None:
+        with run.progress(1) as progress:
+            progress.start("the only part")
+        run.finish(Report("Thing", {}, [Table(("steps",), [(str(steps),)])]), success)
+
+    folder = tmp_path / "out"
+    result = CliRunner().invoke(thing, ["--steps", "7", "--output", str(folder)])
+    assert result.exit_code == (0 if success else 1), result.output
+    assert f"Report: {folder / 'report.md'}" in result.output
+    assert "| 7 |" in (folder / "report.md").read_text()
+    for arguments in (["--steps", "0"], ["--output", str(folder)]):
+        result = CliRunner().invoke(thing, arguments)
+        assert result.exit_code == 2
+        assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str) -> None:
+    trained = workload(name, "quick")
+    torch.manual_seed(0)
+    model = trained.model()
+    inputs, targets = trained.sample(torch.Generator().manual_seed(0))
+    trained.loss(model(inputs), targets).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert name in WORKLOADS and trained.title
+
+
+if __name__ == "__main__":
+    run_rank(Job, measure)

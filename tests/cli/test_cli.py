@@ -48,8 +48,6 @@ def test_every_command_that_is_listed_exists(name: str) -> None:
 
 
 def test_defaults_that_help_lists_name_all_there_is() -> None:
-    from hvd_ckpt.bench import command as reduce
-    from hvd_ckpt.bench import workloads
     from hvd_ckpt.bench.compare import command as compare
     from hvd_ckpt.bench.compare.engines import ENGINES
     from hvd_ckpt.bench.compare.scenarios import SCENARIOS
@@ -62,7 +60,6 @@ def test_defaults_that_help_lists_name_all_there_is() -> None:
         (compare.ENGINES, [name for name in ENGINES if not name.startswith("shard-")]),
         (compare.WORKLOADS, WORKLOADS),
         (compare.SCENARIOS, SCENARIOS),
-        (reduce.WORKLOADS, workloads.WORKLOADS),
         (recompute.WORKLOADS, NAMES),
         (recompute.CONTENDERS, FAMILIES),
     ):

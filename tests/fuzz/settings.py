@@ -284,9 +284,8 @@ STOPS = (
     "hvd_ckpt.cli.plan.output_folder",
     "hvd_ckpt.cli.plan.build",
     "hvd_ckpt.bench.compare.command.output_folder",
-    "hvd_ckpt.bench.command.output_folder",
+    "hvd_ckpt.bench.harness.options.output_folder",
     "hvd_ckpt.bench.densenet.command.output_folder",
-    "hvd_ckpt.bench.train.command.output_folder",
     "hvd_ckpt.bench.recompute.command.output_folder",
 )
 

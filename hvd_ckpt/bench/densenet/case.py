@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvd_ckpt.bench.densenet.contenders import OURS, WANTED_MEMORY
 from hvd_ckpt.bench.densenet.job import Answer, Entry
-from hvd_ckpt.bench.reduce import Quartiles, quartiles, ratios
+from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, ratios
 
 __all__ = ["WANTED_TIME", "Case"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_ckpt.bench.densenet.job import Answer, Job
-from hvd_ckpt.bench.launch import run_ranks
+from hvd_ckpt.bench.harness.jobs import run_ranks
 from hvd_ckpt.probe import launcher_environment
 
 __all__ = ["run_job"]

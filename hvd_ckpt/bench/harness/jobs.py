@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import re
@@ -150,8 +149,6 @@ def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
     """
     job = job_type.load(Path(sys.argv[1]))
     rank = launched_rank() or 0
-    gc.collect()
-    gc.freeze()  # objects that the imports left behind are not collected again while the clock runs
     try:
         save_json(measure(job), job.result_file(rank))
     except Exception as error:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.recompute.compiled import COMPILED, compile_chain, compiled_contenders
 from hvd_ckpt.bench.recompute.contenders import KEEP, OURS, Contender, contenders
 from hvd_ckpt.bench.recompute.measure import Bench, Entry, reason, time_rounds
 from hvd_ckpt.bench.recompute.plans import make_plans
 from hvd_ckpt.bench.recompute.workloads import Workload
-from hvd_ckpt.bench.reduce import Quartiles
 
 __all__ = ["WANTED_SMALLEST", "Case", "run_case"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, ratios
 from hvd_ckpt.bench.recompute.chain import Forward, twin
 from hvd_ckpt.bench.recompute.workloads import Workload
-from hvd_ckpt.bench.reduce import Quartiles, quartiles, ratios
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.memory import measure_peak
 

@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.recompute.case import WANTED_SMALLEST, Case
 from hvd_ckpt.bench.recompute.contenders import KEEP
 from hvd_ckpt.bench.recompute.measure import Entry
-from hvd_ckpt.bench.reduce import Quartiles
 from hvd_ckpt.install.extras import say_no_pictures
 
 __all__ = ["COLUMNS", "PICTURE", "PLAN_COLUMNS", "Report"]

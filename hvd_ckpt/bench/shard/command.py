@@ -244,7 +244,7 @@ class Run:
         )
 
     def _take(self, results: Results, chosen: list[Result], name: str, *, memory: bool, rounds: int) -> None:
-        from hvd_ckpt.bench.launch import JobError
+        from hvd_ckpt.bench.harness.jobs import JobError
         from hvd_ckpt.bench.shard.job import Job, run_job
 
         names = tuple(one.contender.name for one in chosen)
@@ -266,7 +266,7 @@ class Run:
 
     def wire(self) -> bool:
         """Trains in each format and tells of it; whether it could."""
-        from hvd_ckpt.bench.launch import JobError
+        from hvd_ckpt.bench.harness.jobs import JobError
         from hvd_ckpt.bench.shard.wire import FORMATS, STAGES, WireJob, run_wire_job, wire_table
 
         scale = self.scale

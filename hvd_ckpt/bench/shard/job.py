@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_ckpt.bench.launch import JobError, error_line, rank_environment, run_ranks
+from hvd_ckpt.bench.harness.jobs import JobError, error_line, rank_environment, run_ranks
 from hvd_ckpt.bench.rank_job import RankJob
 from hvd_ckpt.bench.shard.model import Size
 from hvd_ckpt.json_file import write_json

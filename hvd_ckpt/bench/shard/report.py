@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hvd_ckpt.bench.reduce import Quartiles
+from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.shard.results import MIB, Result, Results
 from hvd_ckpt.bench.shard.theory import state_bytes
 from hvd_ckpt.install.extras import say_no_pictures

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_ckpt.bench.reduce import Quartiles, quartiles, ratios
+from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, ratios
 from hvd_ckpt.bench.shard.contenders import OURS, Contender, rivals
 from hvd_ckpt.bench.shard.job import Answer, Findings
 from hvd_ckpt.bench.shard.theory import shared_bytes, state_bytes

@@ -1,43 +1,48 @@
-"""The two loops: the toolkit's own, and the one that is written by hand.
+"""The two loops: the trainer's own, and the one that is written by hand; and one rank of a job, which runs both.
 
-The toolkit's is :meth:`Trainer.run` as it is; its step is only overridden to look at the clock where a round ends, and to let
-the other loop have its turn there. So a round of the toolkit spans everything that it does between steps: batches from its
+The trainer's is :meth:`Trainer.run` as it is; its step is only overridden to read the clock where a round ends, and to let
+the other loop have its turn there. So a round of the trainer spans everything that it does between steps: batches from its
 loader, counting, the schedule, the log.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.bench.harness.jobs import run_rank
+from hvd_ckpt.bench.train.command import Job, RankResult
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
+from hvd_ckpt.runtime import init
 from hvd_ckpt.training import optimizers
-from hvd_ckpt.training.assembly import Assembly
+from hvd_ckpt.training.assembly import Assembly, assemble
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.microbatch import Accumulated
 from hvd_ckpt.training.schedules import Schedule
 from hvd_ckpt.training.trainer import Trainer
 
-__all__ = ["ByHand", "Measured", "differences"]
+__all__ = ["ByHand", "Measured", "differences", "measure"]
 
-AHEAD = 2  # batches prepared before they are needed, as many as the toolkit's loader has
+AHEAD = 2  # batches prepared before they are needed, as many as the trainer's loader has
+WARM_UP = 3  # steps: the reducer learns in the first, and its buckets are there after the second
+LOG_EVERY = 10  # steps, or each round if it is shorter
 
 
 class ByHand:
-    """The loop that an engineer writes for one model, with this library's calls and nothing else of the toolkit.
+    """The loop that an engineer writes for one model, with this library's calls and nothing of the trainer.
 
     Batches are drawn from the data set in the stream's order, two ahead in one thread. A step sets the learning rate, clears
     the gradients, sums the number of terms over the ranks, runs each micro-batch forward and backward with its share of the
@@ -109,7 +114,7 @@ class ByHand:
 
 
 class Measured(Trainer):
-    """The toolkit's trainer, whose rounds alternate with those of the loop by hand: A B, B A, A B, ...
+    """The trainer, whose rounds alternate with those of the loop by hand: A B, B A, A B, ...
 
     Both take ``warm_up`` steps, then ``rounds`` rounds of ``length`` steps, then one more, before which the last round ends.
     Dropout draws from one random state for each loop, changed over between rounds.
@@ -140,10 +145,6 @@ class Measured(Trainer):
         if rest == 0 and 0 <= done <= self._rounds:
             self._end_round(done)
         return super().step(batch, samples)
-
-    def snapshot(self) -> Path:
-        """Writes none: the run has nothing that is worth keeping."""
-        return self.folder
 
     def _end_round(self, done: int) -> None:
         """Ends the trainer's round before the step with which the next one begins, and gives the other loop its turns.
@@ -186,3 +187,36 @@ def differences(one: nn.Module, other: nn.Module) -> list[str]:
     """Names of the weights and buffers that are not bit for bit the same in two models of one kind."""
     found: dict[str, Tensor] = other.state_dict()
     return [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, found[name])]
+
+
+def measure(job: Job) -> RankResult:
+    """Times both loops on one rank."""
+    init()
+    config = Config(
+        model=job.model,
+        accumulate=job.accumulate,
+        batch=job.batch,
+        steps=WARM_UP + job.rounds * job.steps + 1,
+        held_out=0.0,
+        clip=1.0,
+        log_every=min(LOG_EVERY, job.steps),
+        device="cpu",
+        output=str(job.folder / "run"),
+    )
+    trainer = Measured(config, assemble(config), job.rounds, job.steps, WARM_UP)
+    gc.collect()
+    gc.freeze()  # what is collected within a round is what the loops leave
+    trainer.run()
+    trainer.by_hand.close()
+    result = RankResult(
+        torch.get_num_threads(),
+        trainer.seconds,
+        trainer.seconds_by_hand,
+        differences(trainer.model, trainer.by_hand.model),
+    )
+    hvd.shutdown()
+    return result
+
+
+if __name__ == "__main__":
+    run_rank(Job, measure)
