@@ -23,7 +23,7 @@ from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_byt
 from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.plan import Cost, Plan, applied
 from hvd_ckpt.planning.profile import Profile, Step
-from hvd_ckpt.planning.solve import frontier, smallest_peak, solve
+from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.recompute.calls import tensors_in
 
 __all__ = ["Planner", "largest_batch", "plan"]
@@ -79,13 +79,17 @@ class Planner:
     @functools.cached_property
     def smallest(self) -> Cost:
         """The predicted cost of the plan with the smallest peak."""
-        solution = smallest_peak(self._chain)
+        solution = self._solver.smallest
         return Cost(solution.peak, solution.seconds)
+
+    @functools.cached_property
+    def _solver(self) -> Solver:
+        return Solver(self._chain)
 
     @functools.cached_property
     def _points(self) -> list[Solution]:
         """The schedules that none beats in both peak and time, as predicted."""
-        return frontier(self._chain)
+        return self._solver.frontier()
 
     def plan(self, budget: int | float | str | None = None, rounds: int = 3) -> Plan:
         """The fastest plan whose peak stays within ``budget``.
@@ -173,14 +177,14 @@ class Planner:
     def _within(self, limit: int | None) -> tuple[Solution, int, tuple[tuple[float, int], ...]]:
         """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
         if limit is None:
-            solution = solve(self._chain, self.keep_everything.peak_bytes * 2)
+            solution = self._solver.fastest
             peak, timeline = self._peak(solution)
             return solution, peak, timeline
         target = limit
         found: tuple[Solution, int, tuple[tuple[float, int], ...]] | None = None
         for _ in range(_CORRECTIONS):
             try:
-                solution = solve(self._chain, target)
+                solution = self._solver.solve(target)
             except Infeasible:
                 break
             peak, timeline = self._peak(solution)
@@ -196,7 +200,7 @@ class Planner:
                 if found is not None:
                     break
         if found is None:
-            solution = smallest_peak(self._chain)
+            solution = self._solver.smallest
             peak, timeline = self._peak(solution)
             if peak > limit:
                 raise BudgetError(

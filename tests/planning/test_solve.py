@@ -1,4 +1,4 @@
-"""The solver against exhaustive search, against rotor's dynamic programme, and against known optima."""
+"""The solver against exhaustive search, against rotor's dynamic program, and against known optima."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hvd_ckpt.planning.chain import (
     Item,
     Run,
     Segment,
-    Solution,
     bottleneck,
     simulate,
 )
-from hvd_ckpt.planning.solve import frontier, smallest_peak, solve
+from hvd_ckpt.planning.solver import Solver
 
 MB = 1_000_000
+WITHIN = 1.01
 
 
 def block(*choices: tuple[float, int, int, int], output=2, forward=1.0, working=3, joins=True) -> Block:
@@ -140,19 +140,18 @@ def exhaustive(chain: list[Block]) -> list[tuple[int, float]]:
 def check_against(
     chain: list[Block], best: list[tuple[int, float]], budgets: int, rng: random.Random
 ) -> None:
-    """Solutions at the smallest budget, at random ones, and the whole frontier are the best of all."""
-    least, smallest = smallest_peak(chain), best[0][0]
-    assert (least.peak, least.seconds) == best[0]
+    """The smallest peak is that of the best schedules, and times at random budgets are within 1 % of theirs."""
+    solver, smallest = Solver(chain), best[0][0]
+    assert solver.smallest.peak == smallest
+    assert solver.fastest.seconds <= WITHIN * best[-1][1]
     with pytest.raises(Infeasible) as error:
-        solve(chain, smallest - 1)
+        solver.solve(smallest - 1)
     assert error.value.smallest == smallest
-    for budget in [rng.randint(smallest, best[-1][0] + 5) for _ in range(budgets)]:
-        solution = solve(chain, budget)
+    for budget in [smallest, *(rng.randint(smallest, best[-1][0] + 5) for _ in range(budgets))]:
+        solution = solver.solve(budget)
         assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
         assert solution.peak <= budget
-        assert solution.seconds == max(best, key=lambda point: (point[0] <= budget, point[0]))[1]
-    if rng.random() < 0.2:
-        assert [(solution.peak, solution.seconds) for solution in frontier(chain, points=500)] == best
+        assert solution.seconds <= WITHIN * max(best, key=lambda point: (point[0] <= budget, point[0]))[1]
 
 
 # --- the model itself ---
@@ -204,9 +203,9 @@ def test_costs_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="empty"):
         Segment(())
     with pytest.raises(ValueError, match="no blocks"):
-        solve([], 10)
+        Solver([])
     with pytest.raises(ValueError, match="at least 2"):
-        frontier([block((1.0, 1, 1, 1))], points=1)
+        Solver([block((1.0, 1, 1, 1))]).frontier(points=1)
 
 
 # --- the best of all schedules ---
@@ -238,26 +237,27 @@ def test_best_of_all_schedules(blocks, choices, joined, chains):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(1, 12), joined=st.floats(0, 1), share=st.floats(0, 1))
-def test_a_coarse_grid_never_exceeds_the_budget(seed, blocks, joined, share):
+def test_a_budget_is_never_exceeded(seed, blocks, joined, share):
     rng = random.Random(seed)
     chain = [
         Block(one.choices, one.output, one.forward_seconds, one.forward_working, rng.random() < joined)
         for one in network(rng, blocks, rng.randint(1, 4), True)
     ]
-    smallest = smallest_peak(chain).peak
+    solver = Solver(chain)
+    smallest = solver.smallest.peak
     budget = int(smallest + share * (max(keep_all(chain), smallest) - smallest))
-    solution = solve(chain, budget, resolution=64)
+    solution = solver.solve(budget)
     assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
     assert smallest <= solution.peak <= budget
     with pytest.raises(Infeasible):
-        solve(chain, smallest - 1, resolution=64)
+        solver.solve(smallest - 1)
 
 
 # --- peers and known optima ---
 
 
 def rotor(chain: list[Block], budget: int, slots: int) -> float:
-    """The dynamic programme of Beaumont et al. (2019) with one choice per block, each byte count rounded up to
+    """The dynamic program of Beaumont et al. (2019) with one choice per block, each byte count rounded up to
     one of ``slots`` parts of the budget; seconds, or infinity."""
     size, last = -(-budget // slots), len(chain) - 1
 
@@ -292,24 +292,25 @@ def test_never_slower_than_rotor(choices):
     feasible = 0
     for _ in range(12):
         chain = network(rng, rng.randint(3, 14), choices, True)
-        everything = keep_all(chain)
+        everything, solver = keep_all(chain), Solver(chain)
         for share in (0.15, 0.3, 0.5, 0.8, 1.0):
             seconds = rotor(chain, int(share * everything), 60)
             if math.isfinite(seconds):
                 feasible += 1
-                assert solve(chain, int(share * everything)).seconds <= seconds + 1e-9
+                assert solver.solve(int(share * everything)).seconds <= WITHIN * seconds
     assert feasible > 30
 
 
-def test_rotor_on_exact_bytes_is_met_exactly():
+def test_as_fast_as_rotor_on_exact_bytes():
     rng = random.Random(0)
     for _ in range(150):
         chain = [
             block((rng.randint(4, 12) / 4, kept, kept + 1, kept + 4), output=2, forward=0.5, working=4)
             for kept in [rng.randint(2, 9) for _ in range(rng.randint(2, 8))]
         ]
-        for budget in range(smallest_peak(chain).peak, keep_all(chain) + 1, 9):
-            assert solve(chain, budget).seconds == rotor(chain, budget, budget)
+        solver = Solver(chain)
+        for budget in range(solver.smallest.peak, keep_all(chain) + 1, 9):
+            assert solver.solve(budget).seconds <= WITHIN * rotor(chain, budget, budget)
 
 
 @pytest.mark.parametrize("blocks", [16, 64, 100])
@@ -318,9 +319,9 @@ def test_square_root_of_the_memory_costs_one_forward(blocks):
     root = math.isqrt(blocks)
     chain = [block((3.0, 1, 1, 2), output=1, forward=1.0, working=1) for _ in range(blocks)]
     assert keep_all(chain) == blocks + 1
-    solution = solve(chain, 2 * root + 2)
-    assert solution.seconds <= 3.0 * blocks + blocks
-    assert solve(chain, root).seconds > 3.0 * blocks + blocks
+    solver = Solver(chain)
+    assert solver.solve(2 * root + 2).seconds <= 3.0 * blocks + blocks
+    assert solver.solve(root).seconds > 3.0 * blocks + blocks
 
 
 # --- long chains ---
@@ -329,10 +330,10 @@ def test_square_root_of_the_memory_costs_one_forward(blocks):
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_hundred_different_blocks(joins):
     chain = network(random.Random(0), 100, 6, joins)
-    everything = keep_all(chain)
+    everything, solver = keep_all(chain), Solver(chain)
     last = math.inf
     for share in (0.1, 0.3, 0.6):
-        solution = solve(chain, int(share * everything))
+        solution = solver.solve(int(share * everything))
         assert (solution.peak, solution.seconds) == simulate(chain, solution.items)
         assert 0.97 * share * everything < solution.peak <= share * everything
         assert solution.seconds < last
@@ -341,18 +342,19 @@ def test_a_hundred_different_blocks(joins):
 
 def test_joining_never_hurts_and_reaches_less_memory():
     rng = random.Random(4)
-    apart, joined = network(rng, 30, 3, False), network(random.Random(4), 30, 3, True)
-    assert smallest_peak(joined).peak < 0.8 * smallest_peak(apart).peak
+    chain = network(rng, 30, 3, False)
+    apart, joined = Solver(chain), Solver(network(random.Random(4), 30, 3, True))
+    assert joined.smallest.peak < 0.8 * apart.smallest.peak
     for share in (0.3, 0.5, 0.7):
-        budget = int(share * keep_all(apart))
-        assert solve(joined, budget).seconds <= solve(apart, budget).seconds
+        budget = int(share * keep_all(chain))
+        assert joined.solve(budget).seconds <= WITHIN * apart.solve(budget).seconds
 
 
 def test_segments_stay_within_joined_runs():
     rng = random.Random(8)
     joined, apart = network(rng, 20, 2, True), network(rng, 20, 2, False)
     chain = [*apart[:5], *joined[:9], *apart[5:8], *joined[9:], *apart[8:]]
-    solution = smallest_peak(chain)  # simulate refuses segments across blocks that do not join
+    solution = Solver(chain).smallest  # simulate refuses segments across blocks that do not join
     assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
     segments = [item for item in solution.items if isinstance(item, Segment)]
     assert segments
@@ -364,29 +366,31 @@ def test_segments_stay_within_joined_runs():
 @pytest.mark.parametrize("joins", [False, True])
 def test_frontier_runs_from_the_smallest_to_the_fastest(joins):
     chain = network(random.Random(2), 20, 4, joins)
-    points = frontier(chain, points=16)
+    solver = Solver(chain)
+    points = solver.frontier(points=16)
     assert 8 <= len(points) <= 16
-    assert points[0].peak == smallest_peak(chain).peak
+    assert points[0].peak == solver.smallest.peak
     fastest = sum(min(choice.seconds for choice in one.choices) for one in chain)
     assert points[-1].seconds == pytest.approx(fastest)
     for smaller, larger in itertools.pairwise(points):
         assert smaller.peak < larger.peak and smaller.seconds > larger.seconds
     for point in points:
         assert (point.peak, point.seconds) == simulate(chain, point.items)
-        assert point.seconds <= 1.01 * solve(chain, point.peak).seconds
+        assert point.seconds <= WITHIN * solver.solve(point.peak).seconds
 
 
 def test_recomputing_that_is_faster_than_keeping_is_taken_at_any_budget():
     chain = [block((3.0, 10, 10, 12), (2.5, 2, 10, 14), joins=False) for _ in range(4)]
-    assert solve(chain, 10**9).items == tuple(Run(index, 1) for index in range(4))
+    assert Solver(chain).solve(10**9).items == tuple(Run(index, 1) for index in range(4))
 
 
 def test_an_impossible_budget_names_the_block_that_sets_the_limit():
     chain = network(random.Random(1), 6, 3, True)
     head = block((0.1, 10 * MB, 300 * MB, 900 * MB), output=4, forward=0.05, working=300 * MB, joins=False)
     chain = [*chain[:-1], Block(chain[-1].choices, 2 * MB, 0.02, 6 * MB, False), head]
+    solver = Solver(chain)
     with pytest.raises(Infeasible, match="smallest possible") as error:
-        solve(chain, 500 * MB)
+        solver.solve(500 * MB)
     assert error.value.block == 6
-    assert error.value.smallest == smallest_peak(chain).peak > 900 * MB
-    assert isinstance(solve(chain, error.value.smallest), Solution)
+    assert error.value.smallest == solver.smallest.peak > 900 * MB
+    assert solver.solve(error.value.smallest).peak == error.value.smallest

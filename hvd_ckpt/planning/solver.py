@@ -1,0 +1,300 @@
+"""The fastest schedule of a chain of blocks within a memory budget, for all budgets at once.
+
+One dynamic program over *levels*, as in Beaumont et al. (2019), "Optimal checkpointing for heterogeneous chains",
+with several choices per block. Level (s, t) runs blocks s to t forward and backward while the gradient of block t's
+output waits outside. It starts with a run of block s or with a segment s to e, and needs as many bytes as
+
+    run       max(what the choice itself needs, what it keeps + level (s + 1, t))
+    segment   max(its first pass, the output of block e + level (e + 1, t), level (s, e))
+
+The whole chain is a level in which no gradient waits. Each level has a Pareto frontier: the pairs of bytes needed and
+seconds that no other schedule of the level beats in both. Frontiers are exact until they grow past a size that depends
+on the length of the chain. Then they are thinned, which loses schedules, but those that remain are still exact: a
+schedule never needs more than its point says, and the smallest peak and the fastest schedule are never lost. On small
+chains nothing is thinned; the promise is to be within 1 % of the best schedule there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_ckpt.planning.chain import (
+    Block,
+    Choice,
+    Infeasible,
+    Item,
+    Run,
+    Segment,
+    Solution,
+    bottleneck,
+    simulate,
+)
+
+__all__ = ["Solver"]
+
+Seconds = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# Frontiers have at least and at most so many points, and between that so many that combining them, points times
+# pairs of frontiers, is this much work: a few seconds for a hundred different blocks that join.
+_POINTS = (64, 8192)
+_WORK = 4_000_000
+
+
+@dataclass(frozen=True)
+class _Frontier:
+    """The Pareto frontier of a level: points in order of growing ``need`` and falling ``seconds``.
+
+    ``first[i]`` says how point i starts: with this choice of the first block, or, if negative, with a segment of that
+    many blocks, which is run as point ``inside[i]`` of its own level. ``then[i]`` is the point of the rest.
+    """
+
+    need: Integers
+    seconds: Seconds
+    first: Integers
+    inside: Integers
+    then: Integers
+
+
+_ZERO = np.zeros(1, dtype=np.int64)
+_EMPTY = _Frontier(_ZERO, np.zeros(1), _ZERO, _ZERO, _ZERO)
+
+
+class Solver:
+    """Schedules of one chain.
+
+    Args:
+        blocks: the chain.
+
+    Raises:
+        ValueError: the chain has no blocks.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        if not blocks:
+            raise ValueError("the chain has no blocks: give at least one")
+        self.blocks = tuple(blocks)
+        self._choices = [_undominated(block.choices) for block in blocks]
+        self._ends = _segment_ends(blocks)
+        self._first_pass = [_first_pass(blocks[s : ends.stop]) for s, ends in enumerate(self._ends)]
+        self._levels: dict[tuple[int, int], _Frontier] = {}
+        self._fill_levels()
+        self._whole = [_EMPTY] * (len(blocks) + 1)
+        size = _size(sum(len(ends) + len(some) for ends, some in zip(self._ends, self._choices)))
+        for s in reversed(range(len(blocks))):
+            self._whole[s] = self._level(s, len(blocks) - 1, self._whole.__getitem__, 0, size)
+
+    @property
+    def smallest(self) -> Solution:
+        """A schedule of the smallest peak that is possible, exact to the byte."""
+        return self._solution(0)
+
+    @property
+    def fastest(self) -> Solution:
+        """The fastest schedule, whatever it needs."""
+        return self._solution(-1)
+
+    def solve(self, budget: int) -> Solution:
+        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step.
+
+        Raises:
+            Infeasible: no schedule meets the budget; has the smallest peak and the block that sets it.
+        """
+        point = int(np.searchsorted(self._whole[0].need, budget, side="right")) - 1
+        if point < 0:
+            smallest = self.smallest
+            raise Infeasible(budget, smallest.peak, bottleneck(self.blocks, smallest.items))
+        return self._solution(point)
+
+    def frontier(self, points: int = 32) -> list[Solution]:
+        """Up to ``points`` schedules of which none beats another in both peak and seconds, from that of the smallest
+        peak to the fastest, spread evenly along the curve of seconds over bytes.
+
+        Raises:
+            ValueError: fewer than two points are asked for.
+        """
+        if points < 2:
+            raise ValueError(
+                f"a frontier of {points} points: ask for at least 2, the smallest and the fastest"
+            )
+        whole = self._whole[0]
+        found: list[Solution] = []
+        for point in _spread(whole.need, whole.seconds, points):
+            solution = self._solution(point)
+            # Summed in another order, two times that differed may be equal.
+            if not found or solution.seconds < found[-1].seconds:
+                found.append(solution)
+        return found
+
+    def _solution(self, point: int) -> Solution:
+        items = self._items(0, len(self.blocks), self._whole.__getitem__, point)
+        peak, seconds = simulate(self.blocks, items)
+        return Solution(items, peak, seconds)
+
+    def _items(
+        self, s: int, stop: int, level: Callable[[int], _Frontier], point: int
+    ) -> tuple[Item, ...]:
+        """The schedule of a point; ``level(s)`` is the frontier of blocks s to ``stop - 1``."""
+        items: list[Item] = []
+        while s < stop:
+            frontier = level(s)
+            first, inside = int(frontier.first[point]), int(frontier.inside[point])
+            if first >= 0:
+                items.append(Run(s, first))
+            else:
+                items.append(Segment(self._items(s, s - first, self._level_until(s - first - 1), inside)))
+            s += 1 if first >= 0 else -first
+            point = int(frontier.then[point])
+        return tuple(items)
+
+    def _level_until(self, t: int) -> Callable[[int], _Frontier]:
+        return lambda s: self._levels[s, t] if s <= t else _EMPTY
+
+    def _fill_levels(self) -> None:
+        """The levels that segments may be recomputed as. Stretches of the chain that are alike share one frontier."""
+        last = len(self.blocks) - 1
+        windows: dict[tuple[int, int], tuple[int, int]] = {}  # of each, the first one that is alike
+        known: dict[object, tuple[int, int]] = {}
+        for s in reversed(range(last)):
+            for t in self._ends[s]:
+                key: object = (windows[s, t - 1], windows[s + 1, t]) if t > s else _costs(self.blocks[s])
+                windows[s, t] = known.setdefault(key, (s, t))
+        size = _size(sum(t - s + 1 for (s, t), first in windows.items() if first == (s, t)))
+        for (s, t), first in windows.items():
+            if first == (s, t):
+                waiting = self.blocks[t].output
+                self._levels[s, t] = self._level(s, t, self._level_until(t), waiting, size)
+            else:
+                self._levels[s, t] = self._levels[first]
+
+    def _level(
+        self, s: int, t: int, rest: Callable[[int], _Frontier], waiting: int, size: int
+    ) -> _Frontier:
+        """The frontier of blocks s to t while ``waiting`` bytes of gradient wait; ``rest(e)`` is that of blocks e to t."""
+        parts = [_run(number, choice, rest(s + 1), waiting) for number, choice in self._choices[s]]
+        # A segment of all blocks of a level would only run it twice.
+        parts += [self._segment(s, e, rest(e + 1), waiting) for e in self._ends[s] if e < t]
+        return _merged(parts, size)
+
+    def _segment(self, s: int, e: int, rest: _Frontier, waiting: int) -> _Frontier:
+        """A level that starts with the segment s to e."""
+        inside = self._levels[s, e]
+        peaks, seconds = self._first_pass[s]
+        after = np.maximum(rest.need + self.blocks[e].output, waiting + peaks[e - s])
+        # At each number of bytes that one of the two parts comes to need, both are as fast as they can be.
+        need = np.concatenate((after, inside.need))
+        need = np.sort(need[need >= max(after[0], inside.need[0])])
+        pick = np.searchsorted(inside.need, need, side="right") - 1
+        then = np.searchsorted(after, need, side="right") - 1
+        total = inside.seconds[pick] + rest.seconds[then] + seconds[e - s]
+        return _Frontier(need, total, np.full(len(need), s - e - 1), pick, then)
+
+
+def _run(number: int, choice: Choice, rest: _Frontier, waiting: int) -> _Frontier:
+    """A level that starts with a run of a block under its choice of that number."""
+    own = max(waiting + max(choice.forward_peak, choice.kept), choice.backward_peak)
+    # Of the points of the rest that all come to need the block's own bytes, only the fastest counts.
+    start = max(int(np.searchsorted(rest.need, own - choice.kept, side="right")) - 1, 0)
+    then = np.arange(start, len(rest.need))
+    return _Frontier(
+        np.maximum(rest.need[start:] + choice.kept, own),
+        rest.seconds[start:] + choice.seconds,
+        np.full(len(then), number),
+        np.zeros(len(then), dtype=np.int64),
+        then,
+    )
+
+
+def _merged(parts: Sequence[_Frontier], size: int) -> _Frontier:
+    """The points of all parts that no other beats; of many, about ``size``."""
+    need = np.concatenate([part.need for part in parts])
+    order = np.argsort(need, kind="stable")  # a merge, since the parts are sorted
+    need = need[order]
+    seconds = np.concatenate([part.seconds for part in parts])[order]
+    best = np.minimum.accumulate(seconds)
+    chosen = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
+    chosen = chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
+    if len(chosen) > size:
+        chosen = chosen[_thinned(need[chosen], size)]
+    order = order[chosen]
+    first, inside, then = (
+        np.concatenate([getattr(part, name) for part in parts])[order] for name in ("first", "inside", "then")
+    )
+    return _Frontier(need[chosen], seconds[chosen], first, inside, then)
+
+
+def _thinned(need: Integers, size: int) -> Integers:
+    """The first and the last point of every cell of a grid that is finer where little memory is needed, which is where
+    a byte is worth most."""
+    place = np.sqrt((need - need[0]) / max(int(need[-1] - need[0]), 1))
+    cell = (place * (size // 2 - 1)).astype(np.int64)
+    starts = np.flatnonzero(np.diff(cell, prepend=-1))
+    ends = np.append(starts[1:] - 1, len(need) - 1)
+    return np.union1d(starts, ends)
+
+
+def _size(pairs: int) -> int:
+    """Points of a frontier where so many pairs of frontiers are combined."""
+    return min(max(_WORK // max(pairs, 1), _POINTS[0]), _POINTS[1])
+
+
+def _segment_ends(blocks: Sequence[Block]) -> list[range]:
+    """For each block the blocks that a segment from it may end at: those that it joins, less the last of the chain,
+    which runs backward at once."""
+    ends = [range(0)] * len(blocks)
+    stop = len(blocks)
+    for s in reversed(range(len(blocks))):
+        if not blocks[s].joins_next:
+            stop = s + 1
+        joins = stop > s + 1 or (s > 0 and blocks[s - 1].joins_next)
+        ends[s] = range(s, min(stop, len(blocks) - 1)) if joins else range(0)
+    return ends
+
+
+def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
+    """Peak bytes above the start, and seconds, of a first pass from the first of these blocks to each of them."""
+    peaks, seconds = [0], [0.0]
+    boundary = 0
+    for block in blocks:
+        peaks.append(max(peaks[-1], boundary + max(block.forward_working, block.output)))
+        seconds.append(seconds[-1] + block.forward_seconds)
+        boundary = block.output
+    return np.array(peaks[1:], dtype=np.int64), np.array(seconds[1:])
+
+
+def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
+    """The choices with their numbers, less those that another is at least as good as in every respect."""
+    found: list[tuple[int, Choice]] = []
+    for number, choice in sorted(enumerate(choices), key=lambda entry: _costs_of(entry[1])):
+        costs = _costs_of(choice)
+        if not any(all(one <= other for one, other in zip(_costs_of(better), costs)) for _, better in found):
+            found.append((number, choice))
+    return found
+
+
+def _costs_of(choice: Choice) -> tuple[float, ...]:
+    return choice.seconds, choice.kept, choice.forward_peak, choice.backward_peak
+
+
+def _costs(block: Block) -> object:
+    """What two blocks have in common that are alike."""
+    choices = tuple(map(_costs_of, block.choices))
+    return choices, block.output, block.forward_seconds, block.forward_working
+
+
+def _spread(need: Integers, seconds: Seconds, points: int) -> list[int]:
+    """Indices of up to ``points`` points of a falling curve, its ends included, evenly along its length in the square
+    that it spans. Seconds are taken by their logarithm: the last bytes that recomputing saves can cost many times the
+    rest, and would take all the points."""
+    if len(need) <= points:
+        return list(range(len(need)))
+    times = np.log(np.maximum(seconds, 1e-12))
+    across = np.diff(need) / float(np.ptp(need))
+    down = np.abs(np.diff(times)) / max(float(np.ptp(times)), 1e-30)
+    length = np.concatenate(([0.0], np.cumsum(np.hypot(across, down))))
+    places = np.searchsorted(length, np.linspace(0.0, length[-1], points))
+    return sorted({0, *(int(index) for index in places[1:-1]), len(need) - 1})
