@@ -135,9 +135,7 @@ class Solver:
         peak, seconds = simulate(self.blocks, items)
         return Solution(items, peak, seconds)
 
-    def _items(
-        self, s: int, stop: int, level: Callable[[int], _Frontier], point: int
-    ) -> tuple[Item, ...]:
+    def _items(self, s: int, stop: int, level: Callable[[int], _Frontier], point: int) -> tuple[Item, ...]:
         """The schedule of a point; ``level(s)`` is the frontier of blocks s to ``stop - 1``."""
         items: list[Item] = []
         while s < stop:
@@ -171,9 +169,7 @@ class Solver:
             else:
                 self._levels[s, t] = self._levels[first]
 
-    def _level(
-        self, s: int, t: int, rest: Callable[[int], _Frontier], waiting: int, size: int
-    ) -> _Frontier:
+    def _level(self, s: int, t: int, rest: Callable[[int], _Frontier], waiting: int, size: int) -> _Frontier:
         """The frontier of blocks s to t while ``waiting`` bytes of gradient wait; ``rest(e)`` is that of blocks e to t."""
         parts = [_run(number, choice, rest(s + 1), waiting) for number, choice in self._choices[s]]
         # A segment of all blocks of a level would only run it twice.
