@@ -43,7 +43,7 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
         raise BadArgument(str(error)) from None
     plan.apply(model)
     if hc.rank() == 0:
-        before, after = show_bytes(plan.keep_everything.peak_bytes), show_bytes(plan.measured.peak_bytes)
+        before, after = show_bytes(plan.baseline.peak_bytes), show_bytes(plan.measured.peak_bytes)
         print(f"peak of a micro-batch: {after} recomputed, {before} kept")
 
     def loss_of(part):

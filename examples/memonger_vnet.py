@@ -42,7 +42,7 @@ def main(volumes, pixels, width, **settings):
     except ValueError as error:
         raise BadArgument(str(error)) from None
     if hc.rank() == 0:
-        for name, cost in (("kept", trainer.plan.keep_everything), ("recomputed", trainer.plan.measured)):
+        for name, cost in (("kept", trainer.plan.baseline), ("recomputed", trainer.plan.measured)):
             print(f"{name}: peak {show_bytes(cost.peak_bytes)}, {cost.seconds:.3f} s a step", flush=True)
     outcome = trainer.run()
     if hc.rank() == 0:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["MAX_BYTES", "Wrong", "dumps", "loads", "read_json", "shown", "write_json", "write_text"]
+__all__ = ["MAX_BYTES", "Wrong", "dumps", "loads", "read_bytes", "read_json", "shown", "write_json", "write_text"]
 
 MAX_BYTES = 64 << 20
 WIDTH = 120  # of a line, where it can be broken
@@ -67,11 +67,20 @@ def read_json(path: Path, give: str, repair: str) -> Any:
         Wrong: it is no regular file, too large, no UTF-8, no JSON, too deep, or has a number that is none or a key twice.
         OSError: it cannot be read.
     """
+    return loads(read_bytes(path, give), give, repair)
+
+
+def read_bytes(path: Path, give: str) -> bytes:
+    """The content of a file, or its first bytes if it is larger than :func:`loads` takes.
+
+    Raises:
+        Wrong: it is not a regular file.
+        OSError: it cannot be read.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise Wrong(f"it is a folder or a device: {give}")
     with open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    return loads(content, give, repair)
+        return file.read(MAX_BYTES + 1)
 
 
 def loads(content: bytes, give: str, repair: str) -> Any:

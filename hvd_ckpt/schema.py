@@ -34,7 +34,7 @@ def first_error(error: ValidationError) -> str:
     place, kind, message = _place(first["loc"]), first["type"], first["msg"]
     if kind == "missing":
         text = f"{place} is missing"
-    elif kind == "extra_forbidden":
+    elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
         text = f"{place} is not a known key"
     elif kind == "json_invalid":
         text = f"it is not valid JSON: {message.removeprefix('Invalid JSON: ')}"

@@ -74,7 +74,7 @@ def run(
     assert chosen.measured is not None
     if unmet is not None:
         nearest = unmet.smallest
-        share = nearest / chosen.keep_everything.peak_bytes
+        share = nearest / chosen.baseline.peak_bytes
         click.echo(
             f"Nearest budget: {nearest} ({show_bytes(nearest)}, {share:.2f}x), for which this plan is."
         )
@@ -134,7 +134,7 @@ def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -
         )
     if budget is None:
         return loaded
-    limit = parse_budget(budget).bytes(loaded.keep_everything.peak_bytes, loaded.smallest.peak_bytes, device)
+    limit = parse_budget(budget).bytes(loaded.baseline.peak_bytes, loaded.smallest.peak_bytes, device)
     return dataclasses.replace(loaded, budget=limit)
 
 

@@ -10,7 +10,7 @@ One page per step:
     profile     all of that for a model, and what runs around its blocks
     chain       the model of a chain that the solver sees; what a schedule of it costs
     solver      the fastest schedule within a budget
-    treatment   what is done with a block, and how a module is made to do it
+    policy   what is done with a block, and how a module is made to do it
     plan        the decision, as data; applying it
     planner     the way from a model to a plan
     ranks       one plan for all ranks

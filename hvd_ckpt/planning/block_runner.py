@@ -1,4 +1,4 @@
-"""Running one block of a model to measure what it costs under each treatment."""
+"""Running one block of a model to measure what it costs under each policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_ckpt.measure import no_collection, now
 from hvd_ckpt.memory import recording_marks
-from hvd_ckpt.planning.treatment import Treatment
+from hvd_ckpt.planning.policy import CheckpointPolicy
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 
 __all__ = ["BlockCost", "BlockRunner", "copied_objects"]
@@ -24,7 +24,7 @@ __all__ = ["BlockCost", "BlockRunner", "copied_objects"]
 
 @dataclass
 class BlockCost:
-    """What one block costs under one treatment: bytes above its start, seconds of forward and backward together."""
+    """What one block costs under one policy: bytes above its start, seconds of forward and backward together."""
 
     kept: int
     forward_peak: int
@@ -64,18 +64,18 @@ class BlockRunner:
         args, kwargs = copied_objects(map_tensors(fresh, Tensor, self._inputs))
         return args, kwargs
 
-    def memory(self, treatments: Sequence[Treatment]) -> list[BlockCost]:
-        """Exact bytes under each treatment."""
+    def memory(self, policies: Sequence[CheckpointPolicy]) -> list[BlockCost]:
+        """Exact bytes under each policy."""
         costs = []
         gc.collect()
         with recording_marks(self._device) as marks:
-            for treatment in treatments:
+            for policy in policies:
                 args, kwargs = self.inputs()
                 marks.mark("start")
-                _backward(self._forward(treatment, args, kwargs, lambda: marks.mark("kept")))
+                _backward(self._forward(policy, args, kwargs, lambda: marks.mark("kept")))
                 marks.mark("end")
                 del args, kwargs
-        for number in range(len(treatments)):
+        for number in range(len(policies)):
             start, kept, end = marks.marks[3 * number : 3 * number + 3]
             costs.append(
                 BlockCost(
@@ -104,19 +104,19 @@ class BlockRunner:
         begin, end = marks.marks[:2]
         return max(end.bytes - begin.bytes, 0), max(end.peak_bytes - begin.bytes, 0), min(seconds)
 
-    def seconds(self, treatments: Sequence[Treatment], least: float) -> list[float]:
-        """Median seconds of forward and backward under each treatment, in alternating order, for ``least`` seconds or three
+    def seconds(self, policies: Sequence[CheckpointPolicy], least: float) -> list[float]:
+        """Median seconds of forward and backward under each policy, in alternating order, for ``least`` seconds or three
         rounds."""
-        times: list[list[float]] = [[] for _ in treatments]
+        times: list[list[float]] = [[] for _ in policies]
         begin = time.perf_counter()
         rounds = 0
         while rounds < 3 or (rounds < 15 and time.perf_counter() - begin < least):
-            order = range(len(treatments)) if rounds % 2 else range(len(treatments) - 1, -1, -1)
+            order = range(len(policies)) if rounds % 2 else range(len(policies) - 1, -1, -1)
             for index in order:
                 args, kwargs = self.inputs()
                 with no_collection():
                     start = now(self._device)
-                    _backward(self._forward(treatments[index], args, kwargs))
+                    _backward(self._forward(policies[index], args, kwargs))
                     times[index].append(now(self._device) - start)
                 del args, kwargs
             rounds += 1
@@ -124,13 +124,13 @@ class BlockRunner:
 
     def _forward(
         self,
-        treatment: Treatment,
+        policy: CheckpointPolicy,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         ready: Callable[[], None] = lambda: None,
     ) -> Tensor | None:
         with torch.enable_grad(), self._autocast():
-            output = treatment.run(self._function, args, kwargs)
+            output = policy.run(self._function, args, kwargs)
         ready()
         ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         end: Tensor | None = _End.apply(*ends) if ends else None  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.block_runner import copied_objects
 from hvd_ckpt.planning.plan import kind_of, parameter_shapes
-from hvd_ckpt.planning.treatment import base_class, is_compiled
+from hvd_ckpt.planning.policy import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 
 __all__ = ["FoundBlock", "find_blocks", "proposed_blocks"]

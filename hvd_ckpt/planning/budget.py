@@ -47,14 +47,14 @@ class Budget:
     kind: str
     value: float = 0.0
 
-    def bytes(self, keep_everything: int, smallest: int, device: torch.device) -> int | None:
+    def bytes(self, baseline: int, smallest: int, device: torch.device) -> int | None:
         """The budget in bytes above the start of a step; None for the fastest plan."""
         if self.kind == "fastest":
             return None
         if self.kind == "min":
             return smallest
         if self.kind == "share":
-            return int(self.value * keep_everything)
+            return int(self.value * baseline)
         if self.kind == "device":
             return device_budget(self.value, device)
         return int(self.value)

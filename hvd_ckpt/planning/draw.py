@@ -74,7 +74,7 @@ def frontier_plot(
         peers: measured points; they and the plan's own measurement should come from one series of steps.
         kept: the measured cost of keeping everything.
     """
-    unit = _unit([plan.keep_everything.peak_bytes, *(peer.peak_bytes for peer in peers)])
+    unit = _unit([plan.baseline.peak_bytes, *(peer.peak_bytes for peer in peers)])
     figure = Figure(figsize=(8.2, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -94,7 +94,7 @@ def frontier_plot(
             *zip(*frontier_line), "-o", color=OURS, markersize=3, linewidth=1.2, label="plans, predicted"
         )
         points += frontier_line
-    put(plan.keep_everything, "*", "keep everything, predicted", 13, color=BEFORE)
+    put(plan.baseline, "*", "keep everything, predicted", 13, color=BEFORE)
     put(
         plan.predicted,
         "o",
@@ -146,7 +146,7 @@ def timeline_plot(
         ValueError: the plan has no timelines, and there are no curves.
     """
     if curves is None:
-        seconds = {"before": plan.keep_everything.seconds, "after": (plan.measured or plan.predicted).seconds}
+        seconds = {"before": plan.baseline.seconds, "after": (plan.measured or plan.predicted).seconds}
         curves = {
             name: Curve(timeline, seconds[name]) for name, timeline in plan.timelines.items() if timeline
         }

@@ -1,7 +1,9 @@
-"""A plan: what the forward pass of each block keeps, and what comes back by computing it again.
+"""A plan: what the forward pass of each block keeps, and what is recomputed.
 
-It is plain data: names, numbers and call numbers, made by the planner for one model and one shape of input, good for
-a file (:mod:`hvd_ckpt.planning.file`). :meth:`Plan.apply` gives each block its treatment.
+It is plain data: names, numbers and call numbers, made by the planner for one model and one shape of input.
+:meth:`Plan.apply` gives each block its checkpoint policy. :meth:`Plan.save` writes a JSON file that people can read. A plan
+file may come from anywhere: pydantic validates every value by the type hints below, nothing in it is executed or imported,
+and a key that this version does not know is an error, since to ignore it could change what a plan does.
 """
 
 from __future__ import annotations
@@ -10,19 +12,51 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import nn
 
+from hvd_ckpt.json_file import Wrong, dumps, read_bytes, write_text
 from hvd_ckpt.names import one_line
-from hvd_ckpt.planning.treatment import KEEP, Treatment, expect_autocast, treat, treat_chain, untreat
+from hvd_ckpt.planning.policy import (
+    KEEP,
+    CheckpointPolicy,
+    Text,
+    apply_policy,
+    apply_to_chain,
+    expect_autocast,
+    remove_policy,
+)
+from hvd_ckpt.schema import Strict, parse_json
 
 __all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
 
 M = TypeVar("M", bound=nn.Module)
 
-Items = tuple[Any, ...]
+_GIVE = "give a file that Plan.save() wrote"
+_REPAIR = "correct it, or make the plan again"
+_MAX_NESTING = 100  # of segments; each takes a dozen frames of Python's stack when it runs
+
+
+def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
+    """Items with tuples for lists."""
+    if not isinstance(value, (list, tuple)) or (depth and not value):
+        raise ValueError("must be a list of block numbers and of such lists, which are segments and not empty")
+    if depth > _MAX_NESTING:
+        raise ValueError(f"segments are nested more than {_MAX_NESTING} deep")
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, (int, list, tuple)):
+            raise ValueError(f"has {one!r} where a block number or a list is expected")
+    return tuple(one if isinstance(one, int) else _nested(one, depth + 1) for one in value)
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Bytes = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+_Moment = Annotated[str, Field(pattern="^(before|after)$")]
+Items = Annotated[tuple[Any, ...], BeforeValidator(_nested)]
 """Numbers of blocks in order; a nested tuple is a segment that is recomputed as a whole, and holds items itself."""
 
 
@@ -41,8 +75,8 @@ class Cost(NamedTuple):
         seconds: its duration.
     """
 
-    peak_bytes: int
-    seconds: float
+    peak_bytes: Count
+    seconds: Annotated[float, Field(ge=0)]
 
 
 _NOTHING = Cost(0, 0.0)
@@ -57,17 +91,25 @@ class BlockPlan:
             other by one ``nn.Sequential``.
         kind: the class of the module (or ``A+B+C``); with ``parameters`` it tells whether a model is the one planned for.
         parameters: shapes of its parameters, in order.
-        treatment: what is done with it.
+        policy: its checkpoint policy.
         kept_bytes: bytes held between its forward and its backward pass, its output included.
-        added_seconds: time that it takes beyond keeping everything; may be negative.
+        added_seconds: time that it takes beyond that without recomputation; may be negative.
+
+    Raises:
+        ValueError: the members are not different modules of one container.
     """
 
-    members: tuple[str, ...]
-    kind: str
-    parameters: tuple[tuple[int, ...], ...]
-    treatment: Treatment = KEEP
-    kept_bytes: int = 0
+    members: tuple[Text, ...]
+    kind: Text
+    parameters: tuple[tuple[Count, ...], ...]
+    policy: CheckpointPolicy
+    kept_bytes: Count = 0
     added_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        containers = {name.rpartition(".")[0] for name in self.members}
+        if len(containers) != 1 or len(set(self.members)) < len(self.members):
+            raise ValueError(f"members must be different modules of one container, got {list(self.members)}")
 
     @property
     def name(self) -> str:
@@ -85,29 +127,41 @@ class Plan:
         items: the order of work: block numbers, and segments of them that are recomputed as a whole.
         sample: dtype and shape of each tensor that the plan was made with.
         budget: bytes, or None where the fastest plan was asked for.
-        autocast: the dtype of the autocast it was made under, such as ``"bfloat16"``, or None; a model that runs otherwise warns.
-        predicted: what the step was predicted to cost.
-        measured: what it cost when it was measured with this plan, or None.
-        keep_everything: the predicted cost of keeping everything.
+        autocast: the dtype of the autocast it was made under, such as ``"bfloat16"``, or None; a model that runs under another
+            one warns.
+        predicted: the predicted cost of a step.
+        measured: its cost when it was measured with this plan, or None.
+        baseline: the predicted cost without recomputation.
         smallest: the predicted cost of the plan with the smallest peak.
-        frontier: predicted costs of the plans that nothing beats in both, from the smallest peak to the fastest.
-        timelines: (seconds, bytes) during one step, under ``"before"`` (everything kept, where that was measured) and ``"after"``.
+        frontier: predicted costs of the plans on the Pareto frontier, from the smallest peak to the fastest.
+        timelines: (seconds, bytes) during one step, under ``"before"`` (without recomputation, where that was measured) and
+            ``"after"``.
+
+    Raises:
+        ValueError: the items do not list every block once, in order, or a segment spans several containers.
     """
 
     blocks: tuple[BlockPlan, ...]
     items: Items
-    sample: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    budget: int | None = None
-    autocast: str | None = None
+    sample: tuple[tuple[Text, tuple[Count, ...]], ...] = ()
+    budget: Count | None = None
+    autocast: Annotated[str, Field(pattern="^(bfloat16|float16)$")] | None = None
     predicted: Cost = _NOTHING
     measured: Cost | None = None
-    keep_everything: Cost = _NOTHING
+    baseline: Cost = _NOTHING
     smallest: Cost = _NOTHING
     frontier: tuple[Cost, ...] = ()
-    timelines: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    timelines: dict[_Moment, tuple[tuple[float, Bytes], ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if _blocks_of(self.items) != list(range(len(self.blocks))):
+            raise ValueError(f"items must list the blocks 0 to {len(self.blocks) - 1}, each once and in order")
+        for item in self.items:
+            if isinstance(item, tuple) and len({name.rpartition(".")[0] for name in self._members(item)}) > 1:
+                raise ValueError(f"items have a segment of blocks that are not in one container: {item}")
 
     def apply(self, model: M) -> M:
-        """Gives the blocks of ``model`` their treatments, in place; returns ``model``.
+        """Gives the blocks of ``model`` their policies, in place; returns ``model``.
 
         Modules keep their names, parameters, buffers, hooks and ``state_dict``; only how their ``forward`` is run
         changes. An earlier plan of the model is removed first.
@@ -120,9 +174,9 @@ class Plan:
         modules = dict(model.named_modules())
         for block in self.blocks:
             if len(block.members) == 1:
-                treat(modules[block.members[0]], block.treatment)
+                apply_policy(modules[block.members[0]], block.policy)
         for container, items in self._containers().items():
-            treat_chain(modules[container], items)
+            apply_to_chain(modules[container], items)
         for module in modules.values():
             expect_autocast(module, self.autocast)
         return model
@@ -153,50 +207,49 @@ class Plan:
                     f"The plan does not fit this {type(model).__name__}: block '{block.name}' is of class {kind}, the plan was "
                     f"made for {block.kind}."
                 )
-            shapes = parameter_shapes(members)
-            if shapes != block.parameters:
-                at = next(
-                    (
-                        number
-                        for number, pair in enumerate(zip(shapes, block.parameters))
-                        if pair[0] != pair[1]
-                    ),
-                    min(len(shapes), len(block.parameters)),
-                )
-                have, want = (
-                    str(list(one[at])) if at < len(one) else "no such parameter"
-                    for one in (shapes, block.parameters)
-                )
-                raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: parameter {at} of block '{block.name}' has the shape "
-                    f"{have}, the plan was made for {want}."
-                )
+            for number, (shape, planned) in enumerate(zip_longest(parameter_shapes(members), block.parameters)):
+                if shape != planned:
+                    have, want = ("no such parameter" if one is None else list(one) for one in (shape, planned))
+                    raise PlanError(
+                        f"The plan does not fit this {type(model).__name__}: parameter {number} of block '{block.name}' has the "
+                        f"shape {have}, the plan was made for {want}."
+                    )
         for container in self._containers():
             if type(modules[container]).forward is not nn.Sequential.forward and not hasattr(
                 modules[container], "_hvd_ckpt_items"
             ):
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is no plain nn.Sequential, "
+                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is not a plain nn.Sequential, "
                     "whose children the plan runs in segments."
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is there whole or not at all."""
-        from hvd_ckpt.planning import file
+        """Writes the plan as JSON; the file is there whole or not at all.
 
-        file.write(self, Path(path))
+        Raises:
+            PlanError: the plan could not be read back, such as one with a cost that is not finite.
+            OSError: the file cannot be written.
+        """
+        content = TypeAdapter(Plan).dump_python(self, mode="json", exclude_defaults=True)
+        try:
+            text = dumps({"format": "hvd_ckpt plan", "version": 2, "plan": content})
+            parse_json(_PlanFile, text.encode(), _GIVE, _REPAIR)
+        except (Wrong, ValueError) as error:
+            raise PlanError(f"The plan cannot be written to '{path}': {error}.") from None
+        write_text(text, Path(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that :meth:`save` wrote. Nothing in the file is executed.
 
         Raises:
-            PlanError: the file is no plan, is damaged, or is of a version this library does not know.
+            PlanError: the file is not a plan, is damaged, or is of another version.
             OSError: it cannot be read.
         """
-        from hvd_ckpt.planning import file
-
-        return file.read(Path(path))
+        try:
+            return parse_json(_PlanFile, read_bytes(Path(path), _GIVE), _GIVE, _REPAIR).plan
+        except Wrong as error:
+            raise PlanError(f"The plan file '{path}' cannot be used: {error}.") from None
 
     def _containers(self) -> dict[str, list[Any]]:
         """For each ``nn.Sequential`` that must run its children in spans or segments: what it runs, by child names."""
@@ -209,17 +262,25 @@ class Plan:
         return found
 
     def _members(self, item: Any) -> list[str]:
-        if isinstance(item, tuple):
-            return [name for inner in item for name in self._members(inner)]
-        return list(self.blocks[item].members)
+        return [name for block in _blocks_of([item]) for name in self.blocks[block].members]
 
     def _steps(self, item: Any) -> Any:
-        """An item as ``treat_chain`` takes it: (child names, treatment) or a list of items for a segment."""
+        """An item as ``apply_to_chain`` takes it: (child names, policy) or a list of items for a segment."""
         if isinstance(item, tuple):
             return [self._steps(inner) for inner in item]
         block = self.blocks[item]
         names = tuple(name.rpartition(".")[2] for name in block.members)
-        return names, (KEEP if len(names) == 1 else block.treatment)
+        return names, (KEEP if len(names) == 1 else block.policy)
+
+
+class _PlanFile(Strict):
+    format: Literal["hvd_ckpt plan"]
+    version: Literal[2]
+    plan: Plan
+
+
+def _blocks_of(items: Sequence[Any]) -> list[int]:
+    return [block for item in items for block in (_blocks_of(item) if isinstance(item, tuple) else [item])]
 
 
 @contextlib.contextmanager
@@ -233,9 +294,9 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def remove(model: nn.Module) -> None:
-    """Takes every treatment off a model."""
+    """Takes every policy off a model."""
     for module in model.modules():
-        untreat(module)
+        remove_policy(module)
 
 
 def kind_of(members: Sequence[nn.Module]) -> str:

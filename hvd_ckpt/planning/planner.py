@@ -72,7 +72,7 @@ class Planner:
             self._calibrate()
 
     @property
-    def keep_everything(self) -> Cost:
+    def baseline(self) -> Cost:
         """The predicted cost of keeping everything."""
         return Cost(*simulate(self._chain, [Run(index, 0) for index in range(len(self._chain))]))
 
@@ -132,7 +132,7 @@ class Planner:
             budget=limit,
             predicted=predicted,
             measured=measured,
-            keep_everything=self.keep_everything,
+            baseline=self.baseline,
             smallest=self.smallest,
             frontier=tuple(Cost(point.peak, point.seconds) for point in self._points),
             timelines=timelines,
@@ -140,10 +140,10 @@ class Planner:
 
     def _limit(self, budget: Budget, points: list[Solution]) -> int | None:
         if budget.kind == "min":
-            keep = self.keep_everything.seconds
+            keep = self.baseline.seconds
             quick = [point for point in points if point.seconds <= _MIN_SLOWDOWN * keep]
             return min(point.peak for point in quick or points)
-        return budget.bytes(self.keep_everything.peak_bytes, 0, self._step.device)
+        return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
 
     def _fastest(
         self, limit: int | None, points: list[Solution], rounds: int
@@ -223,7 +223,7 @@ class Planner:
         bytes that it keeps: memory that is touched for the first time costs time."""
         self._chain: list[Block] = self.profile.chain
         self._kept: tuple[int, tuple[tuple[float, int], ...]] | None = None
-        everything = self.keep_everything
+        everything = self.baseline
         if everything.peak_bytes > _FITS * _free_memory(self._step.device):
             return
         self._say("measuring a step with everything kept")

@@ -1,4 +1,4 @@
-"""What each block of a model costs under each treatment, measured on this device with the user's own batch.
+"""What each block of a model costs under each policy, measured on this device with the user's own batch.
 
 The chain that the solver gets begins with a pseudo-block for what runs before the first block (embeddings) and ends with
 one for what runs behind the last (a head, the loss). What those cost is what a step of the whole model costs beyond its
@@ -22,16 +22,16 @@ from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError, show_bytes
 from hvd_ckpt.planning.chain import Block, Choice
-from hvd_ckpt.planning.cuts import candidates
+from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.trace import fastest, trace
-from hvd_ckpt.planning.treatment import KEEP, Treatment
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.calls import tensors_in
 
 __all__ = ["Profile", "Step"]
 
-_RECOMPUTE = Treatment("recompute", recompute=True)
-_MANY_KINDS = 12  # from this many kinds of blocks on, fewer treatments of each are measured
+_RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
+_MANY_KINDS = 12  # from this many kinds of blocks on, fewer policies of each are measured
 _SECONDS_PER_KIND = 1.5
 
 
@@ -117,7 +117,7 @@ class Profile:
 
     Attributes:
         found: the blocks.
-        treatments: of each block, those measured.
+        policies: of each block, those measured.
         chain: what the solver takes: one block more at each end.
     """
 
@@ -138,12 +138,12 @@ class Profile:
             say("measuring what runs around the blocks")
             self._check_floor(limit)
         costs: dict[int, Block] = {}
-        treatments: dict[int, list[Treatment]] = {}
+        policies: dict[int, list[CheckpointPolicy]] = {}
         for done, index in enumerate(kinds):
             block = self.found[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
-            treatments[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
-        self.treatments = [treatments[block.like] for block in self.found]
+            policies[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
+        self.policies = [policies[block.like] for block in self.found]
         inner = [
             dataclasses.replace(costs[block.like], joins_next=self._joins(index))
             for index, block in enumerate(self.found)
@@ -158,7 +158,7 @@ class Profile:
         Raises:
             BudgetError: it is.
         """
-        self.treatments = [[_RECOMPUTE]] * len(self.found)
+        self.policies = [[_RECOMPUTE]] * len(self.found)
         with applied(self.step.model, self.plan_of(tuple(range(len(self.found))), [0] * len(self.found))):
             self.step.run()
             begin, _, behind = _ends(self._marked_step())
@@ -175,19 +175,19 @@ class Profile:
                 floor,
             )
 
-    def _measure(self, block: FoundBlock, limit: int) -> tuple[list[Treatment], Block]:
+    def _measure(self, block: FoundBlock, limit: int) -> tuple[list[CheckpointPolicy], Block]:
         assert block.args is not None and block.kwargs is not None
         runner = BlockRunner(block, block.args, block.kwargs, self.step.device, self.step.autocast)
-        treatments = [KEEP, _RECOMPUTE]
+        policies = [KEEP, _RECOMPUTE]
         if not block.compiled:
             traces = []
             for _ in range(4):  # the first run is slower than any later one
                 args, kwargs = runner.inputs()
                 with self.step.autocast():
                     traces.append(trace(block, args, kwargs))
-            treatments = candidates(fastest(traces[1:]), limit, self._lossy)
-        runner.memory(treatments[:1])
-        costs = runner.memory(treatments)
+            policies = candidates(fastest(traces[1:]), limit, self._lossy)
+        runner.memory(policies[:1])
+        costs = runner.memory(policies)
         # Treatments that come to the same bytes, compressing what is not there, say, are measured no further.
         useful = [
             number
@@ -198,22 +198,22 @@ class Profile:
                 for other in costs[1:number]
             )
         ]
-        treatments, costs = [treatments[number] for number in useful], [costs[number] for number in useful]
+        policies, costs = [policies[number] for number in useful], [costs[number] for number in useful]
         least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
-        for cost, seconds in zip(costs, runner.seconds(treatments, least)):
+        for cost, seconds in zip(costs, runner.seconds(policies, least)):
             cost.seconds = seconds
         output, working, forward = runner.first_pass()
         choices = tuple(
             Choice(
-                treatment.title,
+                policy.title,
                 cost.seconds,
                 cost.kept,
                 max(cost.forward_peak, cost.kept),
                 cost.backward_peak,
             )
-            for treatment, cost in zip(treatments, costs)
+            for policy, cost in zip(policies, costs)
         )
-        return treatments, Block(choices, output, forward, max(working, output))
+        return policies, Block(choices, output, forward, max(working, output))
 
     def _joins(self, index: int) -> bool:
         """Whether a block and the next one are children, one after the other, of one plain ``nn.Sequential``."""
@@ -331,7 +331,7 @@ class Profile:
                 kept = measured.choices[choice].kept if not depth else measured.output if last else 0
             blocks.append(
                 BlockPlan(
-                    block.members, block.kind, block.parameters, self.treatments[index][choice], kept, added
+                    block.members, block.kind, block.parameters, self.policies[index][choice], kept, added
                 )
             )
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)

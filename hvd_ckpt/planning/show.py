@@ -27,14 +27,14 @@ def rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     """
     alike = itertools.groupby(
         _placed(plan),
-        lambda entry: (entry[0], entry[1].treatment, entry[1].kept_bytes, entry[1].added_seconds),
+        lambda entry: (entry[0], entry[1].policy, entry[1].kept_bytes, entry[1].added_seconds),
     )
     return [_row(segment, [block for _, block in group]) for (segment, *_), group in alike]
 
 
 def totals(plan: Plan, kept: Cost | None = None) -> list[tuple[str, ...]]:
     """What a step takes: of this plan, of keeping everything (``kept``: as measured), the smallest peak; and the budget."""
-    whole = plan.keep_everything
+    whole = plan.baseline
     budget = "none: the fastest plan" if plan.budget is None else _mib(plan.budget)
     return [
         ("budget", budget, "" if plan.budget is None else _ratio(plan.budget, whole.peak_bytes), "", ""),
@@ -85,7 +85,7 @@ def _placed(plan: Plan) -> Iterator[tuple[str, BlockPlan]]:
 def _row(segment: str, blocks: list[BlockPlan]) -> tuple[str, str, str, str]:
     first, last = blocks[0], blocks[-1]
     name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name} ({len(blocks)} blocks)"
-    choice = first.treatment.title
+    choice = first.policy.title
     return (
         name,
         f"{segment}: {choice}" if segment else choice,

@@ -15,7 +15,7 @@ from typing import cast
 from torch import nn
 
 from hvd_ckpt.planning.blocks import proposed_blocks
-from hvd_ckpt.planning.treatment import treated_parts
+from hvd_ckpt.planning.policy import policy_parts
 from hvd_ckpt.recompute.sequential import CheckpointSequential, split
 
 __all__ = ["UnitModules", "find_units"]
@@ -149,7 +149,7 @@ def _disjoint(chosen: Iterable[list[nn.Module]]) -> list[list[nn.Module]]:
 
 def _recomputed(module: nn.Module) -> Iterator[list[nn.Module]]:
     """What is recomputed, or treated by a plan, as one piece."""
-    parts = treated_parts(module)
+    parts = policy_parts(module)
     if not parts and isinstance(module, nn.Sequential):
         parts = list(_segments(module))
     yield from parts

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.batchnorm import DeferredBatchNorm, commit_batch_norm
-from hvd_ckpt.planning.treatment import Treatment, treat
+from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
@@ -155,7 +155,7 @@ def test_selective_recomputation_inside_a_region_sees_the_same_functions_again(u
         torch.manual_seed(0)
         layers = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 1)
         block, x = DeferredBatchNorm.convert(nn.Sequential(*layers).double()), images().requires_grad_()
-        treat(block, Treatment("drop batch_norm, gelu", policy))
+        apply_policy(block, CheckpointPolicy("drop batch_norm, gelu", policy))
         y = hc.checkpoint(lambda x, block=block: block(x).sin(), x, use_reentrant=use_reentrant)
         y.sum().backward()
         commit_batch_norm(block)

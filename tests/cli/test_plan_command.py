@@ -102,7 +102,7 @@ def test_the_plan_is_shown_written_and_drawn(made: subprocess.CompletedProcess[s
     assert written.sample == (("float32", (512, 32)),)
     assert written.measured is not None and written.budget is not None
     assert written.measured.peak_bytes <= written.budget
-    assert written.budget == pytest.approx(written.keep_everything.peak_bytes / 2, abs=1)
+    assert written.budget == pytest.approx(written.baseline.peak_bytes / 2, abs=1)
     for title in ("block", "choice", "kept MiB", "added ms", "peak MiB", "step ms"):
         assert title in made.stdout
     covered = 0

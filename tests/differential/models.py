@@ -12,7 +12,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.plan import BlockPlan, Plan, kind_of, parameter_shapes
-from hvd_ckpt.planning.treatment import KEEP, Treatment
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
 from hvd_ckpt.recompute.tape import Policy
 
@@ -181,13 +181,13 @@ class _Names(CallMode):
         return result
 
 
-def _drop_all(part: Part) -> Treatment:
+def _drop_all(part: Part) -> CheckpointPolicy:
     buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
     with torch.random.fork_rng(), torch.no_grad(), _Names() as mode:
         part(torch.randn(4, WIDTH))
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])
-    return Treatment("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
+    return CheckpointPolicy("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
 
 
 def _run(kind: str, chain: Any, x: Tensor) -> Tensor:

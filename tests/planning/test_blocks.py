@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.planning.blocks import find_blocks
-from hvd_ckpt.planning.cuts import candidates, estimate
+from hvd_ckpt.planning.candidates import candidates, estimate
 from hvd_ckpt.planning.trace import trace
 
 
@@ -144,7 +144,7 @@ def test_finding_leaves_no_hooks():
 def cuts_of(block, *args):
     traced = trace(block, args, {})
     return traced, {
-        frozenset(traced.calls[number].name for number in treatment.policy.dropped): treatment
+        frozenset(traced.calls[number].name for number in treatment.selective.dropped): treatment
         for treatment in candidates(traced)[1:]
     }
 
@@ -172,10 +172,10 @@ def test_cuts_in_halves():
     """Dropping everything, replayed in two parts, needs less at a time."""
     chain = nn.Sequential(*[Block(16) for _ in range(4)])
     traced = trace(chain, (torch.randn(64, 16, requires_grad=True),), {})
-    halves = [treatment for treatment in candidates(traced) if treatment.policy and treatment.policy.breaks]
+    halves = [treatment for treatment in candidates(traced) if treatment.selective and treatment.selective.breaks]
     assert halves
     for treatment in halves:
-        policy = treatment.policy
+        policy = treatment.selective
         assert policy.breaks <= policy.dropped
         whole = estimate(traced, policy.dropped)
         assert estimate(traced, policy.dropped, policy.breaks).working < 0.9 * whole.working

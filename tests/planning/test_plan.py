@@ -74,7 +74,7 @@ def test_smallest_budget_of_all_and_rank_0s_plan():
 def test_shares_are_of_what_rank_0_needs():
     plans = everywhere(hc.plan(Model(), sample(), budget="0.7x"))
     assert all(one == plans[0] for one in plans)
-    assert plans[0].budget == int(0.7 * plans[0].keep_everything.peak_bytes)
+    assert plans[0].budget == int(0.7 * plans[0].baseline.peak_bytes)
 
 
 def test_impossible_budget_is_an_error_on_every_rank():
@@ -134,7 +134,7 @@ def test_training_with_a_plan_is_training_without(when):
     twin = copy.deepcopy(model)
     optimizer = distributed(model) if when == "after" else None
     plan = hc.plan(model, sample(), budget="0.5x")
-    assert any(block.treatment.policy is not None for block in plan.blocks)
+    assert any(block.policy.selective is not None for block in plan.blocks)
     plan.apply(model)
     actual = train(model, optimizer or distributed(model))
     assert actual == train(twin, distributed(twin))

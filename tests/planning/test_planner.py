@@ -153,7 +153,7 @@ def test_budget_is_kept_and_training_is_the_same(name):
     model, args, kwargs = MODELS[name]()
     planner = Planner(model, *args, kwargs=kwargs, loss=loss_of)
     everything = step_peak(copy.deepcopy(model), args, kwargs)
-    assert planner.keep_everything.peak_bytes == pytest.approx(everything, rel=0.02)
+    assert planner.baseline.peak_bytes == pytest.approx(everything, rel=0.02)
     with pytest.raises(hc.BudgetError) as caught:
         planner.plan(1)
     smallest = caught.value.smallest
@@ -267,15 +267,15 @@ def test_fastest_plan_and_min():
     planner = Planner(model, *args)
     assert planner.plan(None).budget is None
     least = planner.plan("min")
-    assert least.measured.peak_bytes <= least.budget < planner.keep_everything.peak_bytes
-    assert planner.plan(10**9).measured.peak_bytes <= planner.keep_everything.peak_bytes * 1.05
+    assert least.measured.peak_bytes <= least.budget < planner.baseline.peak_bytes
+    assert planner.plan(10**9).measured.peak_bytes <= planner.baseline.peak_bytes * 1.05
 
 
 def test_min_is_met_where_a_plan_needs_more_than_predicted():
     """Segments hold a random state each, which no prediction counts; for "min" there is no slack to take it from."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
     plan = hc.plan(model, torch.randn(512, 16), loss=loss_of, budget="min")
-    assert plan.measured.peak_bytes <= plan.budget < plan.keep_everything.peak_bytes
+    assert plan.measured.peak_bytes <= plan.budget < plan.baseline.peak_bytes
 
 
 def test_keeping_a_chain_of_linear_and_relu_to_the_byte():
@@ -287,7 +287,7 @@ def test_keeping_a_chain_of_linear_and_relu_to_the_byte():
     activation = rows * width * 4
     gradient = width * width * 4  # of a weight, before it is added to what is there
     expected = depth * activation + 2 * activation + max(gradient - activation, 0)
-    assert planner.keep_everything.peak_bytes == pytest.approx(expected, abs=64)
+    assert planner.baseline.peak_bytes == pytest.approx(expected, abs=64)
 
 
 def test_segments_of_a_sequential():
@@ -301,7 +301,7 @@ def test_segments_of_a_sequential():
         return 1 + max(map(nesting, item)) if isinstance(item, tuple) else 0
 
     assert max(map(nesting, plan.items)) >= 2
-    assert plan.measured.peak_bytes <= plan.budget < 0.5 * planner.keep_everything.peak_bytes
+    assert plan.measured.peak_bytes <= plan.budget < 0.5 * planner.baseline.peak_bytes
     assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
     assert_same_training(model, args, {}, plan)
 
@@ -318,7 +318,7 @@ def test_marked_regions_inside_blocks():
     model = nn.Sequential(*[Marked(16) for _ in range(4)])
     args = (torch.randn(512, 16),)
     planner = Planner(model, *args, loss=loss_of)
-    plan = planner.plan((planner.keep_everything.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
+    plan = planner.plan((planner.baseline.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
     assert plan.measured.peak_bytes <= plan.budget
     assert_same_training(model, args, {}, plan)
 
@@ -369,7 +369,7 @@ def test_frozen_blocks():
         layer.requires_grad_(False)
     model.embed.requires_grad_(False)
     planner = Planner(model, *args, blocks=["layers.*"])
-    plan = planner.plan((planner.keep_everything.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
+    plan = planner.plan((planner.baseline.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
     assert plan.measured.peak_bytes <= plan.budget
     assert_same_training(model, args, {}, plan)
     assert model.layers[0].up.weight.grad is None
@@ -439,8 +439,8 @@ def test_floats_in_fewer_bytes_only_if_asked():
     x = torch.randn(64, 32)
     loss = torch.sum
     for lossy in (None, torch.bfloat16):
-        treatments = Planner(model, x, loss=loss, lossy=lossy).profile.treatments
-        asked = {t.policy.lossy for several in treatments for t in several if t.policy is not None}
+        treatments = Planner(model, x, loss=loss, lossy=lossy).profile.policies
+        asked = {t.selective.lossy for several in treatments for t in several if t.selective is not None}
         assert ("bfloat16" in asked) == (lossy is not None)
     with pytest.raises(ValueError, match=r"lossy must be torch.float16 or torch.bfloat16, got torch.int8"):
         hc.plan(model, x, loss=loss, lossy=torch.int8)

@@ -1,4 +1,4 @@
-"""A treated module is the same module: its class, parameters, copies and files, and its numbers."""
+"""A module with a checkpoint policy is the same module: its class, parameters, copies and files, and its numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.treatment import KEEP, Treatment, base_class, treat, treat_chain, untreat
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, base_class, apply_policy, apply_to_chain, remove_policy
 from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
 from hvd_ckpt.recompute.tape import Policy
 
@@ -45,10 +45,10 @@ class Block(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "log"}
 
 
-def drop_all(function: Callable[[Tensor], Any], x: Tensor) -> Treatment:
+def drop_all(function: Callable[[Tensor], Any], x: Tensor) -> CheckpointPolicy:
     with torch.random.fork_rng(), Names() as mode:
         function(x)
-    return Treatment("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
+    return CheckpointPolicy("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
 
 
 def train(model: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -91,15 +91,15 @@ def test_treated_module_is_still_itself(recompute: bool) -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(4, 8)
     expected, shown, keys = train(block, x), repr(block), list(block.state_dict())
-    treat(block, Treatment("recompute", recompute=True) if recompute else drop_all(block, x))
+    apply_policy(block, CheckpointPolicy("recompute", recompute=True) if recompute else drop_all(block, x))
     assert isinstance(block, Block) and type(block) is not Block and base_class(block) is Block
     assert (type(block).__name__, repr(block), list(block.state_dict())) == ("Block", shown, keys)
     assert_same(expected, train(block, x))
     assert torch.equal(block.eval()(x, scale=2.0), Block.forward(block, x, scale=2.0))
-    untreat(block)
+    remove_policy(block)
     assert type(block) is Block and not any(name.startswith("_hvd_ckpt") for name in vars(block))
-    untreat(block)
-    treat(block, KEEP)
+    remove_policy(block)
+    apply_policy(block, KEEP)
     assert type(block) is Block
 
 
@@ -119,24 +119,24 @@ def test_copies_are_treated_too(copied: Callable[[nn.Module], Any]) -> None:
     chain, x = nn.Sequential(nn.Linear(8, 8), Block(), Block()), torch.randn(4, 8)
     expected = train(chain, x)
     treatment = drop_all(chain[1], x)
-    treat(chain[1], treatment)
-    treat_chain(chain, [(("0",), drop_all(chain[0], x)), [(("1",), KEEP), (("2",), treatment)]])
+    apply_policy(chain[1], treatment)
+    apply_to_chain(chain, [(("0",), drop_all(chain[0], x)), [(("1",), KEEP), (("2",), treatment)]])
     other = copied(chain)
     assert type(other) is type(chain) and type(other[1]) is type(chain[1])
     assert not hasattr(other[1], "log")  # its own way of being copied is respected
     assert_same(expected, train(other, x))
     assert next(other.parameters()) is not next(chain.parameters())
-    untreat(other)
+    remove_policy(other)
     assert type(other) is nn.Sequential and type(chain) is not nn.Sequential
     assert_same(expected, train(chain, x))
 
 
-def test_treatment_saves_memory_and_can_be_changed() -> None:
+def test_a_policy_saves_memory_and_can_be_changed() -> None:
     block, x = Block(), torch.randn(4, 8)
     everything = saved(block, x)
-    treat(block, drop_all(block, x))
+    apply_policy(block, drop_all(block, x))
     assert saved(block, x) < everything / 2
-    treat(block, Treatment("other", Policy((), frozenset())))
+    apply_policy(block, CheckpointPolicy("other", Policy((), frozenset())))
     assert saved(block, x) == everything and base_class(block) is Block
 
 
@@ -145,7 +145,7 @@ def test_compiled_module_is_treated_as_a_whole() -> None:
     block, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     expected = train(block, x)
     block.compile(backend="eager")
-    treat(block, Treatment("recompute", recompute=True))
+    apply_policy(block, CheckpointPolicy("recompute", recompute=True))
     assert_same(expected, train(block, x))
 
 
@@ -165,17 +165,17 @@ def test_chains_with_spans_and_segments_are_bitwise_equal(name: str) -> None:
     x = torch.randn(4, 8)
     plain = copy.deepcopy(chain)
 
-    def with_treatments(item: Any) -> Any:
+    def with_policies(item: Any) -> Any:
         if isinstance(item, list):
-            return [with_treatments(inner) for inner in item]
+            return [with_policies(inner) for inner in item]
         names, kind = item
         modules = copy.deepcopy(nn.Sequential(*(chain[int(name)] for name in names)))
         return names, KEEP if kind == "keep" else drop_all(modules, x)
 
-    items = [with_treatments(item) for item in CHAINS[name]]
+    items = [with_policies(item) for item in CHAINS[name]]
     calls: list[int] = []
     chain[1].register_forward_hook(lambda *_: calls.append(1))
-    treat_chain(chain, items)
+    apply_to_chain(chain, items)
     for _ in range(2):
         assert_same(train(plain, x), train(chain, x))
         assert_same(list(plain.buffers()), list(chain.buffers()))

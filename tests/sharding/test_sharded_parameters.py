@@ -20,7 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import hvd_ckpt as hc
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.planning.plan import BlockPlan, Plan, parameter_shapes
-from hvd_ckpt.planning.treatment import KEEP, Treatment, treat
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import lay_out
@@ -225,7 +225,7 @@ def test_the_segments_of_a_chain_are_its_units(use_reentrant: bool) -> None:
 
 
 CALLS = ("layer_norm", "linear", "gelu", "linear", "add")
-DROPS = Treatment("drop all", Policy(CALLS, frozenset(range(5))))
+DROPS = CheckpointPolicy("drop all", Policy(CALLS, frozenset(range(5))))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -254,7 +254,7 @@ def test_operations_that_are_replayed_find_parameters_of_other_units() -> None:
         lambda model: [part for block in model.blocks for part in (block.inner, block.outer)],
     )
     for block in split.model.blocks:
-        treat(block, DROPS)
+        apply_policy(block, DROPS)
     train(plain, split)
     assert_gathered_once(split, 2)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.planning.treatment import Treatment, treat, untreat
+from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy, remove_policy
 from hvd_ckpt.recompute.tape import Policy
 
 
@@ -216,8 +216,8 @@ def test_a_backward_pass_inside_recomputes_as_the_forward_pass_did(use_reentrant
         assert all(torch.equal(one, other) for one, other in zip(expected, results))
 
 
-@pytest.mark.parametrize("treatment", [Treatment("recompute", recompute=True), Treatment("drop", POLICY)])
-def test_treated_blocks_keep_what_they_would_drop(treatment: Treatment) -> None:
+@pytest.mark.parametrize("treatment", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)])
+def test_treated_blocks_keep_what_they_would_drop(treatment: CheckpointPolicy) -> None:
     def saved(block: nn.Module, keep: bool) -> tuple[set[str], list[Tensor]]:
         kinds: set[str] = set()
         x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
@@ -242,9 +242,9 @@ def test_treated_blocks_keep_what_they_would_drop(treatment: Treatment) -> None:
     block = make()[0].layers
     block.append(nn.Linear(6, 6).double())
     before = copy.deepcopy(block)
-    treat(block, treatment)
+    apply_policy(block, treatment)
     (dropped, one), (kept, other) = saved(block, False), saved(copy.deepcopy(block), True)
-    untreat(block)
+    remove_policy(block)
     plain, _ = saved(before, False)
     assert kept == plain and dropped != plain
     assert all(torch.equal(left, right) for left, right in zip(one, other))

@@ -114,7 +114,7 @@ def test_a_run_within_a_budget_ends_in_the_bits_of_one_that_keeps_everything(nam
     weights = final_weights(train(folder / "kept", **settings(name, text, accumulate=2))[1])
     planned, within = train(folder / "plan", **settings(name, text, accumulate=2, budget="min"))
     assert planned.plan is not None and any(
-        block.treatment.policy is not None for block in planned.plan.blocks
+        block.policy.selective is not None for block in planned.plan.blocks
     )
     assert_same(weights, final_weights(within))
     assert_each_bucket_once(planned)

@@ -86,4 +86,4 @@ def _applied(plan: Plan, model: nn.Sequential) -> nn.Sequential:
 
 def _identity(plan: Plan) -> object:
     """What a plan does, without what it was made for."""
-    return plan.items, [(block.name, block.treatment) for block in plan.blocks]
+    return plan.items, [(block.name, block.policy) for block in plan.blocks]

@@ -1,7 +1,7 @@
-"""What can be done with a block, and how a module is made to do it.
+"""Checkpoint policies: what the forward pass of a block keeps, and how a module is made to follow one.
 
-A module gets a subclass of its own class whose ``forward`` runs the original one under the treatment. So it keeps its
-identity, parameters, hooks and ``state_dict``, is still an instance of its class, and can be copied and pickled.
+A module gets a subclass of its own class whose ``forward`` runs the original one under the policy. So it keeps its identity,
+parameters, hooks and ``state_dict``, is still an instance of its class, and can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field
 from torch import nn
 
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
@@ -20,78 +21,100 @@ from hvd_ckpt.recompute.tape import Policy, run_selectively
 
 __all__ = [
     "KEEP",
-    "Treatment",
+    "CheckpointPolicy",
+    "Text",
+    "apply_policy",
+    "apply_to_chain",
     "base_class",
     "expect_autocast",
-    "treat",
-    "treat_chain",
-    "treated_parts",
-    "untreat",
+    "is_compiled",
+    "policy_parts",
+    "remove_policy",
 ]
 
-_TREATMENT = "_hvd_ckpt_treatment"
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!r} must be printable")
+    return text
+
+
+Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+"""A text of a plan file that may be printed."""
+
+_POLICY = "_hvd_ckpt_policy"
 _ITEMS = "_hvd_ckpt_items"
 _AUTOCAST = "_hvd_ckpt_autocast"
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """What the forward pass of a block keeps.
+class CheckpointPolicy:
+    """What the forward pass of a block keeps for its backward pass.
 
     Attributes:
         title: for people: ``keep``, ``drop gelu, layer_norm``, ``recompute``.
-        policy: which calls' results are dropped and how the others are kept, or None.
+        selective: which calls' results are dropped and how the others are kept, or None.
         recompute: keep the inputs alone and recompute all (for compiled blocks, whose inside cannot be seen).
+
+    Raises:
+        ValueError: a number in ``selective`` is not that of a call.
     """
 
-    title: str = "keep"
-    policy: Policy | None = None
+    title: Text
+    selective: Policy | None = None
     recompute: bool = False
 
+    def __post_init__(self) -> None:
+        if self.selective is not None:
+            count = len(self.selective.calls)
+            for number in self.selective.dropped | self.selective.breaks:
+                if not 0 <= number < count:
+                    raise ValueError(f"call {number} does not exist: there are {count} calls, numbered from 0")
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)`` under this treatment."""
+        """``function(*args, **kwargs)`` under this policy."""
         if self.recompute:
             return run_checkpointed(function, args, kwargs, Options())
-        if self.policy is not None:
-            return run_selectively(function, args, kwargs, self.policy)
+        if self.selective is not None:
+            return run_selectively(function, args, kwargs, self.selective)
         return function(*args, **kwargs)
 
 
-KEEP = Treatment()
+KEEP = CheckpointPolicy("keep")
 
 
-def treat(module: nn.Module, treatment: Treatment) -> None:
-    """Lets ``module.forward`` run under ``treatment`` from now on."""
-    untreat(module)
-    if treatment != KEEP:
-        module.__dict__[_TREATMENT] = treatment
-        module.__class__ = _treated(type(module), "__call__" if is_compiled(module) else "forward")  # type: ignore[arg-type]
+def apply_policy(module: nn.Module, policy: CheckpointPolicy) -> None:
+    """Lets ``module.forward`` run under ``policy`` from now on, and no longer under an earlier one."""
+    remove_policy(module)
+    if policy != KEEP:
+        module.__dict__[_POLICY] = policy
+        module.__class__ = _with_policy(type(module), "__call__" if is_compiled(module) else "forward")  # type: ignore[arg-type]
 
 
-def treat_chain(module: nn.Module, items: Sequence[Any]) -> None:
+def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
     """Lets an ``nn.Sequential`` run some of its children in segments.
 
     Args:
-        items: (child names, treatment) for children in a row that are treated together, or a list of such items: a
-            segment that is recomputed as a whole. Children that are in none are called as ever.
+        items: (child names, policy) for children in a row that share a policy, or a list of such items: a segment that is
+            recomputed as a whole. Children that are in none are called as without this.
     """
-    untreat(module)
+    remove_policy(module)
     module.__dict__[_ITEMS] = {_first(item): item for item in items}
     module.__class__ = _chained(type(module))  # type: ignore[arg-type]
 
 
-def untreat(module: nn.Module) -> None:
-    """Makes the module what it was."""
-    if _TREATMENT in module.__dict__ or _ITEMS in module.__dict__:
+def remove_policy(module: nn.Module) -> None:
+    """Makes a module what it was before it got a policy."""
+    if _POLICY in module.__dict__ or _ITEMS in module.__dict__:
         module.__class__ = base_class(module)
-        module.__dict__.pop(_TREATMENT, None)
+        module.__dict__.pop(_POLICY, None)
         module.__dict__.pop(_ITEMS, None)
         module.__dict__.pop(_AUTOCAST, None)
 
 
 def expect_autocast(module: nn.Module, dtype: str | None) -> None:
-    """Lets a module that is treated warn when it trains under another autocast than to this dtype; None for no autocast."""
-    if _TREATMENT in module.__dict__ or _ITEMS in module.__dict__:
+    """Lets a module that has a policy warn when it trains under another autocast than to this dtype; None: no autocast."""
+    if _POLICY in module.__dict__ or _ITEMS in module.__dict__:
         module.__dict__[_AUTOCAST] = dtype
 
 
@@ -112,9 +135,9 @@ def _check_autocast(module: nn.Module) -> None:
         )
 
 
-def treated_parts(module: nn.Module) -> list[list[nn.Module]]:
-    """What of a module is treated together: itself, or those children of a chain that run in spans or segments."""
-    if _TREATMENT in module.__dict__:
+def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
+    """The modules that share a policy: the module itself, or those children of a chain that run together or in a segment."""
+    if _POLICY in module.__dict__:
         return [[module]]
     return [list(_children(module, item).values()) for item in module.__dict__.get(_ITEMS, {}).values()]
 
@@ -131,13 +154,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _treated(base: type[nn.Module], method: str) -> type[nn.Module]:
+def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
     original = getattr(base, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        treatment: Treatment = self.__dict__[_TREATMENT]
+        policy: CheckpointPolicy = self.__dict__[_POLICY]
         _check_autocast(self)
-        return treatment.run(functools.partial(original, self), args, kwargs)
+        return policy.run(functools.partial(original, self), args, kwargs)
 
     return _subclass(base, {method: functools.wraps(original)(run)})
 
@@ -162,7 +185,7 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
     def reduce(self: nn.Module, protocol: Any) -> Any:
         kind = type(self)
         maker, attributes = (
-            (_chained, ()) if _ITEMS in self.__dict__ else (_treated, (next(iter(namespace)),))
+            (_chained, ()) if _ITEMS in self.__dict__ else (_with_policy, (next(iter(namespace)),))
         )
         assert kind is maker(base, *attributes)  # type: ignore[arg-type]
         getstate = getattr(base, "__getstate__", None)
@@ -211,9 +234,9 @@ def _run_segment(children: dict[str, nn.Module], items: list[Any], input: Any) -
 
 
 def _run_span(children: dict[str, nn.Module], item: Any, input: Any) -> Any:
-    names, treatment = item
+    names, policy = item
     modules = [children[name] for name in names]
-    return treatment.run(functools.partial(_call_all, modules), (input,), {})
+    return policy.run(functools.partial(_call_all, modules), (input,), {})
 
 
 def _call_all(modules: Sequence[nn.Module], input: Any) -> Any:

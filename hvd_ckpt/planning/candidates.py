@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvd_ckpt.planning.trace import Trace
-from hvd_ckpt.planning.treatment import KEEP, Treatment
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
 
 __all__ = ["Estimate", "candidates", "estimate"]
@@ -148,7 +148,7 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
     return any(source in node for call in calls for source, _ in call.reads)
 
 
-def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[Treatment]:
+def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[CheckpointPolicy]:
     """Treatments worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
     there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given."""
     parts = nodes(trace)
@@ -167,10 +167,10 @@ def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[T
         for compress in (False, True) if saves > _COMPRESSIBLE * keep else (False,):
             policy = Policy(trace.names, dropped, breaks, compress)
             if dropped or compress:
-                found.append(Treatment(_title(trace, policy), policy))
+                found.append(CheckpointPolicy(_title(trace, policy), policy))
         if lossy is not None:
             policy = Policy(trace.names, dropped, breaks, saves > 0, lossy)
-            found.append(Treatment(_title(trace, policy), policy))
+            found.append(CheckpointPolicy(_title(trace, policy), policy))
     return found
 
 
