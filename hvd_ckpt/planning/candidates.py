@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hvd_ckpt.planning.trace import Trace
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
+from hvd_ckpt.planning.trace import Trace
 from hvd_ckpt.recompute.tape import Policy
 
 __all__ = ["Estimate", "candidates", "estimate"]

@@ -219,8 +219,8 @@ class Plan:
                 modules[container], "_hvd_ckpt_items"
             ):
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is not a plain nn.Sequential, "
-                    "whose children the plan runs in segments."
+                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is not a plain "
+                    "nn.Sequential, whose children the plan runs in segments."
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:

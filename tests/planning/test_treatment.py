@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, base_class, apply_policy, apply_to_chain, remove_policy
+from hvd_ckpt.planning.policy import (
+    KEEP,
+    CheckpointPolicy,
+    apply_policy,
+    apply_to_chain,
+    base_class,
+    remove_policy,
+)
 from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
 from hvd_ckpt.recompute.tape import Policy
 
