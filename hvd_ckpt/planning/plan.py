@@ -44,7 +44,9 @@ _MAX_NESTING = 100  # of segments; each takes a dozen frames of Python's stack w
 def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
     """Items with tuples for lists."""
     if not isinstance(value, (list, tuple)) or (depth and not value):
-        raise ValueError("must be a list of block numbers and of such lists, which are segments and not empty")
+        raise ValueError(
+            "must be a list of block numbers and of such lists, which are segments and not empty"
+        )
     if depth > _MAX_NESTING:
         raise ValueError(f"segments are nested more than {_MAX_NESTING} deep")
     for one in value:
@@ -155,7 +157,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if _blocks_of(self.items) != list(range(len(self.blocks))):
-            raise ValueError(f"items must list the blocks 0 to {len(self.blocks) - 1}, each once and in order")
+            raise ValueError(
+                f"items must list the blocks 0 to {len(self.blocks) - 1}, each once and in order"
+            )
         for item in self.items:
             if isinstance(item, tuple) and len({name.rpartition(".")[0] for name in self._members(item)}) > 1:
                 raise ValueError(f"items have a segment of blocks that are not in one container: {item}")
@@ -207,9 +211,13 @@ class Plan:
                     f"The plan does not fit this {type(model).__name__}: block '{block.name}' is of class {kind}, the plan was "
                     f"made for {block.kind}."
                 )
-            for number, (shape, planned) in enumerate(zip_longest(parameter_shapes(members), block.parameters)):
+            for number, (shape, planned) in enumerate(
+                zip_longest(parameter_shapes(members), block.parameters)
+            ):
                 if shape != planned:
-                    have, want = ("no such parameter" if one is None else list(one) for one in (shape, planned))
+                    have, want = (
+                        "no such parameter" if one is None else list(one) for one in (shape, planned)
+                    )
                     raise PlanError(
                         f"The plan does not fit this {type(model).__name__}: parameter {number} of block '{block.name}' has the "
                         f"shape {have}, the plan was made for {want}."

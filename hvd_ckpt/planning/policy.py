@@ -69,7 +69,9 @@ class CheckpointPolicy:
             count = len(self.selective.calls)
             for number in self.selective.dropped | self.selective.breaks:
                 if not 0 <= number < count:
-                    raise ValueError(f"call {number} does not exist: there are {count} calls, numbered from 0")
+                    raise ValueError(
+                        f"call {number} does not exist: there are {count} calls, numbered from 0"
+                    )
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` under this policy."""

@@ -172,7 +172,9 @@ def test_cuts_in_halves():
     """Dropping everything, replayed in two parts, needs less at a time."""
     chain = nn.Sequential(*[Block(16) for _ in range(4)])
     traced = trace(chain, (torch.randn(64, 16, requires_grad=True),), {})
-    halves = [treatment for treatment in candidates(traced) if treatment.selective and treatment.selective.breaks]
+    halves = [
+        treatment for treatment in candidates(traced) if treatment.selective and treatment.selective.breaks
+    ]
     assert halves
     for treatment in halves:
         policy = treatment.selective

@@ -216,7 +216,9 @@ def test_a_backward_pass_inside_recomputes_as_the_forward_pass_did(use_reentrant
         assert all(torch.equal(one, other) for one, other in zip(expected, results))
 
 
-@pytest.mark.parametrize("treatment", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)])
+@pytest.mark.parametrize(
+    "treatment", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)]
+)
 def test_treated_blocks_keep_what_they_would_drop(treatment: CheckpointPolicy) -> None:
     def saved(block: nn.Module, keep: bool) -> tuple[set[str], list[Tensor]]:
         kinds: set[str] = set()
