@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CHECKPOINTS", "PRECISIONS", "nearest", "one_line", "unknown"]
+__all__ = ["CHECKPOINTS", "PRECISIONS", "SCHEDULES", "nearest", "one_line", "unknown"]
 
 CHECKPOINTS = ("always", "except_last", "never")
 """Which micro-batches :func:`hvd_ckpt.accumulate` recomputes."""
+
+SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt", "step")
+"""Decays of the learning rate."""
 
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
 """Recipes of :class:`hvd_ckpt.Precision`."""

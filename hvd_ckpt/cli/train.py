@@ -1,19 +1,19 @@
-"""``hvd-ckpt train``: flags and files to a configuration, one line for what cannot be, a run.
+"""``hvd-ckpt train``: flags and files to a configuration, one line for an invalid setting, a run.
 
-Exit status 0 after a run, or when the file ``stop`` in its folder has stopped it; 128 + signal when a signal has; 2 for a setting
-that cannot be; 1 for anything else: in one line, or with the traceback of the rank where it happened.
+Exit status 0 after a run, or when the file ``stop`` in its folder has stopped it; 128 + signal when a signal has; 2 for an invalid
+setting; 1 for anything else: in one line, or with the traceback of the rank where it happened.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from pydantic.fields import FieldInfo
 
 from hvd_ckpt.command_line import RANK_VARIABLES, BadArgument, OneLineErrors
 from hvd_ckpt.folders import new_folder
@@ -23,7 +23,7 @@ from hvd_ckpt.models.catalog import overview
 from hvd_ckpt.probe import find_launcher, launcher_environment
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.training.restarts import Commands, supervise
-from hvd_ckpt.values import named
+from hvd_ckpt.values import named, parsed
 
 if TYPE_CHECKING:
     from hvd_ckpt.training.trainer import Trainer
@@ -34,18 +34,19 @@ __all__ = ["train"]
 ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments", "reentrant"})
 
 
-def _flag(setting: dataclasses.Field[Any]) -> click.Option:
-    name = setting.name.replace("_", "-")
-    help = setting.metadata["help"]
-    default = setting.default
-    if default is not None and default is not dataclasses.MISSING and default is not False:
-        help += f"  [default: {default}]"
-    if default is False:
-        return click.Option([f"--{name}/--no-{name}", setting.name], default=None, help=help)
-    if setting.name.endswith("_options"):
-        one = name.removesuffix("s")
-        return click.Option([f"--{one}", setting.name], multiple=True, metavar="NAME=VALUE", help=help)
-    return click.Option([f"--{name}", setting.name], default=None, metavar="VALUE", help=help)
+def _flag(name: str, field: FieldInfo) -> click.Option:
+    flag, help = name.replace("_", "-"), field.description or ""
+    if field.default is False:
+        return click.Option([f"--{flag}/--no-{flag}", name], default=None, help=help)
+    if name.endswith("_options"):
+        return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
+    if field.default is not None and not field.is_required():
+        help += f"  [default: {field.default}]"
+    return click.Option([f"--{flag}", name], default=None, metavar="VALUE", help=help)
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or any(_is_text(one) for one in get_args(annotation))
 
 
 def _train(
@@ -119,8 +120,8 @@ def _commands(config: Config, launcher: list[str], file: str | None, flags: dict
 def _arguments(flags: dict[str, Any]) -> list[str]:
     """The flags as they are written on a command line."""
     written = []
-    for setting in dataclasses.fields(Config):
-        name, value = setting.name.replace("_", "-"), flags[setting.name]
+    for setting in Config.model_fields:
+        name, value = setting.replace("_", "-"), flags[setting]
         if isinstance(value, bool):
             written.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
@@ -131,33 +132,31 @@ def _arguments(flags: dict[str, Any]) -> list[str]:
 
 
 def _config(file: str | None, flags: dict[str, Any]) -> Config:
-    """What the file says, and before it the flags."""
-    values = _underscored(read_yaml(file)) if file is not None else {}
+    """The settings of the file, replaced by those of the flags."""
+    values = read_yaml(file) if file is not None else {}
     resume = flags["resume"] or values.get("resume")
     if resume is not None:
-        told = {*values, *(name for name, value in flags.items() if value is not None)}
-        values = {**_settings_of_run(str(resume), told), **values}
+        given = {*values, *(name for name, value in flags.items() if value is not None)}
+        values = {**_settings_of_run(str(resume), given), **values}
     for name, value in flags.items():
-        if name.endswith("_options"):
-            try:
-                given = named("--" + name.removesuffix("s").replace("_", "-"), value)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            if given:
-                values[name] = {**(values.get(name) or {}), **given}
-        elif value is not None:
-            values[name] = value
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            if name.endswith("_options"):
+                if options := named(flag.removesuffix("s"), value):
+                    values[name] = {**(values.get(name) or {}), **options}
+            elif isinstance(value, str) and not _is_text(Config.model_fields[name].annotation):
+                values[name] = parsed(value)
+            elif value is not None:
+                values[name] = value
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from None
     if flags["offload"] == "none" and flags["offload_folder"] is None:
-        values.pop("offload_folder", None)  # that of the run that goes on
+        values.pop("offload_folder", None)  # that of the resumed run
     return Config.make(values)
 
 
-def _underscored(values: dict[str, Any]) -> dict[str, Any]:
-    return {name.replace("-", "_"): value for name, value in values.items()}
-
-
 def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
-    """What a run, or the run of a snapshot, was told; what is given now may say otherwise, such as more steps."""
+    """The settings of a run, or of the run of a snapshot, without those that the settings given now replace."""
     values = read_yaml(_folder_of_run(resume) / "config.yaml")
     replaced = {"output", "resume"}
     for alternatives in ALTERNATIVES:
@@ -227,7 +226,7 @@ train = OneLineErrors(
     callback=_train,
     params=[
         click.Argument(["file"], required=False, metavar="[FILE]"),
-        *[_flag(setting) for setting in dataclasses.fields(Config)],
+        *[_flag(name, field) for name, field in Config.model_fields.items()],
         click.Option(
             ["--max-restarts"],
             type=click.IntRange(0),

@@ -1,44 +1,46 @@
-"""What a training run is told: one flat dataclass, from Python, from a YAML file, or from the flags of the command.
+"""Training configuration: one schema for Python, YAML files and the command line.
 
-Every setting says in its metadata what it is for and what it may be, so that the flags, their help and the checks of a file all
-come from here. A value that cannot be is found when the configuration is made, before anything is built.
+Each field has a description, so flags and their help come from here. A value that is not allowed is found when the configuration is
+made, before anything is built.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import Self
 
 from hvd_ckpt.json_file import write_text
-from hvd_ckpt.names import CHECKPOINTS, PRECISIONS, one_line, unknown
+from hvd_ckpt.names import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.planning.budget import parse_budget
+from hvd_ckpt.schema import Strict, first_error
 from hvd_ckpt.sharding.stages import STAGES, stage_of
-from hvd_ckpt.training import parsing
-from hvd_ckpt.training.schedules import SCHEDULES
-from hvd_ckpt.values import BROKEN, PlainLoader, converted
+from hvd_ckpt.values import BROKEN, PlainDumper, PlainLoader
 
-__all__ = ["BATCH_NORMS", "ON_NAN", "Config", "ConfigError", "read_yaml"]
+__all__ = ["Config", "ConfigError", "read_yaml"]
 
-BATCH_NORMS = ("local", "deferred", "deferred-ranks", "synchronized")
-ON_NAN = ("stop", "skip", "ignore")
-COMPRESSIONS = ("none", "fp16")
-OFFLOADS = ("optimizer",)
-WIRES = ("fp32", "fp16", "bf16", "int8")
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or cannot have this value; one line.
+    """A setting is unknown or has a value that is not allowed; one line.
 
     Attributes:
-        passing: what is wrong may not be the next time: a file cannot be read or written at the moment.
+        passing: the cause may not last: a file cannot be read or written at the moment.
     """
 
     def __init__(self, message: str, passing: bool = False) -> None:
@@ -46,224 +48,230 @@ class ConfigError(ValueError):
         self.passing = passing
 
 
-def _setting(default: Any, parse: parsing.Parser, help: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help})
+def _one_of(what: str, *names: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value is not None and value not in names:
+            raise ValueError(unknown(what, value, names))
+        return value
+
+    return AfterValidator(check)
 
 
-@dataclass
-class Config:
-    """The settings of a run; each field's metadata holds its help. Values are checked and converted when it is made.
+def _text(value: str) -> str:
+    if not value.strip() or "\0" in value:
+        raise ValueError(f"{value!r} is not allowed: give a text")
+    return value
+
+
+def _stage(value: Any) -> Any:
+    return STAGES[stage_of(value)]
+
+
+def _budget(value: str | int) -> str | int:
+    parse_budget(value)
+    return value
+
+
+def _none(value: Any) -> Any:
+    """A flag can take back what a file sets."""
+    return None if value == "none" else value
+
+
+Text = Annotated[str, AfterValidator(_text)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Positive = Annotated[float, Field(gt=0)]
+Options = dict[str, JsonValue]
+
+
+class Config(Strict):
+    """The settings of a run.
 
     Raises:
-        ConfigError: a value cannot be; names the setting, the value and what it may be.
+        ConfigError: a value is not allowed; names the setting, the value and what is allowed.
     """
 
-    model: str = field(
-        metadata={
-            "parse": parsing.text,
-            "help": "A name of the catalogue, or a folder of a Hugging Face model.",
-        }
-    )
-    model_options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"parse": parsing.mapping, "help": "Options of the model, such as layers=2."},
-    )
+    model_config = ConfigDict(protected_namespaces=())
 
-    text: str | None = _setting(
-        None, parsing.text, "Text file or folder to train on.  [default: the standard library's source]"
-    )
-    tokenizer: str | None = _setting(None, parsing.text, "JSON file of a tokenizer.  [default: bytes]")
-    length: int | None = _setting(None, parsing.whole(8, MOST), "Tokens of a sequence.  [default: by model]")
-    images: str | None = _setting(
-        None, parsing.text, "Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
-    )
-    pixels: int | None = _setting(
-        None, parsing.whole(4, MOST), "Of an image's or volume's side.  [default: by model]"
-    )
-    volumes: str | None = _setting(
-        None, parsing.text, ".npz file of volumes and labels.  [default: synthetic ellipsoids]"
-    )
-    held_out: float = _setting(
-        0.05, parsing.number(0, 0.9), "Share of the samples that is only evaluated on."
-    )
+    model: Text = Field(description="A name of the catalogue, or a folder of a Hugging Face model.")
+    model_options: Options = Field({}, description="Options of the model, such as layers=2.")
 
-    steps: int | None = _setting(None, parsing.whole(1), "Optimizer steps to take.  [default: 100]")
-    epochs: int | None = _setting(
-        None, parsing.whole(1), "Times to go through the samples, instead of steps."
+    text: Text | None = Field(
+        None, description="Text file or folder to train on.  [default: the standard library's source]"
     )
-    batch: int = _setting(8, parsing.whole(1, MOST), "Samples of a step on each rank.")
-    accumulate: int = _setting(1, parsing.whole(1), "Micro-batches that a batch is split into.")
-    seed: int = _setting(0, parsing.whole(0), "Of weights, order of samples, masks and dropout.")
-    optimizer: str = _setting("adamw", parsing.text, "Of torch.optim, in lower case.")
-    optimizer_options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"parse": parsing.mapping, "help": "Further arguments of it, such as eps=1e-6."},
+    tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
+    length: int | None = Field(
+        None, ge=8, le=MOST, description="Sequence length in tokens.  [default: by model]"
     )
-    lr: float = _setting(3e-4, parsing.number(0, above=True), "Learning rate after the warm-up.")
-    weight_decay: float = _setting(0.01, parsing.number(0), "Of weights, not of biases and norms.")
-    schedule: str = _setting(
-        "linear", parsing.one_of("schedule", SCHEDULES), "Decay: " + ", ".join(SCHEDULES) + "."
+    images: Text | None = Field(
+        None, description="Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
     )
-    warmup: int = _setting(0, parsing.whole(0), "Steps in which the learning rate rises to its full height.")
-    final_lr: float = _setting(
-        0.0, parsing.number(0, 1), "Share of the learning rate that is left at the end (linear, cosine)."
+    pixels: int | None = Field(
+        None, ge=4, le=MOST, description="Side of an image or volume.  [default: by model]"
     )
-    clip: float | None = _setting(
-        None, parsing.number(0, above=True), "Largest norm of all gradients together."
+    volumes: Text | None = Field(
+        None, description=".npz file of volumes and labels.  [default: synthetic ellipsoids]"
     )
-    ema: float | None = _setting(
+    held_out: float = Field(0.05, ge=0, le=0.9, description="Share of the samples in the validation split.")
+
+    steps: Count | None = Field(None, description="Optimizer steps to take.  [default: 100]")
+    epochs: Count | None = Field(None, description="Passes over the samples, instead of steps.")
+    batch: int = Field(8, ge=1, le=MOST, description="Samples of each rank in a step.")
+    accumulate: Count = Field(1, description="Micro-batches that a batch is split into.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of weights, order of samples, masks and dropout.")
+    optimizer: Text = Field("adamw", description="A class of torch.optim in lower case.")
+    optimizer_options: Options = Field({}, description="Further arguments of it, such as betas=[0.9,0.95].")
+    lr: Positive = Field(3e-4, description="Learning rate after the warm-up.")
+    weight_decay: float = Field(0.01, ge=0, description="Of weights, not of biases and norms.")
+    schedule: Annotated[str, _one_of("schedule", *SCHEDULES)] = Field(
+        "linear", description=f"Decay: {', '.join(SCHEDULES)}."
+    )
+    warmup: int = Field(0, ge=0, lt=2**63, description="Steps in which the learning rate rises.")
+    clip: Positive | None = Field(None, description="Largest norm of all gradients together.")
+    ema: float | None = Field(
         None,
-        parsing.number(0, 1, above=True),
-        "Decay, such as 0.999, of an exponential moving average of the weights.  [default: none is kept]",
+        gt=0,
+        lt=1,
+        description="Decay, such as 0.999, of an exponential moving average of the weights.  [default: no average]",
     )
-    precision: str = _setting("fp32", parsing.one_of("precision", PRECISIONS), ", ".join(PRECISIONS) + ".")
+    precision: Annotated[str, _one_of("precision", *PRECISIONS)] = Field(
+        "fp32", description=f"{', '.join(PRECISIONS)}."
+    )
 
-    budget: str | int | None = _setting(
-        None, parsing.budget, "Peak of a micro-batch's step, for a plan: 6GiB, 0.3x, 80%, min."
+    budget: Annotated[str | int, AfterValidator(_budget)] | None = Field(
+        None, description="Peak memory of a micro-batch's step, for a plan: 6GiB, 0.3x, 80%, min."
     )
-    plan: str | None = _setting(None, parsing.text, "Plan file to use instead of making one.")
-    segments: int | None = _setting(
-        None, parsing.whole(1), "Recompute the chain of blocks in this many segments."
+    plan: Text | None = Field(None, description="Plan file to use instead of making one.")
+    segments: Count | None = Field(
+        None, description="Recompute the chain of blocks in this number of segments."
     )
-    reentrant: bool = _setting(False, parsing.truth, "Recompute segments by PyTorch's reentrant variant.")
-    checkpoint: str = _setting(
-        "always",
-        parsing.one_of("checkpoint mode", CHECKPOINTS),
-        "Micro-batches that are recomputed: always, except_last, never.",
+    reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
+    checkpoint: Annotated[str, _one_of("checkpoint mode", *CHECKPOINTS)] = Field(
+        "always", description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}."
     )
-    batch_norm: str = _setting(
+    batch_norm: Annotated[
+        str, _one_of("batch norm", "local", "deferred", "deferred-ranks", "synchronized")
+    ] = Field(
         "local",
-        parsing.one_of("batch norm", BATCH_NORMS),
-        "Statistics of batch norms: " + ", ".join(BATCH_NORMS) + ".",
+        description="Statistics of batch norms: local, deferred, deferred-ranks, synchronized.",
     )
-    compression: str = _setting(
-        "none", parsing.one_of("compression", COMPRESSIONS), "Of gradients on the wire: none, fp16."
+    compression: Annotated[str, _one_of("compression", "none", "fp16")] = Field(
+        "none", description="Communication dtype of gradients: none, fp16."
     )
-    bucket_cap_mb: float = _setting(25.0, parsing.number(0, above=True), "Size of a gradient bucket in MiB.")
+    bucket_cap_mb: Positive = Field(25.0, description="Size of a gradient bucket in MiB.")
 
-    shard: str = _setting(
-        "none", parsing.stage, "What is split over the ranks: " + ", ".join(STAGES) + "; or 0 to 3 (ZeRO)."
+    shard: Annotated[str, BeforeValidator(_stage)] = Field(
+        "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
     )
-    wire: str = _setting(
-        "fp32",
-        parsing.one_of("wire format", WIRES),
-        "Of sharded gradients and parameters on the wire: " + ", ".join(WIRES) + ".",
+    wire: Annotated[str, _one_of("wire format", "fp32", "fp16", "bf16", "int8")] = Field(
+        "fp32", description="Communication dtype of sharded gradients and parameters: fp32, fp16, bf16, int8."
     )
-    accumulate_locally: bool = _setting(
+    accumulate_locally: bool = Field(
         False,
-        parsing.truth,
-        "Add a step's sharded gradients up on each rank, and send them once; takes their whole size in memory.",
+        description="Add a step's sharded gradients up on each rank, and send them once; needs memory for all of them.",
     )
-    offload: str | None = _setting(
+    offload: Annotated[
+        str | None, BeforeValidator(_none), _one_of("thing to offload", "optimizer", "none")
+    ] = Field(None, description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, none.")
+    offload_folder: Text | None = Field(
+        None, description="For offloaded state on a CPU.  [default: the temporary folder]"
+    )
+
+    eval_every: Count | None = Field(
+        None, description="Steps between evaluations.  [default: at the end only]"
+    )
+    eval_batches: Count | None = Field(
+        None, description="Batches of each rank in an evaluation.  [default: all validation samples]"
+    )
+    patience: Count | None = Field(
+        None, description="End after this number of evaluations without a lower loss."
+    )
+    log_every: Count = Field(10, description="Steps between log entries.")
+    tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
+    snapshot_every: Count | None = Field(
+        None, description="Steps between snapshots.  [default: at the end only]"
+    )
+    keep_snapshots: Count = Field(2, description="Number of newest snapshots to keep.")
+    blocking_snapshots: bool = Field(
+        False, description="Wait while a snapshot is written; saves rank 0 a copy of the state."
+    )
+    on_nan: Annotated[str, _one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = Field(
+        "stop", description="When a rank's loss is nan or infinite: stop, skip, ignore."
+    )
+    check_weights: Count | None = Field(
+        None, description="Steps between checks that all ranks have the same weights.  [default: never]"
+    )
+    stall_timeout: Positive = Field(
+        1800.0, description="Seconds that a rank waits for the others before it ends."
+    )
+    commit_every: Count = Field(10, description="Steps between commits in an elastic job.")
+    output: Text | None = Field(None, description="Folder of the run.  [default: runs/train-<time>]")
+    dry_run: bool = Field(False, description="Print what the run is about to do, and end.")
+    resume: Text | None = Field(
         None,
-        parsing.one_of_or_none("thing to offload", OFFLOADS),
-        "Keep it on disk (CPU) or in host memory (CUDA): optimizer, none.",
+        description="Folder of a run or snapshot to resume from; a run's folder is also the output then.",
     )
-    offload_folder: str | None = _setting(
-        None, parsing.text, "For offloaded state on a CPU.  [default: the temporary folder]"
-    )
-
-    eval_every: int | None = _setting(
-        None, parsing.whole(1), "Steps between evaluations.  [default: at the end only]"
-    )
-    eval_batches: int | None = _setting(
-        None, parsing.whole(1), "Batches of each rank in an evaluation.  [default: all held-out samples]"
-    )
-    patience: int | None = _setting(
-        None, parsing.whole(1), "End after this many evaluations without a lower loss."
-    )
-    log_every: int = _setting(10, parsing.whole(1), "Steps between log entries.")
-    tensorboard: bool = _setting(False, parsing.truth, "Also write logs for TensorBoard.")
-    snapshot_every: int | None = _setting(
-        None, parsing.whole(1), "Steps between snapshots.  [default: at the end only]"
-    )
-    keep_snapshots: int = _setting(2, parsing.whole(1), "Newest snapshots to keep.")
-    blocking_snapshots: bool = _setting(
-        False, parsing.truth, "Stand still while a snapshot is written; spares rank 0 a copy of the state."
-    )
-    on_nan: str = _setting(
-        "stop",
-        parsing.one_of("answer to a loss that is nan", ON_NAN),
-        "When a rank's loss is nan or infinite: " + ", ".join(ON_NAN) + ".",
-    )
-    check_weights: int | None = _setting(
-        None, parsing.whole(1), "Steps between checks that all ranks have the same weights.  [default: never]"
-    )
-    stall_timeout: float = _setting(
-        1800.0, parsing.number(0, above=True), "Seconds a rank waits for the others before it ends."
-    )
-    commit_every: int = _setting(10, parsing.whole(1), "Steps between commits in an elastic job.")
-    output: str | None = _setting(None, parsing.text, "Folder of the run.  [default: runs/train-<time>]")
-    dry_run: bool = _setting(False, parsing.truth, "Say what the run is about to do, and end.")
-    resume: str | None = _setting(
-        None,
-        parsing.text,
-        "Folder of a run or snapshot to go on from; a run's folder is also the output then.",
-    )
-    device: str | None = _setting(
-        None, parsing.text, "cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
+    device: Text | None = Field(
+        None, description="cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
     )
 
-    def __post_init__(self) -> None:
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if value is not None or setting.default is not None:
-                setattr(self, setting.name, _checked(setting, value))
-        self._check_together()
+    def __init__(self, model: str | None = None, /, **settings: Any) -> None:
+        if model is not None:
+            settings["model"] = model
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(first_error(error)) from None
 
-    def _check_together(self) -> None:
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError(f"steps {self.steps} and epochs {self.epochs}: give one of them")
+            raise ValueError(f"steps {self.steps} and epochs {self.epochs}: give one of them")
         recomputing = [name for name in ("budget", "plan", "segments") if getattr(self, name) is not None]
         if len(recomputing) > 1:
-            raise ConfigError(f"{' and '.join(recomputing)}: give one of them, each says what is recomputed")
+            raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")
         if self.reentrant and self.segments is None:
-            raise ConfigError("reentrant: it is a variant of recomputing segments, give segments as well")
+            raise ValueError("reentrant: it is a variant of recomputing segments, give segments as well")
         if self.accumulate > self.batch:
-            raise ConfigError(
-                f"accumulate {self.accumulate}: a batch of {self.batch} has fewer samples, give at most {self.batch}"
+            raise ValueError(
+                f"accumulate {self.accumulate}: it is more than the batch of {self.batch} samples"
             )
-        if self.ema == 1:
-            raise ConfigError("ema 1.0: the average would never move, give less than 1")
         if self.ema is not None and self.precision.startswith("apex"):
-            raise ConfigError(f"ema {self.ema}: Apex replaces the parameters, give precision fp16 or bf16")
-        if self.patience is not None and self.eval_every is None:
-            raise ConfigError(f"patience {self.patience}: it counts evaluations, give eval_every as well")
-        if self.patience is not None and not self.held_out:
-            raise ConfigError(f"patience {self.patience}: nothing is held out to evaluate on, give held_out")
+            raise ValueError(f"ema {self.ema}: Apex replaces the parameters, give precision fp16 or bf16")
+        if self.patience is not None and (self.eval_every is None or not self.held_out):
+            raise ValueError(
+                f"patience {self.patience}: it counts evaluations, give eval_every and held_out as well"
+            )
         if self.resume is not None and self.output is not None:
-            raise ConfigError(f"output {self.output}: a resumed run goes on in its own folder, leave it out")
+            raise ValueError(f"output {self.output}: a resumed run writes to its own folder, leave it out")
         self._check_sharding()
+        return self
 
     def _check_sharding(self) -> None:
+        needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
         if self.offload is not None and not self.stage:
-            raise ConfigError(
-                f"offload {self.offload}: it is of sharded runs, give shard {STAGES[1]} or more as well, or offload none"
+            raise ValueError(
+                f"offload {self.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
             )
         if self.offload_folder is not None and self.offload is None:
-            raise ConfigError(
+            raise ValueError(
                 f"offload_folder {self.offload_folder}: nothing is offloaded, give offload as well"
             )
         if self.wire != "fp32" and self.stage < 2:
-            raise ConfigError(
-                f"wire {self.wire}: it is of sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-            )
+            raise ValueError(f"wire {self.wire}: {needs_gradients}")
         if self.accumulate_locally and self.stage < 2:
-            raise ConfigError(
-                f"accumulate_locally: it is of sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-            )
+            raise ValueError(f"accumulate_locally: {needs_gradients}")
         if self.stage >= 2 and self.compression != "none":
-            raise ConfigError(
+            raise ValueError(
                 f"compression {self.compression}: sharded gradients are not allreduced, give wire {self.compression} instead"
             )
         if self.stage and self.precision.startswith("apex"):
-            raise ConfigError(
-                f"shard {self.shard}: Apex replaces the parameters, which were split by then, give precision fp16 or bf16"
+            raise ValueError(
+                f"shard {self.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
             )
 
     @property
     def stage(self) -> int:
-        """What is split over the ranks, as a number from 0 to 3."""
+        """The stage of ZeRO, from 0 to 3."""
         return stage_of(self.shard)
 
     @property
@@ -273,41 +281,33 @@ class Config:
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Config:
-        """The configuration with these values; dashes in names are taken as underscores.
+        """The configuration with these values; dashes in names are underscores, and None stands for the default.
 
         Raises:
-            ConfigError: a name is unknown (says the nearest), the model is missing, or a value cannot be.
+            ConfigError: a name is unknown (names the nearest), the model is missing, or a value is not allowed.
         """
-        known = {setting.name for setting in dataclasses.fields(cls)}
         given = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name not in known:
-                raise ConfigError(unknown("setting", str(key), sorted(known)))
+            if name not in cls.model_fields:
+                raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
             if value is not None:
                 given[name] = value
-        if "model" not in given:
-            raise ConfigError("model: give one, see the list in `hvd-ckpt train --help`")
         return cls(**given)
 
     def as_dict(self) -> dict[str, Any]:
         """All settings, as plain values."""
-        return dataclasses.asdict(self)
+        return self.model_dump()
 
     def write_yaml(self, path: Path) -> None:
-        """Writes the settings that differ from the defaults, with the model, as a file that :func:`read_yaml` takes.
+        """Writes the settings that differ from the defaults, with the model, as a file for :func:`read_yaml`.
 
-        The file is there whole or not at all; one that says the same already is left as it is.
+        The file is complete or not there at all; one with the same content is left as it is.
 
         Raises:
             ConfigError: it cannot be written.
         """
-        values = {
-            setting.name: getattr(self, setting.name)
-            for setting in dataclasses.fields(self)
-            if setting.name == "model" or getattr(self, setting.name) not in (setting.default, {})
-        }
-        text = yaml.safe_dump(values, sort_keys=False)
+        text = yaml.dump(self.model_dump(exclude_defaults=True), Dumper=PlainDumper, sort_keys=False)
         try:
             if not path.is_file() or path.read_bytes() != text.encode():
                 write_text(text, path)
@@ -315,22 +315,8 @@ class Config:
             raise ConfigError(f"cannot write '{path}': {error.strerror}", passing=True) from None
 
 
-def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
-    try:
-        return setting.metadata["parse"](value)
-    except ValueError as error:
-        raise ConfigError(f"{setting.name} {_shown(value)}: {error}") from None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return "(a very large number)"
-    text = value if isinstance(value, str) else repr(value)
-    return repr(text if len(text) <= 60 else text[:57] + "...") if isinstance(value, str) else text[:60]
-
-
 class _UniqueKeys(PlainLoader):
-    """YAML forgets the first of two equal keys; a configuration had better not."""
+    """YAML forgets the first of two equal keys; a configuration must not."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -344,41 +330,34 @@ class _UniqueKeys(PlainLoader):
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings in a YAML file, unchecked.
+    """The settings in a YAML file, unchecked, by names with underscores.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or holds no settings.
+        ConfigError: it cannot be read, is not valid YAML, or holds no settings.
     """
+    name = f"the configuration '{path}'"
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ConfigError(f"the configuration '{path}' is a folder or a device: name a file")
+        if not os.path.isfile(path) and os.path.exists(path):
+            raise ConfigError(f"{name} is a folder or a device: name a file")
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration '{path}': {error.strerror}") from None
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
     except ConfigError:
         raise
-    except ValueError as error:  # no path
-        raise ConfigError(f"cannot read the configuration '{path}': {error}") from None
+    except ValueError as error:  # a path with a NUL character
+        raise ConfigError(f"cannot read {name}: {error}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(
-            f"the configuration '{path}' is larger than {MAX_BYTES >> 20} MiB: give another file"
-        )
+        raise ConfigError(f"{name} is larger than {MAX_BYTES >> 20} MiB: give another file")
     try:
         values = yaml.load(content.decode("utf-8"), Loader=_UniqueKeys)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the configuration '{path}' is no text: byte {error.start} is no UTF-8") from None
     except ConfigError as error:
-        raise ConfigError(f"the configuration '{path}', {error}") from None
+        raise ConfigError(f"{name}, {error}") from None
     except BROKEN as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it is nested too deeply or has a value that is none"
-        raise ConfigError(f"the configuration '{path}'{where} is no YAML: {problem}") from None
+        where = f", line {mark.line + 1}," if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it is nested too deeply, or has an invalid value"
+        raise ConfigError(f"{name}{where} is not valid YAML: {problem}") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"the configuration '{path}' holds no settings: write lines such as 'model: bert-small'"
-        )
-    return {
-        str(name): converted(value) if isinstance(value, dict) else value for name, value in values.items()
-    }
+        raise ConfigError(f"{name} holds no settings: write lines such as 'model: bert-small'")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}

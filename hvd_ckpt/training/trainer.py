@@ -39,7 +39,7 @@ from hvd_ckpt.snapshots.background import SnapshotWriter
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces, wanted_by
 from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
-from hvd_ckpt.training import averaging, guards, optimizers
+from hvd_ckpt.training import averaging, guards
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.commit import Origin
 from hvd_ckpt.training.config import Config
@@ -48,6 +48,7 @@ from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.opening import open_run, peak_of
+from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.restoring import load_weights, restore, restore_optimizer
@@ -60,7 +61,6 @@ from hvd_ckpt.training.resuming import (
     plan_text,
     remove_abandoned,
 )
-from hvd_ckpt.training.schedules import Schedule
 from hvd_ckpt.training.sharded import RunShards, check_job, distributed
 from hvd_ckpt.training.stopping import StopRequest
 
@@ -125,7 +125,7 @@ class Trainer:
             self.model = with_batch_norm(model.to(self.device), config.batch_norm)
             if config.segments is not None:
                 self.model = in_segments(self.model, config.segments, config.reentrant)
-            optimizer = optimizers.build(
+            optimizer = build_optimizer(
                 config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
             )
         self._stop = StopRequest(None)
@@ -149,7 +149,7 @@ class Trainer:
             )
             self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
             rate = config.lr * self.rate_scale
-            self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup, config.final_lr)
+            self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup)
             if hvd.rank() == 0 and not config.dry_run:
                 config.write_yaml(self.folder / "config.yaml")
         taken = self.progress.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -160,7 +159,7 @@ class Settings(Kind):
     errors = (ConfigError,)
 
     def feed(self, draw: Random, folder: Path) -> str:
-        names = [setting.name for setting in dataclasses.fields(Config)]
+        names = list(Config.model_fields)
         values = {
             "model": "gpt-tiny",
             **{draw.choice(names): odd_value(draw) for _ in range(draw.choice((1, 1, 2, 5)))},

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from hvd_ckpt.reduction.placement import Placement
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
-from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.optim import build_optimizer
 from hvd_ckpt.training.restoring import with_options
 from hvd_ckpt.training.resuming import (
     Progress,
@@ -68,7 +68,7 @@ def sign(path: Path, **changes: Any) -> None:
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return model, optimizers.build("adamw", model, 1e-3, 0.01)
+    return model, build_optimizer("adamw", model, 1e-3, 0.01)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -85,7 +85,9 @@ def state_of_run() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     model, optimizer = model_and_optimizer()
     step(model, optimizer)
     common = {
-        "config": Config("gpt-tiny", {"layers": 1}, steps=4, precision="fp16", budget="0.5x").as_dict(),
+        "config": Config(
+            "gpt-tiny", model_options={"layers": 1}, steps=4, precision="fp16", budget="0.5x"
+        ).as_dict(),
         "steps": 4,
         "ranks": 1,
         "progress": dataclasses.asdict(Progress(2, 8, 1.5, 0)),
@@ -282,7 +284,7 @@ class Resumed(Kind):
 
     def _go_on(self, resumed: Snapshot) -> str:
         """What a trainer does with it."""
-        config = Config("gpt-tiny", {"layers": 1}, steps=4, precision="fp16", budget="0.5x")
+        config = Config("gpt-tiny", model_options={"layers": 1}, steps=4, precision="fp16", budget="0.5x")
         check_contents(resumed)
         check_resumed(config, SAMPLES, resumed)
         model, optimizer = model_and_optimizer()

@@ -17,14 +17,14 @@ from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.environment import check_environment
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.snapshot import Snapshot
-from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.optim import build_optimizer
 from hvd_ckpt.training.resuming import check_contents, check_fits
 
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-    return model, optimizers.build("adamw", model, 1e-3)
+    return model, build_optimizer("adamw", model, 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_a_state_of_another_model_or_of_other_options_is_refused(resumed: Snapsh
     with pytest.raises(
         ConfigError, match="has no max_exp_avg_sq, which this optimizer with its options needs"
     ):
-        check_fits(resumed, model, optimizers.build("adamw", model, 1e-3, 0.0, {"amsgrad": True}))
+        check_fits(resumed, model, build_optimizer("adamw", model, 1e-3, 0.0, {"amsgrad": True}))
     forged = copy.deepcopy(resumed)
     forged.common["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
     with pytest.raises(ConfigError, match=r"state\[0\].exp_avg is a tensor of float32 \[3\], and must be"):

@@ -22,7 +22,7 @@ from hvd_ckpt.snapshots.consolidate import consolidate
 from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces
 from hvd_ckpt.snapshots.shards import OwnShard, names_of
 from hvd_ckpt.snapshots.snapshot import SnapshotError
-from hvd_ckpt.training import optimizers
+from hvd_ckpt.training.optim import build_optimizer
 
 RANKS = 3
 
@@ -86,7 +86,7 @@ def part_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> di
 def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     """Snapshots of steps 1 and 2, written by three ranks' writers."""
     model = Model()
-    optimizer = optimizers.build("adamw", model, 1e-3)
+    optimizer = build_optimizer("adamw", model, 1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()

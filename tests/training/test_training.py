@@ -316,7 +316,7 @@ NO_TEXT = {"text": None, "length": None, "model_options": {}}
             "the model vnet cannot take micro-batches of shape (4, 1, 20,",
         ),
         ({**NO_TEXT, "model": "vnet", "pixels": 16, "batch": 1}, "Expected more than 1 value per channel"),
-        ({"warmup": 9}, "warmup is 9"),
+        ({"warmup": 9}, "warmup 9"),
     ],
 )
 @twice

@@ -19,9 +19,10 @@ from torch import nn
 
 from hvd_ckpt import names
 from hvd_ckpt.heartbeat import elapsed
-from hvd_ckpt.training import logs, optimizers, progress
+from hvd_ckpt.names import SCHEDULES
+from hvd_ckpt.training import logs, progress
+from hvd_ckpt.training.optim import Schedule, build_optimizer, optimizer_names
 from hvd_ckpt.training.plots import COLORS, loss_plot
-from hvd_ckpt.training.schedules import SCHEDULES, Schedule
 
 
 class Tied(nn.Module):
@@ -57,12 +58,12 @@ def test_unknown_names_the_nearest():
 # ------------------------------------------------------------------------------------ optimizers
 
 
-@pytest.mark.parametrize("name", optimizers.names())
+@pytest.mark.parametrize("name", optimizer_names())
 def test_every_optimizer_trains(name):
     torch.manual_seed(0)
     model = Tied()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizer = optimizers.build(name, model, 0.01)
+    optimizer = build_optimizer(name, model, 0.01)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.arange(5)).square().sum().backward()
@@ -74,7 +75,7 @@ def test_every_optimizer_trains(name):
 
 def test_weight_decay_is_for_matrices_alone():
     model = Tied()
-    decayed, others = optimizers.build("AdamW", model, 0.1, 0.02, {"betas": [0.9, 0.95]}).param_groups
+    decayed, others = build_optimizer("AdamW", model, 0.1, 0.02, {"betas": [0.9, 0.95]}).param_groups
     assert [id(p) for p in decayed["params"]] == [id(model.embedding.weight)]
     assert [id(p) for p in others["params"]] == [
         id(model.norm.weight),
@@ -83,13 +84,13 @@ def test_weight_decay_is_for_matrices_alone():
     ]
     assert (decayed["weight_decay"], others["weight_decay"], decayed["lr"]) == (0.02, 0.0, 0.1)
     assert decayed["betas"] == (0.9, 0.95)
-    assert optimizers.build("rprop", model, 0.1, options={"etas": [0.4, 1.3]}).defaults["etas"] == (0.4, 1.3)
-    unlike_the_default = optimizers.build("adamw", model, 0.1)
+    assert build_optimizer("rprop", model, 0.1, options={"etas": [0.4, 1.3]}).defaults["etas"] == (0.4, 1.3)
+    unlike_the_default = build_optimizer("adamw", model, 0.1)
     assert [group["weight_decay"] for group in unlike_the_default.param_groups] == [0.0, 0.0]
 
 
 def test_state_loads_after_weight_decay_changed():
-    first, second = (optimizers.build("adamw", Tied(), 0.1, decay) for decay in (0.0, 0.1))
+    first, second = (build_optimizer("adamw", Tied(), 0.1, decay) for decay in (0.0, 0.1))
     second.load_state_dict(first.state_dict())
     assert [len(group["params"]) for group in second.param_groups] == [1, 3]
 
@@ -97,70 +98,60 @@ def test_state_loads_after_weight_decay_changed():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("adanw", 0.1), "no optimizer 'adanw': did you mean 'adamw'?"),
-        (("lbfgs", 0.1), "'lbfgs' cannot be used here: it evaluates the loss several times"),
-        (("muon", 0.1), "it takes matrices only"),
-        (("sparseadam", 0.1), "it takes sparse gradients only"),
+        (("adanw", 0.1), "did you mean 'adamw'?"),
+        (("lbfgs", 0.1), "'lbfgs'"),
         (("optimizer", 0.1), "no optimizer 'optimizer'"),
-        (("sgd", 0.0), "lr is 0.0: give a number above 0"),
-        (("sgd", math.nan), "lr is nan"),
-        (("sgd", "0.1"), "lr is '0.1'"),
-        (("sgd", 0.1, -1.0), "weight_decay is -1.0: give a number from 0"),
         (("rprop", 0.1, 0.1), "'rprop' has no weight decay"),
-        (("sgd", 0.1, 0.0, {"momentun": 0.9}), "no sgd option 'momentun': did you mean 'momentum'?"),
-        (("sgd", 0.1, 0.0, {"nesterov": True}), "Nesterov momentum requires a momentum"),
-        (("sgd", 0.1, 0.0, {"nesterov": 1}), "nesterov is 1: give true or false"),
-        (("sgd", 0.1, 0.0, {"lr": 1}), "lr is no option"),
-        (("adamw", 0.1, 0.0, {"eps": "1e-8"}), "eps is '1e-8': give a number, as in its default 1e-08"),
-        (("adamw", 0.1, 0.0, {"betas": 0.9}), r"betas is 0.9: give 2 numbers, as in its default \(0.9, 0.999\)"),
-        (("adamw", 0.1, 0.0, {"betas": [0.9, 1.5]}), "optimizer 'adamw': Invalid beta"),
-        (("adamw", 0.1, 0.0, {"fused": True, "foreach": True}), "optimizer 'adamw': .*fused"),
+        (("sgd", 0.1, 0.0, {"momentun": 0.9}), "momentun"),
+        (("sgd", 0.1, 0.0, {"nesterov": True}), "Nesterov"),
+        (("sgd", 0.1, 0.0, {"lr": 1}), "lr"),
+        (("adamw", 0.1, 0.0, {"eps": "1e-8"}), "adamw"),
+        (("adamw", 0.1, 0.0, {"betas": 0.9}), "adamw"),
+        (("adamw", 0.1, 0.0, {"betas": [0.9]}), "adamw"),
+        (("adamw", 0.1, 0.0, {"betas": [0.9, 1.5]}), "beta"),
+        (("adamw", 0.1, 0.0, {"fused": True, "foreach": True}), "fused"),
     ],
-)  # fmt: skip
-def test_bad_optimizer(arguments, message):
+)
+def test_invalid_optimizers_are_one_line(arguments, message):
     name, *rest = arguments
     with pytest.raises(ValueError, match=message) as error:
-        optimizers.build(name, Tied(), *rest)
+        build_optimizer(name, Tied(), *rest)
     assert "\n" not in str(error.value)
 
 
 def test_nothing_to_train():
     with pytest.raises(ValueError, match="no parameter that is trained"):
-        optimizers.build("sgd", nn.Linear(2, 2).requires_grad_(False), 0.1)
+        build_optimizer("sgd", nn.Linear(2, 2).requires_grad_(False), 0.1)
 
 
 # ------------------------------------------------------------------------------------ schedules
 
 
 def test_rates_by_hand():
-    def rates(name, warmup=0, final=0.0, steps=8):
-        schedule = Schedule(name, 2.0, steps, warmup, final)
+    def rates(name, warmup=0, steps=8):
+        schedule = Schedule(name, 2.0, steps, warmup)
         return [schedule.rate(step) for step in range(steps + 2)]
 
     assert rates("constant", 2) == [1, *[2] * 9]
     assert rates("linear") == pytest.approx([2, 1.75, 1.5, 1.25, 1, 0.75, 0.5, 0.25, 0, 0])
-    assert rates("linear", 4, 0.5) == pytest.approx([0.5, 1, 1.5, 2, 2, 1.75, 1.5, 1.25, 1, 1])
+    assert rates("linear", 4) == pytest.approx([0.5, 1, 1.5, 2, 2, 1.5, 1, 0.5, 0, 0])
     cosine = [1 + math.cos(math.pi * step / 8) for step in range(9)]
     assert rates("cosine") == pytest.approx([*cosine, 0])
-    assert rates("cosine", 0, 0.1)[8:] == pytest.approx([0.2, 0.2])
     assert rates("inverse-sqrt", 4)[3:8] == pytest.approx([2, *(2 * math.sqrt(4 / n) for n in (5, 6, 7, 8))])
-    assert rates("inverse-sqrt", 1, 0.5)[2:] == pytest.approx([2 / math.sqrt(3), *[1] * 7])
     assert rates("step") == pytest.approx([2] * 4 + [0.2] * 2 + [0.02] * 4)
-    assert rates("step", final=0.05)[6:] == pytest.approx([0.1] * 4)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_is_highest_after_the_warmup_and_then_never_rises(name):
     for warmup, steps in ((0, 1), (1, 1), (5, 5), (3, 100), (0, 7)):
-        rates = [Schedule(name, 0.3, steps, warmup, 0.01).rate(step) for step in range(steps + 3)]
+        rates = [Schedule(name, 0.3, steps, warmup).rate(step) for step in range(steps + 3)]
         assert max(rates) == pytest.approx(0.3)
         assert rates[:warmup] == pytest.approx([0.3 * n / warmup for n in range(1, warmup + 1)])
         assert all(later <= rate for rate, later in itertools.pairwise(rates[warmup:]))
-        assert all(rate >= 0.003 for rate in rates[warmup:])
 
 
 def test_apply_sets_every_group_and_tensors_in_place():
-    optimizer = optimizers.build("sgd", Tied(), 1.0)
+    optimizer = build_optimizer("sgd", Tied(), 1.0)
     held = torch.tensor(1.0)
     optimizer.param_groups[1]["lr"] = held
     Schedule("linear", 1.0, 4).apply(optimizer, 2)
@@ -168,21 +159,10 @@ def test_apply_sets_every_group_and_tensors_in_place():
     assert optimizer.param_groups[1]["lr"] is held and held == 0.5
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("cosin", 1.0, 10), "no schedule 'cosin': did you mean 'cosine'"),
-        (("linear", 0.0, 10), "lr is 0.0"),
-        (("linear", math.inf, 10), "lr is inf"),
-        (("linear", 1.0, 0), "steps is 0"),
-        (("linear", 1.0, 10, 11), "warmup is 11: give a number of steps from 0 to all 10"),
-        (("linear", 1.0, 10, -1), "warmup is -1"),
-        (("linear", 1.0, 10, 0, 1.5), "final is 1.5"),
-    ],
-)
-def test_bad_schedule(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Schedule(*arguments)
+def test_invalid_schedules_name_the_value():
+    for arguments, message in ((("cosin", 1.0, 10), "'cosin'"), (("linear", 1.0, 10, 11), "warmup 11")):
+        with pytest.raises(ValueError, match=message):
+            Schedule(*arguments)
 
 
 # ------------------------------------------------------------------------------------ logs

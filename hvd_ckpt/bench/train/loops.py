@@ -27,11 +27,10 @@ from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.runtime import init
-from hvd_ckpt.training import optimizers
 from hvd_ckpt.training.assembly import Assembly, assemble
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.microbatch import Accumulated
-from hvd_ckpt.training.schedules import Schedule
+from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.trainer import Trainer
 
 __all__ = ["ByHand", "Measured", "differences", "measure"]
@@ -60,10 +59,10 @@ class ByHand:
         self.config, self.model, self.objective, self.data = config, model, objective, data
         self.clip = config.clip
         self.stream = Sampler(len(data), config.seed)
-        self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup, config.final_lr)
+        self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup)
         broadcast_parameters(model.state_dict(), root_rank=0)
         self.optimizer = DistributedOptimizer(
-            optimizers.build(
+            build_optimizer(
                 config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options
             ),
             named_parameters=model.named_parameters(),
