@@ -4,6 +4,7 @@
 #   bash main.sh                   the main job: hvd-ckpt compare
 #   bash main.sh setup             set up only
 #   bash main.sh test [ARGS]       set up, then the tests (ARGS go to pytest)
+#   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
 #   bash main.sh COMMAND [ARGS]    set up, then hvd-ckpt COMMAND: compare, doctor, ...
 #
 # NP=4 bash main.sh runs 4 ranks; PYTHON=/path/to/python3 chooses the Python for .venv, and TORCH=2.14.1 another
@@ -130,6 +131,22 @@ install_package() {
     mark_done package "$hash"
 }
 
+build_docs() {
+    local list="$root/install/requirements-docs.txt" hash
+    make_venv
+    hash="$(hash_of "$list")"
+    if ! is_done docs "$hash"; then
+        install_with_pip --quiet -r "$list" ||
+            die "the packages that build the documentation could not be installed; the reason is above."
+        mark_done docs "$hash"
+    fi
+    rm -f "$busy"
+    cd "$root"
+    NO_MKDOCS_2_WARNING=1 "$venv/bin/python" -m mkdocs build --strict 2>&1 | sed '/^INFO/d' >&2 ||
+        die "the documentation could not be built; the reasons are above."
+    say "Built: $root/site/index.html"
+}
+
 build_horovod() {
     # Cheap when nothing changed: the module compares what is installed with the wheel in its cache.
     local hash build=("$venv/bin/python" -m hvd_ckpt.install.build_horovod)
@@ -159,6 +176,10 @@ if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     exit 0
 fi
 unset PYTHONHOME
+if [[ "${1:-}" == docs ]]; then
+    build_docs
+    exit 0
+fi
 set_up "${1:-}"
 export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
 
