@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_training_script(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    section = text.split("## A complete training script", 1)[1]
+    section = text.split("## Training script", 1)[1]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None
     script = tmp_path / "train.py"
