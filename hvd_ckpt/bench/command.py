@@ -9,7 +9,6 @@ import click
 __all__ = ["bench"]
 
 COMMANDS = {
-    "densenet": "hvd_ckpt.bench.densenet.command",
     "faults": "hvd_ckpt.bench.faults.command",
     "recompute": "hvd_ckpt.bench.recompute.command",
     "reduce": "hvd_ckpt.bench.reduce",

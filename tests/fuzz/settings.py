@@ -284,8 +284,6 @@ STOPS = (
     "hvd_ckpt.cli.plan.build",
     "hvd_ckpt.bench.compare.command.output_folder",
     "hvd_ckpt.bench.harness.options.output_folder",
-    "hvd_ckpt.bench.densenet.command.output_folder",
-    "hvd_ckpt.bench.recompute.command.output_folder",
 )
 
 COMMANDS = (
@@ -296,7 +294,6 @@ COMMANDS = (
     ("bench", "reduce"),
     ("bench", "recompute"),
     ("bench", "train"),
-    ("bench", "densenet"),
     ("doctor", "--help"),
 )
 WORDS = (

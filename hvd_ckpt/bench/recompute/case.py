@@ -1,75 +1,85 @@
-"""One workload from start to end: peaks of all contenders, plans of ours for those peaks, and then everyone against the clock."""
+"""One workload from start to end: the peaks of all contenders, this library's plans for those peaks, and all steps timed.
+
+Budgets in bytes are the measured peaks of contenders, so a plan is compared with someone who needs as much memory. Different
+budgets often have the same best plan; it is measured once.
+
+Run by the launcher as ``python -m hvd_ckpt.bench.recompute.case JOB``, it does so on each rank of a job.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
 from hvd_ckpt.bench.harness.stats import Quartiles
-from hvd_ckpt.bench.recompute.compiled import COMPILED, compile_chain, compiled_contenders
-from hvd_ckpt.bench.recompute.contenders import KEEP, OURS, Contender, contenders
-from hvd_ckpt.bench.recompute.measure import Bench, Entry, reason, time_rounds
-from hvd_ckpt.bench.recompute.plans import make_plans
-from hvd_ckpt.bench.recompute.workloads import Workload
+from hvd_ckpt.bench.harness.workloads import Workload, workload
+from hvd_ckpt.bench.recompute.contenders import (
+    COMPILED,
+    KEEP,
+    OURS,
+    Contender,
+    compile_chain,
+    compiled_contenders,
+    contenders,
+)
+from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, Forward, twin
 
-__all__ = ["WANTED_SMALLEST", "Case", "run_case"]
+if TYPE_CHECKING:
+    from hvd_ckpt.planning.plan import Plan
 
-WANTED_SMALLEST = 0.8  # our smallest peak, as a ratio to the smallest of any contender's
+__all__ = ["FASTEST", "Case", "RecomputeJob", "merged", "run_case"]
+
+FASTEST = "fastest"
+"""The budget of the fastest plan, whatever memory it needs."""
 
 
 @dataclass
 class Case:
-    """What was found out about one workload.
+    """The results of one workload.
 
     Attributes:
-        workload: name; ``title`` says its sizes.
+        title: the workload, with its sizes.
+        workload: its name.
         compiled: whether everything ran under ``torch.compile``.
-        wanted: the most that a step of our plan may take, as a ratio to the contender's whose peak it was made for.
-        wanted_keep: the same for keeping everything; None where nothing is asked.
-        entries: contenders, in the order of the table; the first keeps everything.
-        plans: ours, each different one once.
-        answers: for each budget and each contender, the name of our plan for it.
-        failure: why there are no plans, if there are none for a reason of their own.
+        ranks: that trained together.
+        batch: samples of a step over all ranks.
+        entries: contenders, in the order of the table; the first does not recompute.
+        plans: of this library, each different one once.
+        answers: for each budget and each contender, the name of the plan for it.
+        failure: why there are no results, or no plans.
+        left_out: why it was not measured; no error.
     """
 
-    workload: str
     title: str
-    compiled: bool
-    wanted: float
-    wanted_keep: float | None
+    workload: str
+    compiled: bool = False
+    ranks: int = 1
+    batch: int = 0
     entries: list[Entry] = field(default_factory=list)
     plans: list[Entry] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
+    left_out: str | None = None
 
     @property
     def keep(self) -> Entry:
-        """Who keeps everything."""
+        """No recomputation."""
         return self.entries[0]
 
     def answer(self, name: str) -> Entry | None:
-        """Our plan for the budget or the contender of that name."""
+        """This library's plan for the budget or the contender of that name."""
         return next((plan for plan in self.plans if plan.name == self.answers.get(name)), None)
 
-    def limit(self, entry: Entry) -> float | None:
-        """The most that our plan's step may take, as a ratio to this contender's."""
-        return self.wanted_keep if entry.family == KEEP else self.wanted
-
-    def verdict(self, entry: Entry) -> bool | None:
-        """Whether our plan needs no more memory than this contender and little enough time; None if that cannot be said."""
-        plan, limit = self.answer(entry.name), self.limit(entry)
-        if plan is None or limit is None or not (entry.runs and entry.right):
-            return None
-        if plan.peak_bytes is None or entry.peak_bytes is None:
-            return False
-        ratio = plan.ratio(entry)
-        return None if ratio is None else plan.peak_bytes <= entry.peak_bytes and ratio.median <= limit
-
     def smallest(self) -> tuple[Entry, Entry, float] | None:
-        """Our plan with the smallest peak, the contender with the smallest, and the ratio; None if either is missing."""
+        """The plan with the smallest peak, the contender with the smallest, and the ratio; None if either is missing."""
         ours = [plan for plan in self.plans if plan.runs and plan.right]
         theirs = [entry for entry in self.entries if entry.family != KEEP and entry.runs and entry.right]
         if not ours or not theirs:
@@ -78,14 +88,44 @@ class Case:
         return least, other, _peak(least) / _peak(other)
 
     def time_of_keep(self, entry: Entry) -> Quartiles | None:
-        """The time of a step as a ratio to that of keeping everything."""
+        """The time of a step as a ratio to that of no recomputation."""
         return entry.ratio(self.keep)
 
     @property
     def sound(self) -> bool:
-        """Whether keeping everything and all our plans ran, with the result wanted; a budget that cannot be met is an answer."""
+        """Whether no recomputation and all plans ran with the right result; a budget that cannot be met is no error."""
+        if self.left_out is not None:
+            return True
         plans = [plan for plan in self.plans if not (plan.failure or "").startswith("BudgetError")]
-        return self.failure is None and all(entry.runs and entry.right for entry in (self.keep, *plans))
+        entries = [self.keep, *plans] if self.entries else []
+        return self.failure is None and all(entry.runs and entry.right for entry in entries)
+
+
+@dataclass(frozen=True)
+class RecomputeJob(RankJob):
+    """One workload on several ranks.
+
+    Attributes:
+        name, sizes: of the workload.
+        batch: samples of a step on each rank; None for the workload's own.
+        families: which contenders.
+        budgets: of this library's plans.
+        rounds: timed steps of each.
+    """
+
+    worker = "hvd_ckpt.bench.recompute.case"
+
+    name: str
+    sizes: str
+    batch: int | None
+    families: tuple[str, ...]
+    budgets: tuple[str, ...]
+    rounds: int
+
+    @property
+    def workload(self) -> Workload:
+        chosen = workload(self.name, self.sizes)
+        return chosen if self.batch is None else dataclasses.replace(chosen, batch=self.batch)
 
 
 def run_case(
@@ -96,62 +136,49 @@ def run_case(
     rounds: int,
     compiled: bool = False,
     listener: Callable[[str], object] = lambda what: None,
+    ranks: int = 1,
 ) -> Case:
-    """Measure a workload.
+    """Measure a workload; on several ranks all call it alike.
 
     Args:
         workload: what is trained.
         device: where.
-        families: which contenders; keeping everything is always one.
-        budgets: of our plans, beside the contenders' peaks.
+        families: which contenders; no recomputation is always one.
+        budgets: of this library's plans, beside the contenders' peaks.
         rounds: timed steps of each.
-        compiled: whether all of it runs under ``torch.compile``.
+        compiled: whether everything runs under ``torch.compile``.
         listener: hears what is done next.
+        ranks: that train together.
     """
-    on_gpu = device.type == "cuda"
-    case = Case(
-        workload.name,
-        workload.title,
-        compiled,
-        wanted=0.95 if on_gpu else workload.wanted,
-        wanted_keep=1.02 if on_gpu else None,
-    )
+    case = Case(workload.title, workload.name, compiled, ranks, ranks * workload.batch)
+    bench = Bench(workload, device, distributed=ranks > 1)
     try:
-        _measure(case, Bench(workload, device), families, budgets, rounds, listener)
+        for contender in _contenders(bench, families, compiled):
+            listener(contender.name)
+            entry = Entry(contender.name, contender.family)
+            needed = case.entries[0].peak_bytes or 0 if case.entries else 0
+            bench.measure(entry, functools.partial(contender.build, twin(bench.model), bench.inputs, needed))
+            case.entries.append(entry)
+            if contender.family == KEEP:
+                gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
+                if compiled and entry.runs:
+                    # A compiled step draws its random numbers in another way than an eager one.
+                    bench.refer_to(bench.forwards[entry.name])
+                    entry.peak_bytes, entry.same, entry.right = bench.examine(bench.forwards[entry.name])
+        if OURS in families:
+            try:
+                finish = compile_chain if compiled else _as_it_is
+                case.plans, case.answers = _make_plans(bench, budgets, case.entries, finish, listener)
+            except Exception as error:  # the contenders' figures are worth having all the same
+                case.failure = f"this library cannot plan: {reason(error)}"
+        bench.time_rounds([*case.entries, *case.plans], rounds, listener)
     finally:
         gc.unfreeze()
-    for entry in (*case.entries, *case.plans):
-        entry.forward = None  # lets the models go
     return case
 
 
-def _measure(
-    case: Case,
-    bench: Bench,
-    families: Sequence[str],
-    budgets: Sequence[str],
-    rounds: int,
-    listener: Callable[[str], object],
-) -> None:
-    for contender in _contenders(bench, families, case.compiled):
-        listener(contender.name)
-        case.entries.append(_measured(bench, contender, case))
-        if contender.family == KEEP:
-            gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
-            if case.compiled and case.keep.forward:
-                # A compiled step draws its random numbers in another way than an eager one.
-                bench.refer_to(case.keep.forward)
-                case.keep.peak_bytes, case.keep.same, case.keep.right = bench.examine(case.keep.forward)
-    if OURS in families:
-        peers = [entry for entry in case.entries if entry.runs]
-        try:
-            if case.compiled:
-                case.plans, case.answers = make_plans(bench, budgets, peers, compile_chain, listener)
-            else:
-                case.plans, case.answers = make_plans(bench, budgets, peers, listener=listener)
-        except Exception as error:  # the contenders' figures are worth having all the same
-            case.failure = f"this library cannot plan: {reason(error)}"
-    time_rounds(bench, [*case.entries, *case.plans], rounds, listener)
+def _as_it_is(model: nn.Sequential) -> Forward:
+    return model
 
 
 def _contenders(bench: Bench, families: Sequence[str], compiled: bool) -> list[Contender]:
@@ -160,13 +187,94 @@ def _contenders(bench: Bench, families: Sequence[str], compiled: bool) -> list[C
     return contenders(bench.workload, len(bench.model), (KEEP, *families))
 
 
-def _measured(bench: Bench, contender: Contender, case: Case) -> Entry:
-    needed = case.keep.peak_bytes or 0 if case.entries else 0
-    entry = Entry(contender.name, contender.family)
-    entry.measure(bench, lambda: contender.build(bench.twin(), bench.inputs, needed))
-    return entry
+def _make_plans(
+    bench: Bench,
+    budgets: Sequence[str],
+    peers: Sequence[Entry],
+    finish: Callable[[nn.Sequential], Forward],
+    listener: Callable[[str], object],
+) -> tuple[list[Entry], dict[str, str]]:
+    """Plan for each budget and for each peer's peak, and measure each different plan.
+
+    Returns:
+        An entry for each different plan and each failure, and for each budget (its own name, or a peer's) the
+        name of the entry that answers it.
+    """
+    from hvd_ckpt.planning.planner import Planner
+    from hvd_ckpt.planning.ranks import on_rank_0
+
+    @functools.cache
+    def planner() -> Planner:  # made where it is needed: on rank 0
+        listener("profiling for plans")
+        return Planner(twin(bench.model), bench.inputs, loss=bench.loss)
+
+    made: list[tuple[object, Entry]] = []
+    answers: dict[str, str] = {}
+    for name, label, budget in _budgets(budgets, peers):
+        listener(label)
+        entry = Entry(label, OURS, budget=budget)
+        try:
+            plan = on_rank_0(
+                lambda limit: planner().plan(limit), None if budget == FASTEST else budget, bench.device
+            )
+        except Exception as error:  # a budget that cannot be met, for one: it says what the smallest is
+            entry.failure = reason(error)
+            made.append((label, entry))
+        else:
+            same = [other for one, other in made if one == _identity(plan)]
+            if not same:
+                entry.predicted_bytes = plan.predicted.peak_bytes
+                entry.predicted_seconds = plan.predicted.seconds
+                bench.measure(entry, lambda: finish(plan.apply(twin(bench.model))))  # noqa: B023  # called at once
+                made.append((_identity(plan), entry))
+            entry = same[0] if same else entry
+        answers[name] = entry.name
+    return [entry for _, entry in made], answers
+
+
+def _budgets(budgets: Sequence[str], peers: Sequence[Entry]) -> Iterator[tuple[str, str, int | str]]:
+    """For each budget: its name, the name of its plan, and the budget itself."""
+    for budget in budgets:
+        yield budget, f"plan {budget}", budget
+    for peer in peers:
+        if peer.runs and peer.peak_bytes is not None:
+            yield peer.name, f"plan for {peer.name}", peer.peak_bytes
+
+
+def _identity(plan: Plan) -> object:
+    """What a plan does, without its budget and costs."""
+    return plan.items, [dataclasses.replace(block, kept_bytes=0, added_seconds=0.0) for block in plan.blocks]
+
+
+def merged(ranks: Sequence[Case]) -> Case:
+    """The results of all ranks: the largest peaks, rank 0's seconds, and what differs on any rank."""
+    case = ranks[0]
+    for entries in zip(*([*one.entries, *one.plans] for one in ranks)):
+        entry = entries[0]
+        entry.peak_bytes = max(
+            (one.peak_bytes for one in entries if one.peak_bytes is not None), default=None
+        )
+        entry.same = next((one.same for one in entries if one.same != BITWISE), BITWISE)
+        entry.right = all(one.right for one in entries)
+        entry.failure = next((one.failure for one in entries if one.failure), None)
+    return case
 
 
 def _peak(entry: Entry) -> int:
     assert entry.peak_bytes is not None
     return entry.peak_bytes
+
+
+def measure(job: RecomputeJob) -> Case:
+    """One rank of a job."""
+    import hvd_ckpt as hc
+
+    hc.init()
+    cpu = torch.device("cpu")
+    case = run_case(job.workload, cpu, job.families, job.budgets, job.rounds, ranks=hc.size())
+    hc.shutdown()
+    return case
+
+
+if __name__ == "__main__":
+    run_rank(RecomputeJob, measure)

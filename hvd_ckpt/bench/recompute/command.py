@@ -1,49 +1,37 @@
-"""``hvd-ckpt bench recompute``: options, progress, tables, exit status.
+"""``hvd-ckpt bench recompute``.
 
-Exit status 0 if keeping everything and all of this library's plans ran with the same results, 1 if not, 2 for a bad argument.
+Exit status 0 if no recomputation and all of this library's plans ran with the same results, 1 if not, 2 for a bad argument.
 A peer that does not run is a row of its own, with the reason below the table.
 """
 
 from __future__ import annotations
 
-import shlex
-import sys
-import time
 from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.command_line import (
-    OneLineErrors,
-    check_device,
-    console_for_tables,
-    output_folder,
-    progress_bar,
-    split_names,
-)
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.command_line import BadArgument, check_controller, check_device, job_options, split_names
 from hvd_ckpt.machine import machine_facts
 
 if TYPE_CHECKING:
     import torch
 
+    from hvd_ckpt.bench.recompute.case import Case, RecomputeJob
+
 __all__ = ["recompute"]
 
 WORKLOADS = "gpt,bert,densenet,lstm"
-CONTENDERS = "keep,sequential,blocks,selective,torch_remat,ckptplan,rockmate,ours"
-
+CONTENDERS = "keep,sequential,blocks,layers,selective,torch_remat,ckptplan,rockmate,ours"
 BUDGETS = "0.7x,0.5x,0.3x,0.15x,min"
 ROUNDS, QUICK_ROUNDS = 15, 3
-WIDTH = 150  # of the tables where the output is not a terminal
+SHARE = 0.8  # of the free memory that a step may take
 
 
-@click.command("recompute", cls=OneLineErrors)
+@bench_command("recompute", width=150)
 @click.option("--workloads", default=WORKLOADS, show_default=True, help="What is trained.")
-@click.option(
-    "--contenders",
-    default=CONTENDERS,
-    show_default=True,
-    help="Who runs it, beside keeping everything.",
-)
+@click.option("--contenders", default=CONTENDERS, show_default=True, help="Beside no recomputation.")
 @click.option(
     "--budgets",
     default=BUDGETS,
@@ -56,74 +44,135 @@ WIDTH = 150  # of the tables where the output is not a terminal
     default=None,
     help=f"Timed steps of each, in turn.  [default: {ROUNDS}; with --quick {QUICK_ROUNDS}]",
 )
+@click.option("--np", "ranks", default="1", show_default=True, help="Numbers of ranks that train together.")
+@click.option(
+    "--batches", default=None, help="Samples of a step, over all ranks.  [default: by workload, on each rank]"
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @click.option("--compiled", is_flag=True, help="Then the same under torch.compile; compiling takes minutes.")
-@click.option(
-    "--quick", is_flag=True, help="Tiny models and few rounds: whether it works, not how fast it is."
-)
-@click.option(
-    "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/bench-recompute-<time>]"
-)
+@quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
+@job_options
 def recompute(
+    run: BenchRun,
     workloads: str,
     contenders: str,
     budgets: str,
     rounds: int | None,
+    ranks: str,
+    batches: str | None,
     device: str,
     compiled: bool,
     quick: bool,
-    output: str | None,
+    controller: str,
+    timeout: float,
 ) -> None:
     """Time a step and measure its peak memory with this library's plans and with everything else that recomputes.
 
-    Says for each contender its peak and its time, and for the plan that was given just as much memory the same. All of it
-    runs in one process, step by step in turn. Run it on a machine that does nothing else.
+    Prints for each contender its peak and its time, and the same for the plan whose budget is that peak. All contenders run
+    in one process per rank, step by step in turn. Run it on a machine that does nothing else.
     """
     import torch
 
-    from hvd_ckpt.bench.recompute.case import run_case
-    from hvd_ckpt.bench.recompute.compiled import COMPILED
-    from hvd_ckpt.bench.recompute.contenders import FAMILIES
-    from hvd_ckpt.bench.recompute.report import Report
-    from hvd_ckpt.bench.recompute.workloads import NAMES, workload
+    from hvd_ckpt.bench.harness.jobs import JobError, run_job
+    from hvd_ckpt.bench.harness.workloads import WORKLOADS as KNOWN
+    from hvd_ckpt.bench.recompute import report as tables
+    from hvd_ckpt.bench.recompute.case import Case, RecomputeJob, merged, run_case
+    from hvd_ckpt.bench.recompute.contenders import COMPILED, FAMILIES
 
-    names = split_names("--workloads", workloads, NAMES)
+    names = split_names("--workloads", workloads, KNOWN)
     families = split_names("--contenders", contenders, FAMILIES)
     wishes = split_names("--budgets", budgets)
+    sizes = whole_numbers("--np", ranks, "ranks")
+    counts = (None,) if batches is None else whole_numbers("--batches", batches, "samples")
     place = check_device(device)
-    count = rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    sizes = "quick" if quick else place.type
-    folder = output_folder(output, "bench-recompute")
-    start = time.monotonic()
-    report = Report(
-        command=shlex.join(["hvd-ckpt", "bench", "recompute", *sys.argv[3:]]),
-        facts={**machine_facts(), "device": _describe(place), "threads": str(torch.get_num_threads())},
-        settings={
-            "workloads": names,
-            "contenders": families,
-            "budgets": wishes,
-            "rounds": count,
-            "sizes": sizes,
-            "device": str(place),
-        },
-        cases=[],
-    )
-    plan = [(name, form) for name in names for form in ((False, True) if compiled else (False,))]
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(plan))
-        for name, form in plan:
+    for size in sizes:
+        for count in counts:
+            if count is not None and count % size:
+                raise BadArgument(
+                    f"--batches: {count} samples cannot be shared by {size} ranks: give a multiple"
+                )
+        if size > 1 and (place.type != "cpu" or compiled):
+            raise BadArgument(
+                f"--np: {size} ranks train on the CPU and without --compiled alone: give --np 1"
+            )
+    carrier = check_controller(controller) if max(sizes) > 1 else ""
+    count_of_rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    scale = "quick" if quick else place.type
+    forms = (False, True) if compiled else (False,)
+    cases: list[Case] = []
 
-            def show(what: str, name: str = name) -> None:
-                progress.update(task, description=f"{name}: {what}")
+    def report() -> Report:
+        facts = {
+            "device": _describe(place),
+            "threads": str(torch.get_num_threads()),
+            "rounds": str(count_of_rounds),
+        }
+        return Report(
+            "Recomputation, measured",
+            {**machine_facts(), **facts},
+            [
+                table
+                for case in cases
+                if case.entries
+                for table in (tables.contender_table(case), tables.plan_table(case))
+            ],
+            [tables.result(case) for case in cases],
+            [line for case in cases for line in tables.remarks(case)],
+            tables.NOTES,
+            draw=lambda folder: tables.draw(folder, cases),
+            settings={
+                "workloads": names,
+                "contenders": families,
+                "budgets": wishes,
+                "np": sizes,
+                "sizes": scale,
+            },
+        )
 
+    plan = [
+        (name, form, size, count) for name in names for form in forms for size in sizes for count in counts
+    ]
+    jobs = run.jobs
+    with run.progress(len(plan)) as progress:
+        for name, form, size, count in plan:
+            what = f"{name}, compiled" if form else name if size == 1 else f"{name}, {size} ranks"
+            progress.start(what)
+            batch = None if count is None else count // size
+            job = RecomputeJob(
+                jobs / f"{name}-np{size}-{count}", size, name, scale, batch, families, wishes, count_of_rounds
+            )
             chosen = (COMPILED, *families) if form else families
-            report.cases.append(run_case(workload(name, sizes), place, chosen, wishes, count, form, show))
-            report.seconds = time.monotonic() - start
-            report.save(folder)  # a long run that is ended leaves what it has found
-            progress.advance(task)
-    report.print(console_for_tables(WIDTH))
-    click.echo(f"Report: {folder / 'report.md'}")
-    sys.exit(0 if report.sound else 1)
+            case = Case(job.workload.title, name, form, size, size * job.workload.batch)
+            if batch is not None and place.type == "cpu":
+                case.left_out = _too_large(job)
+            if case.left_out is not None:
+                progress.show(f"{what}: {case.left_out}")
+            elif size > 1:
+                try:
+                    case = merged(run_job(job, Case, carrier, timeout))
+                except JobError as error:
+                    case.failure = str(error)
+            else:
+                case = run_case(
+                    job.workload, place, chosen, wishes, count_of_rounds, form,
+                    lambda part: progress.show(f"{what}: {part}"),  # noqa: B023  # called at once
+                )  # fmt: skip
+            cases.append(case)
+            run.save(report())  # a long run that is ended leaves what it has found
+    run.finish(report(), all(case.sound for case in cases))
+
+
+def _too_large(job: RecomputeJob) -> str | None:
+    """Why a step without recomputation does not fit into the free memory; None if it does."""
+    import psutil
+
+    from hvd_ckpt.bench.recompute.measure import predicted_peak
+    from hvd_ckpt.planning.budget import show_bytes
+
+    needed, room = predicted_peak(job.workload), int(SHARE * psutil.virtual_memory().available / job.size)
+    if needed <= room:
+        return None
+    return f"left out: a step needs {show_bytes(needed)} on each rank, and {show_bytes(room)} are free for it"
 
 
 def _describe(device: torch.device) -> str:

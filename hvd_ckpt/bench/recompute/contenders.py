@@ -1,14 +1,16 @@
-"""Who is measured: keep everything, what PyTorch offers, and other projects, each used as its documentation says.
+"""The contenders: no recomputation, what PyTorch offers, a DenseNet checkpointed in its layers, and other projects.
 
-A contender gets a model of its own (a plain chain that shares its parameters with everyone else's) and answers with the
-function that runs it. Nothing here is ours: this library's plans are in :mod:`hvd_ckpt.bench.recompute.plans`. Other
-projects are imported when they are asked, so one that is missing is an error of its own contender and nobody else's.
+A contender gets a model of its own (a plain chain that shares its parameters with everyone else's) and returns the function that
+runs it. This library's plans are made in :mod:`hvd_ckpt.bench.recompute.case`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,18 +22,28 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hvd_ckpt.bench.recompute.chain import Builder, Forward, inner_blocks, walk
-from hvd_ckpt.bench.recompute.peers import Ckptplan, build_rockmate, build_torch_remat
-from hvd_ckpt.bench.recompute.workloads import Workload
+from hvd_ckpt.bench.harness.workloads import CLASSES, DenseNet, Workload
+from hvd_ckpt.bench.recompute.measure import Forward
+from hvd_ckpt.bench.recompute.peers import (
+    Builder,
+    Ckptplan,
+    build_rockmate,
+    build_torch_remat,
+    inner_blocks,
+    walk,
+)
 
-__all__ = ["FAMILIES", "KEEP", "OURS", "Contender", "contenders", "segment_counts"]
+__all__ = [
+    "COMPILED", "FAMILIES", "KEEP", "OURS", "Contender", "compile_chain", "compiled_contenders", "contenders", "segment_counts",
+]  # fmt: skip
 
-KEEP, OURS = "keep", "ours"
-FAMILIES = (KEEP, "sequential", "blocks", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
+KEEP, OURS, COMPILED = "keep", "ours", "compiled"
+FAMILIES = (KEEP, "sequential", "blocks", "layers", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
 """What ``--contenders`` takes, in the order of the tables."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FRACTIONS = (0.7, 0.5, 0.3, 0.15)  # budgets of the other planners, in their own measure
+COMPILED_BUDGETS = (0.7, 0.5, 0.3)  # as a part of what the partitioner would keep
 
 aten = torch.ops.aten
 ATTENTION = {
@@ -69,11 +81,12 @@ def contenders(workload: Workload, blocks: int, families: tuple[str, ...]) -> li
     """All contenders of these families but this library's, for a chain of that many blocks."""
     ckptplan = Ckptplan()
     named: dict[str, dict[str, Builder]] = {
-        KEEP: {"keep everything": lambda model, inputs, needed: model},
+        KEEP: {"no recomputation": lambda model, inputs, needed: model},
         "sequential": {
             f"checkpoint_sequential, {count} chunks": _sequential(count) for count in segment_counts(blocks)
         },
         "blocks": {"checkpoint every block": _blocks(1), "checkpoint every second block": _blocks(2)},
+        "layers": _in_layers(workload) if isinstance(workload, DenseNet) else {},
         "selective": {
             "selective, matmuls saved": _selective(EXPENSIVE),
             "selective, every second matmul saved": _selective(EXPENSIVE, halve=True),
@@ -148,3 +161,109 @@ def _selective(saved: set[Any], halve: bool = False) -> Builder:
         return walk(model, {index: functools.partial(save, model[index]) for index in inner_blocks(model)})
 
     return build
+
+
+# ------------------------------------------------------------------------------------ a DenseNet in its layers
+
+
+def _in_layers(workload: DenseNet) -> dict[str, Builder]:
+    """Concatenation, norm, activation and 1x1 convolution of each dense layer checkpointed; and the efficient DenseNet."""
+
+    def efficient(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
+        from hvd_ckpt.models.densenet import densenet
+
+        found = densenet(workload.depth, classes=CLASSES, efficient=True).train()
+        found.load_state_dict(
+            model.state_dict(keep_vars=True), assign=True
+        )  # the same parameters and buffers
+        return found
+
+    return {
+        "checkpoint in each layer, reentrant": lambda model, inputs, needed: _layer_by_layer(model, True),
+        "checkpoint in each layer": lambda model, inputs, needed: _layer_by_layer(model, False),
+        "efficient DenseNet of hvd_ckpt": efficient,
+    }
+
+
+def _layer_by_layer(model: nn.Sequential, use_reentrant: bool) -> Forward:
+    """As torchvision's DenseNet with ``memory_efficient=True`` and the pytorch-checkpoint project's: dense layers pass on a list of
+    features."""
+    from hvd_ckpt.models.densenet import DenseLayer
+
+    def narrow(modules: Sequence[nn.Module], *features: torch.Tensor) -> torch.Tensor:
+        return _through(modules, torch.cat(features, dim=1))
+
+    def forward(images: torch.Tensor) -> torch.Tensor:
+        features: tuple[torch.Tensor, ...] = (images,)
+        for block in model:
+            if isinstance(block, DenseLayer):
+                modules = list(block)
+                narrowed = checkpoint(narrow, modules[:3], *features, use_reentrant=use_reentrant)
+                features = (*features, _through(modules[3:], narrowed))
+            else:
+                features = (block(features[0] if len(features) == 1 else torch.cat(features, dim=1)),)
+        return features[0]
+
+    return forward
+
+
+def _through(modules: Sequence[nn.Module], features: torch.Tensor) -> torch.Tensor:
+    for module in modules:
+        features = module(features)
+    return features
+
+
+# ------------------------------------------------------------------------------------ torch.compile
+#
+# The same models in a table of their own, because a compiled step and an eager one differ by more than what they recompute: fused
+# kernels keep less to begin with. The partitioner decides itself what to keep, within a budget of activations.
+
+_numbers = itertools.count()
+
+
+def compiled_contenders() -> list[Contender]:
+    """The whole chain as one graph: with the default partitioning, and with budgets."""
+    return [
+        Contender("compiled, no budget", KEEP, _compiled(1.0)),
+        *(
+            Contender(f"compiled, budget {budget:g}", COMPILED, _compiled(budget))
+            for budget in COMPILED_BUDGETS
+        ),
+    ]
+
+
+def _compiled(budget: float) -> Builder:
+    return lambda model, inputs, needed: compile_chain(model, budget, whole=True)
+
+
+def compile_chain(model: nn.Sequential, budget: float = 1.0, *, whole: bool = False) -> Forward:
+    """``model`` under ``torch.compile`` with that ``activation_memory_budget``.
+
+    Args:
+        whole: whether it must be one graph; if not, what cannot be traced runs as it is.
+    """
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    # Private, but the documented way: there is no public setting. It counts when the graph is cut, in the first call.
+    patch: Callable[..., Any] = functorch.patch
+    trace: Callable[..., Any] = dynamo.patch
+    compiled = torch.compile(_function_of_its_own(model), fullgraph=whole, dynamic=False)
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        with patch(activation_memory_budget=budget), trace(allow_rnn=True):
+            output: torch.Tensor = compiled(inputs)
+        return output
+
+    return forward
+
+
+def _function_of_its_own(model: nn.Sequential) -> Forward:
+    """A function whose code no other shares: the compiler finds its results by code, and all models here run the same."""
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(inputs)
+        return output
+
+    code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    return FunctionType(code, forward.__globals__, None, forward.__defaults__, forward.__closure__)

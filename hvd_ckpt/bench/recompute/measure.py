@@ -1,53 +1,56 @@
-"""One workload under measurement: exact peaks, seconds, and whether the result is that of keeping everything.
+"""One workload under measurement: exact peaks, seconds, and whether the result is that of no recomputation.
 
-All contenders of a workload run in one process on the same parameters, inputs and random state, and their timed steps
-alternate (A B C, then C B A), because a machine gets slower and faster while it measures: a ratio is taken between
-two steps of one round, and what is told is the median over rounds.
+All contenders run in one process on the same parameters, inputs and random state, and their timed steps alternate (A B C, then
+C B A). On several ranks a step ends with the reduction of the gradients and an optimizer step whose learning rate is 0.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, ratios
-from hvd_ckpt.bench.recompute.chain import Forward, twin
-from hvd_ckpt.bench.recompute.workloads import Workload
-from hvd_ckpt.install.extras import explain_import_error
+from hvd_ckpt.bench.harness.jobs import reason
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios
+from hvd_ckpt.bench.harness.workloads import Workload
 from hvd_ckpt.memory import measure_peak
 
-__all__ = ["BITWISE", "Bench", "Entry", "reason", "time_rounds"]
+__all__ = ["BITWISE", "Bench", "Entry", "Forward", "predicted_peak", "twin"]
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""Inputs to output."""
 
 BITWISE = "bitwise"
-TOLERANCE = 1e-4  # of the largest gradient: beyond it a result counts as another one
+TOLERANCE = 1e-4  # of the largest gradient; beyond it a result is wrong
 SEED = 0
+PROBE = 8  # samples of the small batches that tell what a large one will take
 
 
 @dataclass
 class Entry:
-    """What one contender, or one plan of this library, gave on one workload.
+    """The result of one contender, or of one plan of this library, on one workload.
 
     Attributes:
         name: unique within the workload.
         family: of the contender.
-        forward: runs the model, as long as the benchmark lasts.
-        peak_bytes: exact peak of one step above its start.
-        same: ``bitwise``, or what differs from keeping everything.
-        right: whether loss and gradients are those of keeping everything, up to rounding.
-        seconds: of its step in each round.
+        peak_bytes: exact peak of one step above its start; on several ranks that of the rank that needs most.
+        same: ``bitwise``, or what differs from no recomputation.
+        right: whether loss and gradients are those of no recomputation, up to rounding.
+        seconds: of its step in each round; on several ranks by the clock of rank 0, which waits for all.
         failure: why it did not run, in one line.
-        budget: for a plan, what was asked for.
-        predicted_bytes: for a plan, the peak it promised; ``predicted_seconds`` likewise.
+        budget: for a plan, its budget.
+        predicted_bytes, predicted_seconds: for a plan, its predicted cost.
     """
 
     name: str
     family: str
-    forward: Forward | None = field(default=None, repr=False)
     peak_bytes: int | None = None
     same: str = ""
     right: bool = False
@@ -68,51 +71,46 @@ class Entry:
 
     def ratio(self, other: Entry) -> Quartiles | None:
         """The time of a step as a ratio to another's of the same round, over the rounds."""
-        if not (self.runs and other.runs and self.seconds and other.seconds):
-            return None
-        return quartiles(ratios(self.seconds, other.seconds))
-
-    def fail(self, error: BaseException) -> None:
-        """Notes the failure, and lets the model go."""
-        self.failure = reason(error)
-        self.forward = None
-
-    def measure(self, bench: Bench, make: Callable[[], Forward]) -> None:
-        """Makes the forward function, warms up, measures the peak and compares the result; an error is noted, not raised."""
-        try:
-            self.forward = make()
-            bench.step(self.forward)
-            self.peak_bytes, self.same, self.right = bench.examine(self.forward)
-        except Exception as error:
-            self.fail(error)
+        return quartiles_of_ratios(self.seconds, other.seconds) if self.runs and other.runs else None
 
 
-def reason(error: BaseException) -> str:
-    """An error as one line."""
-    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
-        return explain_import_error(error) or f"{error.name} is not installed"
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return line if len(line) <= 160 else line[:157] + "..."
+def twin(model: nn.Sequential) -> nn.Sequential:
+    """A copy of the modules that shares parameters and buffers with the original: wrapping one leaves the other as it was."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class Bench:
-    """A workload's model, batch and loss on a device, and what a step that keeps everything gives.
+    """A workload's model, batch and loss on a device, and the result of a step without recomputation.
+
+    Args:
+        workload: what is trained.
+        device: where.
+        distributed: whether Horovod's ranks train together, each on a batch of its own.
 
     Attributes:
-        workload: what it is made of.
-        device: where it runs.
         model: the original chain; contenders get twins, which share its parameters and buffers.
         inputs: of the model.
+        forwards: for each entry that runs, by name, the function that runs the model.
     """
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
-        self.workload = workload
-        self.device = device
+    def __init__(self, workload: Workload, device: torch.device, distributed: bool = False) -> None:
+        self.workload, self.device = workload, device
+        self._optimizer: Any = None
+        rank = 0
         torch.manual_seed(SEED)
         self.model = workload.model().to(device)
-        inputs, target = workload.sample(torch.Generator().manual_seed(SEED))
+        if distributed:
+            import hvd_ckpt as hc
+
+            rank = hc.rank()
+            self._optimizer = hc.DistributedOptimizer(
+                torch.optim.SGD(self.model.parameters(), lr=0.0),
+                named_parameters=self.model.named_parameters(),
+            )
+        inputs, target = workload.sample(torch.Generator().manual_seed(SEED + rank))
         self.inputs = inputs.to(device)
+        self.forwards: dict[str, Forward] = {}
         self._target = target.to(device)
         self._parameters = list(self.model.parameters())
         self._buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -120,14 +118,10 @@ class Bench:
         self.refer_to(self.model)
 
     def refer_to(self, forward: Forward) -> None:
-        """Take what this forward function gives as what all others must give."""
+        """Make the result of this forward function the one that all others are compared with."""
         self._loss = self.step(forward)
         self._gradients = [_gradient(parameter).clone() for parameter in self._parameters]
         self._after = [buffer.clone() for buffer, _ in self._buffers]
-
-    def twin(self) -> nn.Sequential:
-        """A copy of the model to wrap, on the same parameters."""
-        return twin(self.model)
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
         """The loss of the batch."""
@@ -138,8 +132,18 @@ class Bench:
         self._prepare()
         return self._step(forward)
 
+    def measure(self, entry: Entry, make: Callable[[], Forward]) -> None:
+        """Make an entry's forward function, warm up, measure the peak and compare the result; an error is noted, not raised."""
+        try:
+            forward = make()
+            self.step(forward)
+            entry.peak_bytes, entry.same, entry.right = self.examine(forward)
+            self.forwards[entry.name] = forward
+        except Exception as error:
+            entry.failure = reason(error)
+
     def examine(self, forward: Forward) -> tuple[int, str, bool]:
-        """One step: its exact peak in bytes above its start, what differs from keeping everything, and if that is rounding."""
+        """One step: its exact peak in bytes above its start, what differs from no recomputation, and whether that is rounding."""
         self._prepare()
         gc.collect()
         losses: list[torch.Tensor] = []
@@ -147,10 +151,25 @@ class Bench:
         same, right = self._compare(losses[0])
         return memory.peak_bytes, same, right
 
-    def time(self, forward: Forward) -> float:
-        """Seconds of one step."""
+    def time_rounds(
+        self, entries: list[Entry], rounds: int, listener: Callable[[str], object] = lambda what: None
+    ) -> None:
+        """Time all entries that run, in rounds that alternate; ``listener`` hears of each round."""
+        for number, entry in alternating(entries, rounds):
+            if entry.runs and entry.name in self.forwards:
+                listener(f"round {number + 1} of {rounds}")
+                try:
+                    entry.seconds.append(self._time(self.forwards[entry.name]))
+                except Exception as error:
+                    entry.failure = reason(error)
+
+    def _time(self, forward: Forward) -> float:
         self._prepare()
         gc.collect()
+        if self._optimizer is not None:
+            import hvd_ckpt as hc
+
+            hc.barrier()
         self._synchronize()
         start = time.perf_counter()
         self._step(forward)
@@ -171,18 +190,19 @@ class Bench:
     def _step(self, forward: Forward) -> torch.Tensor:
         loss = self.loss(forward(self.inputs))
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._optimizer is not None:
+            self._optimizer.step()
         return loss.detach()
 
     def _compare(self, loss: torch.Tensor) -> tuple[str, bool]:
         gradients = [_gradient(parameter) for parameter in self._parameters]
         differences = []
         worst = 0.0
-        if not torch.equal(loss, self._loss):
-            worst = max(worst, _distance([loss], [self._loss]))
-            differences.append(f"loss by {_distance([loss], [self._loss]):.0e}")
-        if not all(torch.equal(one, other) for one, other in zip(gradients, self._gradients)):
-            worst = max(worst, _distance(gradients, self._gradients))
-            differences.append(f"gradients by {_distance(gradients, self._gradients):.0e}")
+        for what, ours, theirs in (("loss", [loss], [self._loss]), ("gradients", gradients, self._gradients)):
+            if not all(torch.equal(one, other) for one, other in zip(ours, theirs)):
+                distance = _distance(ours, theirs)
+                worst = max(worst, distance)
+                differences.append(f"{what} by {distance:.0e}")
         if not all(torch.equal(buffer, after) for (buffer, _), after in zip(self._buffers, self._after)):
             differences.append("running statistics")
         return ", ".join(differences) or BITWISE, worst <= TOLERANCE
@@ -192,18 +212,13 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def time_rounds(
-    bench: Bench, entries: list[Entry], rounds: int, listener: Callable[[str], object] = lambda what: None
-) -> None:
-    """Time all entries that run, in interleaved rounds; ``listener`` hears of each round before it starts."""
-    for number in range(rounds):
-        listener(f"round {number + 1} of {rounds}")
-        for entry in entries if number % 2 == 0 else entries[::-1]:
-            if entry.runs and entry.forward is not None:
-                try:
-                    entry.seconds.append(bench.time(entry.forward))
-                except Exception as error:
-                    entry.fail(error)
+def predicted_peak(workload: Workload) -> int:
+    """The peak of a step without recomputation on the CPU, from two small batches: peaks grow linearly with the batch."""
+    peaks = []
+    for count in (PROBE // 2, PROBE):
+        bench = Bench(dataclasses.replace(workload, batch=count), torch.device("cpu"))
+        peaks.append(bench.examine(bench.model)[0])
+    return peaks[1] + (peaks[1] - peaks[0]) * (workload.batch - PROBE) // (PROBE - PROBE // 2)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,22 +1,41 @@
-"""Other projects, used as their documentation says, each imported when it is asked.
+"""Other projects, used as their documentation says, and imported only when they are measured.
 
-A project that is missing, or does not run here, is an error of its own contender and nobody else's; the message becomes
-its row in the report.
+A project that is missing or does not run here is an error of its own contenders alone; the message becomes their row in the report.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.recompute.chain import Builder, Forward, inner_blocks, walk
+from hvd_ckpt.bench.recompute.measure import Forward
 from hvd_ckpt.memory import recording_peak
 
-__all__ = ["Ckptplan", "build_rockmate", "build_torch_remat"]
+__all__ = ["Builder", "Ckptplan", "build_rockmate", "build_torch_remat", "inner_blocks", "walk"]
+
+Builder = Callable[[nn.Sequential, torch.Tensor, int], Forward]
+"""A chain, the inputs it will get, and the peak bytes of a step without recomputation, to what runs the chain."""
+
+
+def inner_blocks(model: nn.Sequential) -> list[int]:
+    """The blocks that a loop over layers covers: all but the first (embedding, stem) and the last (head)."""
+    return list(range(1, len(model) - 1))
+
+
+def walk(model: nn.Sequential, replaced: Mapping[int, Forward]) -> Forward:
+    """A function that runs the chain with some blocks replaced."""
+    calls: list[Forward] = [replaced.get(index, block) for index, block in enumerate(model)]
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        for call in calls:
+            hidden = call(hidden)
+        return hidden
+
+    return forward
 
 
 class _RandomState:
@@ -132,7 +151,7 @@ def _bytes_kept(model: nn.Sequential, inputs: torch.Tensor) -> list[int]:
 
 
 def build_rockmate(fraction: float) -> Builder:
-    """rockmate (Inria): rotor over blocks with an integer programme within each, at a fraction of keep-everything's peak."""
+    """rockmate (Inria): rotor over blocks, an integer program within each, at a fraction of the peak."""
 
     def build(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
         import rockmate

@@ -17,7 +17,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.bench.recompute.measure import reason
+from hvd_ckpt.bench.harness.jobs import reason
 from hvd_ckpt.bench.shard import counting
 from hvd_ckpt.bench.shard.contenders import Contender
 from hvd_ckpt.bench.shard.job import Answer, Findings, Job
