@@ -11,7 +11,8 @@ import torch
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.buckets import MEBIBYTE, Placement
+from hvd_ckpt.reduction.communicator import Wire
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_options,
@@ -20,12 +21,15 @@ from hvd_ckpt.reduction.construction import (
     name_parameters,
 )
 from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer, register, wrapping
-from hvd_ckpt.reduction.placement import Placement
 from hvd_ckpt.reduction.reducer import Reducer
-from hvd_ckpt.reduction.wire import Wire
-from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, shard_optimizer
+from hvd_ckpt.sharding.construction import (
+    ShardOptions,
+    check_memory,
+    check_not_split,
+    check_shard_options,
+    shard_optimizer,
+)
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.readiness import check_memory, check_not_split
 
 __all__ = ["DistributedOptimizer"]
 

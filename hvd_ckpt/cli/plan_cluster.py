@@ -132,7 +132,7 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
     """
     from hvd_ckpt.sharding.estimate import check_optimizer
     from hvd_ckpt.sharding.formats import wire_format
-    from hvd_ckpt.sharding.stages import stage_of
+    from hvd_ckpt.sharding.sharding import stage_of
 
     names = ("ranks", "shard", "offload", "optimizer", "wire")
     given = {name: value for name in names if (value := options.pop(name)) is not None}

@@ -21,9 +21,19 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.recompute.calls import call_name, is_random, map_tensors, tensors_in
-from hvd_ckpt.recompute.keeper import Kept, Packed, Plain, changed_in_place, memory_of, version_of
+from hvd_ckpt.recompute.keeper import (
+    Kept,
+    Packed,
+    Plain,
+    attention_context,
+    autocast_context,
+    autocast_state,
+    changed_in_place,
+    memory_of,
+    random_context,
+    version_of,
+)
 from hvd_ckpt.recompute.saved import Compressed
-from hvd_ckpt.recompute.state import attention_context, autocast_context, autocast_state, random_context
 
 __all__ = ["Call", "Group", "Holder", "Reference", "Scratch", "Stored", "View", "unpack"]
 

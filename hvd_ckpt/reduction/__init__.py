@@ -1,13 +1,13 @@
 """How gradients meet: each is allreduced once, in a fixed order."""
 
-from hvd_ckpt.reduction.broadcast import (
+from hvd_ckpt.reduction.collectives import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hvd_ckpt.reduction.compression import Compression
-from hvd_ckpt.reduction.elastic import register as _register_elastic
+from hvd_ckpt.reduction.communicator import Compression
+from hvd_ckpt.reduction.construction import register as _register_elastic
 from hvd_ckpt.reduction.optimizer import join
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 

@@ -1,7 +1,4 @@
-"""What must hold before an optimizer is wrapped: right arguments, named parameters, and the same on every rank.
-
-Checks collect an error instead of raising it, so that :func:`agree_at_construction` can raise it everywhere.
-"""
+"""What a DistributedOptimizer is made of: checked arguments, named parameters, and its part in an elastic job."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
+from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
 from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.reduction import adasum
 from hvd_ckpt.reduction.agreement import (
     ParameterFacts,
     allgather_objects,
@@ -23,6 +20,14 @@ from hvd_ckpt.reduction.agreement import (
     digest,
     raise_first_failure,
 )
+from hvd_ckpt.reduction.collectives import broadcast_optimizer_state
+from hvd_ckpt.reduction.communicator import unavailable as adasum_unavailable
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+
+# What must hold before an optimizer is wrapped: right arguments, named parameters, and the same on every rank.
+#
+# Checks collect an error instead of raising it, so that :func:`agree_at_construction` can raise it everywhere.
+
 
 _constructed = itertools.count(1)
 
@@ -57,7 +62,7 @@ def check_options(
             raise ValueError(
                 "op=Adasum works on all ranks only, not on a process set; use op=Average, or the global process set"
             )
-        reason = adasum.unavailable()
+        reason = adasum_unavailable()
         if reason is not None:
             raise ValueError(reason)
     if groups is not None:
@@ -170,3 +175,31 @@ def _check_options_equal(options: Sequence[dict[str, Any]]) -> None:
                     f"{name} differs between ranks: {value} on rank 0 and {others[name]} on rank {rank}; "
                     f"pass DistributedOptimizer the same arguments on every rank"
                 )
+
+
+# Horovod Elastic around this library's optimizer.
+#
+# ``horovod.torch.elastic.TorchState`` keeps a registry of what it knows how to save and send. This module adds the
+# optimizer, so that a sync sends its state untouched and makes all ranks, old and new, learn order and counts anew.
+
+
+class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
+    """Saves, restores and synchronizes a ``DistributedOptimizer`` for ``TorchState``."""
+
+    value: ReducedOptimizer
+
+    def restore(self) -> None:
+        self.value.reset_reduction()
+        super().restore()
+
+    def sync(self) -> None:
+        self.value.reset_reduction()
+        self.value.agree_on_naming()
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+def register() -> None:
+    """Makes ``TorchState`` use the handler above for this library's optimizers. Calling it again changes nothing."""
+    registry = get_handler_registry()
+    if not any(handled is ReducedOptimizer for handled, _ in registry):
+        set_handler_registry([(ReducedOptimizer, ReducedOptimizerStateHandler), *registry])

@@ -16,11 +16,11 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
 from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
-from hvd_ckpt.reduction.adasum import adasum_step
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from
+from hvd_ckpt.reduction.communicator import adasum_step
+from hvd_ckpt.reduction.ownership import forget_sums
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.stats import ReductionStats
-from hvd_ckpt.reduction.summed import forget_sums
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 

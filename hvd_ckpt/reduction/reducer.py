@@ -27,17 +27,13 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_ckpt.reduction.accumulation import FireCounts, GradientHooks
 from hvd_ckpt.reduction.agreement import ParameterFacts
-from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.reduction.hooks import GradientHooks
-from hvd_ckpt.reduction.meeting import Meeting, Report
-from hvd_ckpt.reduction.placement import Placement
-from hvd_ckpt.reduction.readiness import FireCounts
-from hvd_ckpt.reduction.singles import SingleReductions
+from hvd_ckpt.reduction.buckets import Bucket, Placement
+from hvd_ckpt.reduction.communicator import Flight, Wire
+from hvd_ckpt.reduction.late import HiddenGradients, Meeting, Report, SingleReductions, find_changes
+from hvd_ckpt.reduction.ownership import TurnTaker
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-from hvd_ckpt.reduction.tampering import HiddenGradients, find_changes
-from hvd_ckpt.reduction.turns import TurnTaker
-from hvd_ckpt.reduction.wire import Flight, Wire
 
 
 class Reducer(TurnTaker):

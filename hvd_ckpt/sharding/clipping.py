@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.hooks import owner_of
+from hvd_ckpt.reduction.accumulation import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.pieces import Piece
 from hvd_ckpt.torch_private import foreach_mul_
 
 __all__ = ["clip_grad_norm_"]

@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
-from hvd_ckpt.reduction.wire import wait
+from hvd_ckpt.reduction.communicator import wait
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 

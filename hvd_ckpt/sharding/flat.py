@@ -11,8 +11,7 @@ import torch
 from hvd_ckpt.sharding.exchange import Exchange, Transfer
 from hvd_ckpt.sharding.flights import IN_FLIGHT
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.pieces import Form
+from hvd_ckpt.sharding.layout import Form, Group, Layout
 from hvd_ckpt.unmaterialized import is_split
 
 __all__ = ["FlatParameters"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_ckpt.reduction.wire import GRADIENTS, POLL_SECONDS
+from hvd_ckpt.reduction.communicator import GRADIENTS, POLL_SECONDS
 from hvd_ckpt.sharding.exchange import Exchange, Transfer
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout

@@ -1,9 +1,4 @@
-"""Which part of which parameter lies on which rank: pure arithmetic, the same on every rank.
-
-Parameters are laid one after the other in *groups*, each one flat run of elements of one dtype on one device. A group is padded
-so that it divides into one equal *shard* per rank; a parameter that lies across an edge is split there. A *span* is the part of one
-parameter that lies in one shard. What splits parameters this way must work on each element by itself.
-"""
+"""Which elements of which parameter lie on which rank, and the 1-D parameters that the wrapped optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,7 +8,25 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT", "Group", "Layout", "Span", "flat_view", "is_packed", "lay_out", "packed_stride"]
+__all__ = [
+    "ALIGNMENT",
+    "Form",
+    "Group",
+    "Layout",
+    "Piece",
+    "Span",
+    "flat_view",
+    "is_packed",
+    "lay_out",
+    "packed_stride",
+]
+
+# Which part of which parameter lies on which rank: pure arithmetic, the same on every rank.
+#
+# Parameters are laid one after the other in *groups*, each one flat run of elements of one dtype on one device. A group is
+# padded so that it divides into one equal *shard* per rank; a parameter that lies across an edge is split there. A *span* is
+# the part of one parameter that lies in one shard. What splits parameters this way must work on each element by itself.
+
 
 ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
 
@@ -189,3 +202,74 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     if not is_packed(tensor):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps")
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and strides of a whole parameter, which say what its memory order is."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Form:
+        return cls(parameter.shape, packed_stride(parameter))
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def flatten(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of this shape in the parameter's memory order, 1-D; a view where its strides allow."""
+        whole = whole.detach()
+        if whole.layout is not torch.strided:
+            whole = whole.to_dense()
+        if whole.stride() != self.stride:
+            whole = torch.empty_strided(
+                self.shape, self.stride, dtype=whole.dtype, device=whole.device
+            ).copy_(whole)
+        return flat_view(whole)
+
+    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of consecutive elements as the whole parameter."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one parameter that this rank holds and updates.
+
+    Attributes:
+        name: of the whole parameter.
+        start, stop: its elements, in the parameter's memory order.
+        offset: where they begin in this rank's shard of the parameter's group.
+        form: shape and strides of the whole.
+        group: index of the optimizer's parameter group.
+        index: of the whole parameter in the layout.
+        parameter: what the wrapped optimizer steps, 1-D; float32 where there are master weights.
+        weights: the part of this rank's shard that it stands for: the same memory but for master weights.
+    """
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    form: Form
+    group: int
+    index: int
+    parameter: torch.nn.Parameter
+    weights: torch.Tensor
+
+    @property
+    def has_master(self) -> bool:
+        """Whether ``parameter`` is a float32 copy."""
+        return self.parameter.data_ptr() != self.weights.data_ptr()
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor of the whole parameter's shape, 1-D."""
+        return self.form.flatten(whole)[self.start : self.stop]
+
+
+def key(pieces: Sequence[Piece]) -> list[list[str | int]]:
+    """Which parts these are, as plain data."""
+    return [[piece.name, piece.start, piece.stop] for piece in pieces]

@@ -16,11 +16,10 @@ import torch
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding import state
+from hvd_ckpt.sharding.layout import Form, Piece
 from hvd_ckpt.sharding.offload import OffloadError, raised_everywhere
-from hvd_ckpt.sharding.pieces import Form, Piece
 from hvd_ckpt.sharding.reducer import ShardReducer
-from hvd_ckpt.sharding.released import Released
-from hvd_ckpt.sharding.sharding import Sharding
+from hvd_ckpt.sharding.sharding import Released, Sharding
 
 __all__ = ["ShardedOptimizer"]
 

@@ -24,10 +24,8 @@ import torch
 from torch import nn
 
 from hvd_ckpt.frames import is_recomputing
-from hvd_ckpt.sharding.entrance import Visit, enter, is_entrance, leave
-from hvd_ckpt.sharding.gathering import UnitParameters
-from hvd_ckpt.sharding.order import Orders, Pass
-from hvd_ckpt.sharding.structures import tensors_left_in, tensors_within
+from hvd_ckpt.sharding.module_hooks import Visit, enter, is_entrance, leave, tensors_left_in, tensors_within
+from hvd_ckpt.sharding.unshard import Orders, Pass, UnitParameters
 from hvd_ckpt.torch_private import (
     DisableTorchFunction,
     current_graph_task_id,

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction.hooks import GradientHooks
+from hvd_ckpt.reduction.accumulation import GradientHooks
+from hvd_ckpt.reduction.ownership import TurnTaker, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-from hvd_ckpt.reduction.summed import keep_sum, leave_own_part, mark_summed
-from hvd_ckpt.reduction.turns import TurnTaker
 from hvd_ckpt.sharding import flights
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flights import Flights, Packer

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hvd_ckpt.reduction.readiness import FireCounts
+from hvd_ckpt.reduction.accumulation import FireCounts
 from hvd_ckpt.sharding.layout import Group, Layout
 
 __all__ = ["Rounds"]

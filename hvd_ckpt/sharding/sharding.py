@@ -1,7 +1,4 @@
-"""The parts of a sharded optimizer: layout, collectives, weights, offload, and this rank's pieces of the parameters.
-
-:class:`.optimizer.ShardedOptimizer` steps them, and :mod:`.state` saves and loads them.
-"""
+"""What a sharded optimizer is made of: its stage, its parts, and what remains of them after ``unshard()``."""
 
 from __future__ import annotations
 
@@ -13,13 +10,34 @@ import torch
 
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.masters import Masters
+from hvd_ckpt.sharding.layout import Form, Group, Layout, Piece
 from hvd_ckpt.sharding.offload import OptimizerOffload
-from hvd_ckpt.sharding.pieces import Form, Piece
+from hvd_ckpt.sharding.parameters import Masters
 from hvd_ckpt.sharding.reducer import ShardReducer
 
-__all__ = ["Sharding", "bucket_bytes", "new_pieces"]
+__all__ = ["STAGES", "Released", "Sharding", "bucket_bytes", "new_pieces", "stage_of"]
+
+STAGES = ("none", "optimizer", "gradients", "parameters")
+
+
+def stage_of(shard: object) -> int:
+    """The stage, 0 to 3, that a name of :data:`STAGES` or a number (also as a text) stands for.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(shard, str) and shard in STAGES:
+        return STAGES.index(shard)
+    if isinstance(shard, str) and shard in map(str, range(len(STAGES))):
+        return int(shard)
+    if isinstance(shard, int) and not isinstance(shard, bool) and 0 <= shard < len(STAGES):
+        return shard
+    raise ValueError(f"shard must be one of {', '.join(map(repr, STAGES))}, or 0 to 3, not {shard!r}")
+
+
+# The parts of a sharded optimizer: layout, collectives, weights, offload, and this rank's pieces of the parameters.
+#
+# :class:`.optimizer.ShardedOptimizer` steps them, and :mod:`.state` saves and loads them.
 
 
 @dataclass
@@ -119,3 +137,22 @@ def new_pieces(sharding: Sharding) -> list[Piece]:
 def bucket_bytes(bucket_cap_mb: float) -> float:
     """The largest group, in bytes."""
     return bucket_cap_mb * MEBIBYTE
+
+
+class Released:
+    """Has no groups and is of stage 0.
+
+    Raises:
+        RuntimeError: anything else is asked for.
+    """
+
+    stage = 0
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "this optimizer has given the model its parameters back in unshard(), and cannot be used any more; wrap a new torch "
+            "optimizer with DistributedOptimizer"
+        )

@@ -11,9 +11,9 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
-from hvd_ckpt.reduction.wire import wait
+from hvd_ckpt.reduction.communicator import wait
 from hvd_ckpt.sharding.elementwise import probe
-from hvd_ckpt.sharding.pieces import Form, key
+from hvd_ckpt.sharding.layout import Form, key
 from hvd_ckpt.sharding.sharding import Sharding
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class Shards:
     """What the manifest of a sharded run's snapshot says.
 
     Attributes:
-        stage: 1 to 3, as in :mod:`hvd_ckpt.sharding.stages`.
+        stage: 1 to 3, as in :mod:`hvd_ckpt.sharding.sharding`.
         parameters: all of the model, by name; tied ones once.
         optimizer: by rank, the ranges that it has optimizer state of, in the order of that state.
         weights: by rank, the ranges whose exact weights it has; None where rank 0 has written whole ones.

@@ -18,7 +18,7 @@ from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor
 
 from hvd_ckpt.reduction.agreement import broadcast_from
-from hvd_ckpt.reduction.wire import wait
+from hvd_ckpt.reduction.communicator import wait
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.snapshot import Snapshot
 from hvd_ckpt.snapshots.staging import Copying, Staging

@@ -22,7 +22,7 @@ from hvd_ckpt import stall
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere
-from hvd_ckpt.reduction.drift import WeightsDiffer
+from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.snapshots.background import EXIT_SECONDS
 from hvd_ckpt.snapshots.snapshot import SnapshotError
 from hvd_ckpt.training.config import ConfigError

@@ -31,8 +31,8 @@ from hvd_ckpt.reduction import (
     broadcast_parameters,
 )
 from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.reduction.consistency import check_equal_weights
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.reduction.drift import check_equal_weights
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.background import SnapshotWriter

@@ -18,7 +18,7 @@ from fuzzing import Finding, Kind
 from mutations import changed, odd_value, replace, spoil
 from torch import Tensor, nn
 
-from hvd_ckpt.reduction.placement import Placement
+from hvd_ckpt.reduction.buckets import Placement
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
 from hvd_ckpt.training.config import Config, ConfigError

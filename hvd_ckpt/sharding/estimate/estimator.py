@@ -28,7 +28,7 @@ from hvd_ckpt.sharding.estimate.states import ModelStates
 from hvd_ckpt.sharding.estimate.trace import bare_trace, trace_step
 from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
 from hvd_ckpt.sharding.layout import Group, Layout, lay_out
-from hvd_ckpt.sharding.stages import stage_of
+from hvd_ckpt.sharding.sharding import stage_of
 from hvd_ckpt.sharding.units import find_units
 
 __all__ = ["PRECISIONS", "Estimator", "estimate_memory"]

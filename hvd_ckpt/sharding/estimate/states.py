@@ -10,8 +10,8 @@ from hvd_ckpt.sharding.estimate.optimizers import OptimizerBytes, OptimizerFacts
 from hvd_ckpt.sharding.flights import IN_FLIGHT
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.masters import HALF
 from hvd_ckpt.sharding.offload import CHUNK_ELEMENTS
+from hvd_ckpt.sharding.parameters import HALF
 
 __all__ = ["ModelStates"]
 

@@ -1,27 +1,32 @@
-"""The parameters of one unit, whole for a while: where they lie, how they come and how they go.
-
-A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
-between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's class
-makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that same storage, and
-is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
-"""
+"""Unsharding: the parameters of one unit, whole for a while, and the order in which units are prefetched."""
 
 from __future__ import annotations
 
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from hvd_ckpt.sharding.exchange import Exchange, Transfer
 from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.pieces import Form
+from hvd_ckpt.sharding.layout import Form, Group, Layout
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
-__all__ = ["UnitParameters"]
+__all__ = [
+    "Orders",
+    "Pass",
+    "UnitParameters",
+]
+
+# The parameters of one unit, whole for a while: where they lie, how they come and how they go.
+#
+# A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
+# between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's
+# class makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that
+# same storage, and is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
 
 
 class _State(enum.Enum):
@@ -267,3 +272,53 @@ def _nothing(group: Group) -> torch.Tensor:
 def _forget(identities: Iterable[int]) -> None:
     for identity in identities:
         absent_storages.pop(identity, None)
+
+
+# In which order units are gathered: learned in one pass, used in the next one of its kind to begin early.
+#
+# All ranks do the same work, so all learn the same order and begin early with the same unit.
+
+
+@dataclass
+class Pass:
+    """One forward or backward pass.
+
+    Attributes:
+        kind: passes of one kind that begin with the same unit are taken to be alike.
+        taken: the units gathered so far.
+        learned: those of the last pass like it, while this one is like it.
+        differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).
+    """
+
+    kind: str
+    taken: list[int] = field(default_factory=list)
+    learned: list[int] | None = None
+    differentiated: bool = False
+
+
+class Orders:
+    """What was learned."""
+
+    def __init__(self) -> None:
+        self._learned: dict[tuple[str, int], list[int]] = {}
+
+    def next(self, current: Pass, unit: int) -> int | None:
+        """Notes that ``unit`` is gathered now.
+
+        Returns:
+            The unit that came next in the last pass, unless this pass is another one than that.
+        """
+        if not current.taken:
+            current.learned = self._learned.get((current.kind, unit))
+        position = len(current.taken)
+        current.taken.append(unit)
+        learned = current.learned
+        if learned is None or position >= len(learned) or learned[position] != unit:
+            current.learned = None
+            return None
+        return learned[position + 1] if position + 1 < len(learned) else None
+
+    def end(self, finished: Pass) -> None:
+        """The pass was this one."""
+        if finished.taken:
+            self._learned[finished.kind, finished.taken[0]] = finished.taken

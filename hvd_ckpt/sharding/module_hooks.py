@@ -1,15 +1,25 @@
-"""The way into a unit: an identity on its inputs, which is the last thing to happen in its backward pass."""
+"""Pre- and post-backward hooks of a module: where its inputs enter, and the tensors in what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
 
-__all__ = ["Visit", "enter", "is_entrance", "leave"]
+__all__ = [
+    "Visit",
+    "enter",
+    "is_entrance",
+    "leave",
+    "tensors_left_in",
+    "tensors_within",
+]
 
 
 class Visit:
@@ -98,3 +108,59 @@ class _Changed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return None, gradients[0]
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, data classes and other objects, each once; not those inside of modules."""
+    seen: set[int] = set()
+    open_values = [value]
+    while open_values:
+        one = open_values.pop()
+        if isinstance(one, _PLAIN) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, Mapping):
+            open_values += one.values()
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            open_values += one
+        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+            open_values += (getattr(one, part.name, None) for part in dataclasses.fields(one))
+        elif not callable(one):
+            open_values += getattr(one, "__dict__", {}).values()
+
+
+_USUAL = frozenset(nn.Module().__dict__)
+_LONGEST = 64  # a container of more values is data, no list of losses
+
+_seen: Any = WeakTensorKeyDictionary()  # tensor -> those who have got it
+
+
+def tensors_left_in(module: nn.Module, finder: object) -> Iterator[torch.Tensor]:
+    """The results of operations that a module and those inside it have as attributes, such as a loss that is added to the model's
+    own later; to each ``finder`` once."""
+    for inner in module.modules():
+        attributes = inner.__dict__
+        if len(attributes) == len(_USUAL):
+            continue
+        for name, value in attributes.items():
+            if name in _USUAL or not isinstance(value, (torch.Tensor, list, tuple, dict)):
+                continue
+            if not isinstance(value, torch.Tensor) and len(value) > _LONGEST:
+                continue
+            for tensor in (
+                (value,)
+                if isinstance(value, torch.Tensor)
+                else value.values()
+                if isinstance(value, dict)
+                else value
+            ):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    finders = _seen.setdefault(tensor, set())
+                    if id(finder) not in finders:
+                        finders.add(id(finder))
+                        yield tensor

@@ -1,22 +1,31 @@
-"""Starting equal: rank 0's parameters and optimizer state on every rank.
-
-Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and shapes
-first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would change
-AdamW's weights before training has begun.
-"""
+"""Collectives for parameters, optimizer state, objects and reduce-scatter, where Horovod's own fail or hang."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import global_process_set
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
 from hvd_ckpt.unmaterialized import is_absent
+
+__all__ = [
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+]
+
+# Starting equal: rank 0's parameters and optimizer state on every rank.
+#
+# Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and
+# shapes first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would
+# change AdamW's weights before training has begun.
 
 
 def broadcast_object(
@@ -259,3 +268,119 @@ def _difference(ours: list[Any], theirs: list[Any], root_rank: int) -> ValueErro
             f"build the same model on every rank"
         )
     return None
+
+
+# ``horovod.torch.reducescatter`` and its three relatives, with a ``prescale_factor`` that needs no fusion buffer.
+#
+# Horovod scales the input in its fusion buffer, and refuses an input that is larger; with fusion off, that is each one. Here the
+# input is scaled before it is handed to Horovod, by the same arithmetic. Arguments, results and gradients are Horovod's.
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts :func:`reducescatter`, without gradients or compression; returns a handle for ``poll`` and ``synchronize``."""
+    with torch.no_grad():
+        scaled = _scaled(tensor, prescale_factor)
+    handle: int = mpi_ops.reducescatter_async(
+        scaled, name, op, process_set, postscale_factor=postscale_factor
+    )
+    return handle
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This rank's part of the reduction of ``tensor`` over the ranks, as ``horovod.torch.reducescatter``.
+
+    Args:
+        tensor: of one or more dimensions, of the same shape on every rank; it is not modified.
+        name: of the operation; Horovod numbers unnamed ones.
+        compression: the format in which the input travels.
+        op: ``Average`` or ``Sum``.
+        process_set: the ranks that take part.
+        prescale_factor: multiplies the input, before the reduction. Integers are rounded towards zero.
+        postscale_factor: multiplies the result.
+
+    Returns:
+        This rank's rows: the first dimension is divided over the ranks, earlier ranks have one more where it does not divide.
+    """
+    wire, context = compression.compress(tensor)
+    result = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
+        _scaled(wire, prescale_factor), name, op, process_set, postscale_factor
+    )
+    part: torch.Tensor = compression.decompress(result, context)
+    return part
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts :func:`grouped_reducescatter`, without gradients or compression; returns a handle."""
+    with torch.no_grad():
+        scaled = [_scaled(tensor, prescale_factor) for tensor in tensors]
+    handle: int = mpi_ops.grouped_reducescatter_async(
+        scaled, name, op, process_set, postscale_factor=postscale_factor
+    )
+    return handle
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """:func:`reducescatter` of several tensors, which start together."""
+    wires = [compression.compress(tensor) for tensor in tensors]
+    scaled = [_scaled(wire, prescale_factor) for wire, _ in wires]
+    results = mpi_ops.grouped_reducescatter(
+        scaled, name, Compression.none, op, process_set, 1.0, postscale_factor
+    )
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, wires)]
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Horovod's, whose gradient is gathered under a name of its own: an unnamed one may differ between ranks, and hang."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet, factor: float
+    ) -> Any:
+        ctx.name = None if name is None else f"{name}.gradient"
+        ctx.process_set, ctx.factor = process_set, factor * (process_set.size() if op == Sum else 1)
+        return mpi_ops.synchronize(
+            mpi_ops.reducescatter_async(tensor, name, op, process_set, postscale_factor=factor)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gathered = mpi_ops.allgather(gradients[0] * ctx.factor, ctx.name, ctx.process_set)
+        return gathered, None, None, None, None
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)

@@ -1,0 +1,265 @@
+"""The communicator of a reducer: allreduces of buckets in their communication dtype, of sparse gradients, and Adasum."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression, Compressor, NoneCompressor
+from horovod.torch.mpi_ops import Adasum, Average, Sum
+
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.reduction.ownership import keep_sum, leave_own_part, mark_summed
+
+__all__ = [
+    "Compression",
+    "Compressor",
+    "decode",
+    "encode",
+    "travels_as_is",
+]
+
+POLL_SECONDS = 50e-6
+GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
+
+
+def wait(handle: int, name: str = "", awaited: str = "") -> Any:
+    """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
+
+    Horovod's looks without a pause, on a core that the thread which does the work may need.
+
+    Args:
+        name, awaited: of the tensor, and in words what is waited for: the watchdog (``stall``) reads them from the stack.
+    """
+    while not mpi_ops.poll(handle):
+        time.sleep(POLL_SECONDS)
+    return mpi_ops.synchronize(handle)
+
+
+@dataclass
+class Flight:
+    """A bucket on its way: ``wire`` travels, and is written back to ``flat`` on arrival."""
+
+    bucket: Bucket
+    handle: int
+    flat: torch.Tensor
+    wire: torch.Tensor
+    context: Any
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How tensors are reduced.
+
+    Attributes:
+        name: prefix of all tensor names, unique to the optimizer and the same on every rank. It changes when a step is
+            abandoned, since its tensors may still be on their way.
+        op, prescale_factor, postscale_factor, compression, process_set: as in Horovod.
+    """
+
+    name: str
+    op: int
+    prescale_factor: float
+    postscale_factor: float
+    compression: Any
+    process_set: Any
+
+    @property
+    def linear(self) -> bool:
+        """A late part can be added to what has been reduced already."""
+        return self.op in (Average, Sum)
+
+    @property
+    def is_leader(self) -> bool:
+        """This is the rank whose order of gradients counts."""
+        return bool(self.process_set.rank() == 0)
+
+    @property
+    def sums_once(self) -> bool:
+        """What is summed already must not be summed again (see :mod:`.summed`)."""
+        return bool(self.op == Sum)
+
+    def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remembers that the gradients have been reduced."""
+        for parameter in parameters if self.sums_once else ():
+            if parameter.grad is not None:
+                mark_summed(parameter.grad, self.process_set)
+
+    def keep_sum(self, parameter: torch.Tensor) -> None:
+        """A backward pass may be about to add to the parameter's gradient."""
+        if self.sums_once and parameter.grad is not None:
+            keep_sum(parameter.grad)
+
+    def leave_own_part(self, parameter: torch.Tensor) -> None:
+        """Makes a gradient what this rank is to bring to its reduction."""
+        if self.sums_once and parameter.grad is not None:
+            leave_own_part(parameter.grad, self.process_set, self.is_leader)
+
+    def carries_words(self, bucket: Bucket) -> bool:
+        """True if control words, which are float32 and summed, can travel in the bucket's own storage."""
+        as_is = travels_as_is(bucket.dtype, self.compression)
+        return self.linear and bucket.dtype is torch.float32 and as_is
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> Flight:
+        """Launches a bucket's allreduce."""
+        wire, context = encode(flat, self.compression)
+        return Flight(bucket, self._allreduce(wire, f"bucket.{bucket.position}"), flat, wire, context)
+
+    def receive(self, flight: Flight) -> None:
+        """Waits for a bucket's allreduce."""
+        wait(flight.handle, f"{self.name}.bucket.{flight.bucket.position}", GRADIENTS)
+        with torch.no_grad():
+            decode(flight.wire, flight.context, self.compression, flight.flat)
+
+    def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Reduces one gradient by itself; returns a dense tensor of its own."""
+        with torch.no_grad():
+            dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
+            result = dense.clone(memory_format=torch.preserve_format)
+            flat = result.contiguous().view(-1)
+            wire, context = encode(flat, self.compression)
+            wait(self._allreduce(wire, f"single.{index}"), f"{self.name}.single.{index}")
+            decode(wire, context, self.compression, flat)
+            return result.copy_(flat.view(result.shape))
+
+    def reduce_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Reduces one sparse gradient by itself."""
+        return reduce_sparse(gradient, f"{self.name}.sparse.{index}", self.op, self.process_set)
+
+    def sum(self, values: torch.Tensor, what: str) -> Any:
+        """The sum of a small tensor over the ranks, as (nested) lists of floats."""
+        name = f"{self.name}.{what}.{values.numel()}"
+        handle = mpi_ops.allreduce_async_(values, name=name, op=Sum, process_set=self.process_set)
+        return wait(handle, name).tolist()
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """One picklable value of each rank."""
+        return allgather_objects(value, self.process_set, f"{self.name}.{what}")
+
+    def _allreduce(self, tensor: torch.Tensor, what: str) -> int:
+        handle: int = mpi_ops.allreduce_async_(
+            tensor,
+            name=f"{self.name}.{what}",
+            op=self.op,
+            prescale_factor=self.prescale_factor,
+            postscale_factor=self.postscale_factor,
+            process_set=self.process_set,
+        )
+        return handle
+
+
+# Wire formats: what a bucket looks like while it travels.
+#
+# Horovod's ``Compression.none`` and ``Compression.fp16`` (and any class with their two static methods) apply to whole buckets.
+# On top of that every dtype that Horovod cannot reduce is given one that it can: bfloat16 travels as float32, complex numbers
+# as pairs of reals.
+
+
+_REDUCIBLE = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
+
+
+def travels_as_is(dtype: torch.dtype, compression: Any) -> bool:
+    """True if a bucket of ``dtype`` is reduced in place, without a copy in another format."""
+    return compression is NoneCompressor and (dtype in _REDUCIBLE or dtype.is_complex)
+
+
+def encode(flat: torch.Tensor, compression: Any) -> tuple[torch.Tensor, Any]:
+    """The tensor to reduce for ``flat`` (1-D), and the context that :func:`decode` needs."""
+    wire, context = compression.compress(flat)
+    if wire.dtype.is_complex:
+        wire = torch.view_as_real(wire)
+    elif wire.dtype not in _REDUCIBLE:
+        wire = wire.to(torch.float32)
+    return wire, context
+
+
+def decode(wire: torch.Tensor, context: Any, compression: Any, flat: torch.Tensor) -> None:
+    """Writes the reduced ``wire`` back to ``flat``; nothing to do where it travelled in place."""
+    if flat.dtype.is_complex and not wire.dtype.is_complex:
+        wire = torch.view_as_complex(wire)
+    if wire.data_ptr() == flat.data_ptr() and wire.dtype == flat.dtype:
+        return
+    flat.copy_(compression.decompress(wire, context))
+
+
+def empty_sparse_like(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """A sparse zero gradient of ``parameter`` with ``sparse_dim`` sparse dimensions."""
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def reduce_sparse(gradient: torch.Tensor, name: str, op: int, process_set: Any) -> torch.Tensor:
+    """The sum (or mean, for ``Average``) of a sparse COO gradient over the ranks, coalesced.
+
+    Each rank may bring another number of entries. They are summed in rank order, so the result is repeatable.
+    """
+    gradient = gradient.coalesce()
+    values = gradient.values()
+    # Horovod gathers no bfloat16; an empty tensor and a longer one meet along the first dimension.
+    wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
+    entries = mpi_ops.allgather_async(
+        gradient.indices().t().contiguous(), name=f"{name}.indices", process_set=process_set
+    )
+    parts = mpi_ops.allgather_async(wire.contiguous(), name=f"{name}.values", process_set=process_set)
+    gathered = mpi_ops.synchronize(parts)
+    indices = mpi_ops.synchronize(entries).t()
+    if op == Average:
+        gathered = gathered / process_set.size()
+    summed = torch.sparse_coo_tensor(indices, gathered, gradient.shape, check_invariants=False).coalesce()
+    return summed.to(gradient.dtype)
+
+
+# Adasum: combines the ranks' *updates*, not their gradients.
+#
+# As in Horovod (and Maleki et al. 2021, "Scaling distributed training with adaptive summation"): each rank steps on its own
+# gradients, and the difference it made to each parameter is combined with the others' by Adasum. It is no linear reduction, so it
+# is done per tensor, when all gradients are final, in a fixed order; nothing is reduced during the backward pass.
+
+
+def unavailable() -> str | None:
+    """Why Adasum cannot be used in this job, or None."""
+    ranks = mpi_ops.size()
+    if ranks & (ranks - 1):
+        return f"op=Adasum needs a number of ranks that is a power of two, not {ranks}"
+    if not mpi_ops.mpi_enabled():
+        return "op=Adasum needs MPI, and this job runs over Gloo; launch it with `horovodrun --mpi` or mpirun, or use op=Average"
+    return None
+
+
+def adasum_step(
+    named_parameters: Sequence[tuple[str, torch.Tensor]],
+    local_step: Callable[[], Any],
+    identity: int,
+    compression: Any,
+) -> Any:
+    """Runs ``local_step()`` and replaces every parameter's change by the Adasum of all ranks' changes.
+
+    Args:
+        named_parameters: all parameters, in the same order on every rank.
+        local_step: the wrapped optimizer's own step on this rank's gradients; its result is returned.
+    """
+    words = torch.tensor([float(parameter.grad is not None) for _, parameter in named_parameters])
+    used = mpi_ops.synchronize(
+        mpi_ops.allreduce_async_(words, name=f"hvd_ckpt.{identity}.adasum.words", op=Sum)
+    ).tolist()
+    moving = [(name, parameter) for (name, parameter), ranks in zip(named_parameters, used) if ranks]
+    with torch.no_grad():
+        starts = [parameter.detach().clone() for _, parameter in moving]
+    result = local_step()
+    with torch.no_grad():
+        for (name, parameter), start in zip(moving, starts):
+            change = parameter.detach() - start
+            flat = change.contiguous().view(-1)
+            wire, context = encode(flat, compression)
+            mpi_ops.synchronize(
+                mpi_ops.allreduce_async_(wire, name=f"hvd_ckpt.{identity}.adasum.{name}", op=Adasum)
+            )
+            decode(wire, context, compression, flat)
+            parameter.copy_(start.add_(flat.view(change.shape)))
+    return result

@@ -1,0 +1,185 @@
+"""The exceptions of a step: late and unbucketed gradients, gradients modified in flight, and the resynchronization of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+
+from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters
+from hvd_ckpt.reduction.buckets import Bucket, Placement, Slot
+from hvd_ckpt.reduction.communicator import Wire, empty_sparse_like
+
+# The meeting: what ranks tell each other when something has changed that buckets cannot express.
+#
+# A rank that has new parameters, whose model was converted to another dtype or device, or whose gradients were replaced by hand
+# while in flight, asks for a meeting through a control word. All ranks then gather their reports and either go on in the same
+# way or raise the same error.
+
+
+@dataclass
+class Report:
+    """What one rank has to say.
+
+    Attributes:
+        wanted: this rank asks for the meeting.
+        error: a sentence that must be raised on every rank.
+        void: names of parameters whose bucket was sent empty, because the model was converted.
+        replaced: names of parameters whose gradient was replaced by hand while its bucket was in flight.
+        table: facts of all parameters.
+        used: whether each parameter has a gradient.
+    """
+
+    wanted: bool = False
+    error: str | None = None
+    void: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    table: list[ParameterFacts] = field(default_factory=list)
+    used: list[bool] = field(default_factory=list)
+
+
+class Meeting:
+    """The reports of all ranks, in rank order."""
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        self.reports = reports
+
+    def check(self) -> None:
+        """Raises, the same on every rank, if the ranks cannot go on together.
+
+        Raises:
+            RuntimeError: gradients in flight were changed, or only on some ranks replaced or converted.
+            ValueError: the ranks' parameters differ.
+        """
+        for rank, report in enumerate(self.reports):
+            if report.error is not None:
+                raise RuntimeError(f"rank {rank}: {report.error}")
+        check_parameters([report.table for report in self.reports])
+        self._check_equal("void", "was converted to another dtype or device")
+        self._check_equal("replaced", "had its gradient replaced between backward() and synchronize()")
+
+    def _check_equal(self, attribute: str, what: str) -> None:
+        sets = [set(getattr(report, attribute)) for report in self.reports]
+        for rank, names in enumerate(sets):
+            different = sorted(names ^ sets[0])
+            if different:
+                here, there = (rank, 0) if different[0] in names else (0, rank)
+                raise RuntimeError(
+                    f"parameter '{different[0]}' {what} on rank {here} but not on rank {there}; "
+                    f"do the same on every rank"
+                )
+
+    @property
+    def to_reduce(self) -> set[str]:
+        """Names of the parameters whose true gradient has not been reduced in this step's buckets."""
+        return set(self.reports[0].void) | set(self.reports[0].replaced)
+
+    def used(self) -> list[bool]:
+        """For each parameter, whether any rank has a gradient for it."""
+        return [any(flags) for flags in zip(*(report.used for report in self.reports))]
+
+
+@dataclass(frozen=True)
+class SingleReductions:
+    """Reduces gradients of a placement one by one. Every rank calls the same methods with the same indices.
+
+    Attributes:
+        placement, wire: the parameters, and how tensors reach the other ranks.
+        done: takes the name of each parameter that is reduced.
+    """
+
+    placement: Placement
+    wire: Wire
+    done: list[str]
+
+    def reduce(self, index: int) -> None:
+        """Reduces one dense gradient; a missing one counts as zero."""
+        parameter = self.placement.parameters[index]
+        self.wire.leave_own_part(parameter)
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        reduced = self._reduced(index, gradient)
+        dims = self.placement.densified.get(index)
+        parameter.grad = reduced if dims is None else reduced.to_sparse(dims)
+
+    def add_late_parts(self, late: Sequence[int], parts: Mapping[int, torch.Tensor]) -> None:
+        """Reduces what came after a bucket had left, and adds it: averaging is linear."""
+        for index in late:
+            parameter = self.placement.parameters[index]
+            part = parts.get(index)
+            reduced = self._reduced(index, torch.zeros_like(parameter) if part is None else part)
+            if parameter.grad is None:
+                parameter.grad = reduced
+            else:
+                with torch.no_grad():
+                    parameter.grad.add_(reduced)
+
+    def reduce_sparse(self, indices: Sequence[int]) -> None:
+        """Gathers sparse gradients, in the order of the indices; a missing one counts as empty."""
+        for index in sorted(indices):
+            parameter = self.placement.parameters[index]
+            sparse_dim = self.placement.sparse[index]
+            self.wire.leave_own_part(parameter)
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = empty_sparse_like(parameter, sparse_dim)
+            elif gradient.layout is torch.strided:
+                gradient = gradient.to_sparse(sparse_dim)
+            parameter.grad = self.wire.reduce_sparse(index, gradient)
+            self.done.append(self.placement.names[index])
+
+    def _reduced(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        self.done.append(self.placement.names[index])
+        return self.wire.reduce_single(index, gradient)
+
+
+# Gradients that were changed by hand while they were in flight.
+#
+# Between ``backward()`` and ``synchronize()`` a gradient may be on its way. One that was replaced by another tensor, or
+# dropped, can still be reduced again, if all ranks did the same; one that was changed in place cannot be told from what the
+# allreduce wrote.
+
+
+@dataclass(frozen=True)
+class HiddenGradients:
+    """Parameters whose ``grad`` is not the view into their bucket for a reason that the reducer knows.
+
+    Attributes:
+        late: a late part lies there.
+        diverted: it was taken away, to make room for a late part.
+        cleared: it had been dropped or replaced by hand when a further gradient came.
+    """
+
+    late: Set[int]
+    diverted: Set[int]
+    cleared: Set[int]
+
+
+def find_changes(placement: Placement, hidden: HiddenGradients) -> tuple[list[int], str | None]:
+    """The parameters whose gradient was replaced or dropped in flight, and an error if one was changed in place."""
+    replaced: list[int] = []
+    error = None
+    for bucket in placement.buckets:
+        if not bucket.launched or bucket.void:
+            continue
+        if bucket.flat is not None and bucket.flat._version != bucket.version:
+            first, last = (placement.names[slot.index] for slot in (bucket.slots[0], bucket.slots[-1]))
+            error = (
+                f"a gradient was changed in place between backward() and synchronize(), while it was being reduced "
+                f"(one of '{first}' to '{last}'); to clip, call hvd_ckpt.clip_grad_norm_ in place of torch's; for other changes "
+                f"call optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
+            )
+        replaced.extend(slot.index for slot in bucket.slots if _is_replaced(slot, bucket, hidden))
+    return replaced, error
+
+
+def _is_replaced(slot: Slot, bucket: Bucket, hidden: HiddenGradients) -> bool:
+    if slot.index in hidden.cleared:
+        return True
+    if slot.is_home() or slot.index in hidden.late:
+        return False
+    gradient = slot.parameter.grad
+    if gradient is None:
+        return slot.filled and slot.index not in hidden.diverted
+    same_kind = slot.parameter.dtype is bucket.dtype  # else the model was converted, and its gradients moved
+    return bool(slot.numel) and same_kind and not slot.holds(gradient)
