@@ -22,14 +22,9 @@ from hvd_ckpt.reduction.construction import (
 )
 from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer, register, wrapping
 from hvd_ckpt.reduction.reducer import Reducer
-from hvd_ckpt.sharding.construction import (
-    ShardOptions,
-    check_memory,
-    check_not_split,
-    check_shard_options,
-    shard_optimizer,
-)
+from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, shard_optimizer
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.units import check_memory, check_not_split
 
 __all__ = ["DistributedOptimizer"]
 

@@ -130,9 +130,9 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
     Raises:
         BadArgument: one is wrong, or there is no ``--np``.
     """
+    from hvd_ckpt.sharding import stage_of
     from hvd_ckpt.sharding.estimate import check_optimizer
     from hvd_ckpt.sharding.formats import wire_format
-    from hvd_ckpt.sharding.sharding import stage_of
 
     names = ("ranks", "shard", "offload", "optimizer", "wire")
     given = {name: value for name in names if (value := options.pop(name)) is not None}

@@ -11,10 +11,9 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from hvd_ckpt.batchnorm.deferred import RunningStatistics
-from hvd_ckpt.frames import Frame, Phase, is_checkpointing, is_recomputing, keeps_everything
+from hvd_ckpt.frames import is_checkpointing, is_recomputing, keeps_everything
 from hvd_ckpt.recompute.function import checkpoint_reentrant
-from hvd_ckpt.recompute.reach import Reach, reach
+from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import disable_dynamo, pytree
 
 __all__ = [
@@ -22,34 +21,6 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
 ]
-
-# A checkpointed function as PyTorch gets to see it: its first call is the first pass, every later one a
-# recomputation.
-#
-# Both of PyTorch's checkpoint variants, and this library's own :class:`CheckpointFunction`, call a function
-# once in the forward pass and again for the backward pass. Wrapping the function is therefore all that is
-# needed to know which run is which; the caller's own ``context_fn`` and ``debug`` stay free for the caller.
-
-
-class Region:
-    """One checkpointed call of ``function``, which can reach what ``found`` lists."""
-
-    def __init__(self, function: Callable[..., Any], found: Reach) -> None:
-        self.function = function
-        self._frame = Frame()
-        self._statistics = RunningStatistics(found.modules)
-        self._started = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Even a first pass that is still running counts as started: a function that computes gradients inside
-        # itself is recomputed in the middle of it.
-        if self._started:
-            with self._frame.enter(Phase.RECOMPUTE), self._statistics.recomputation():
-                return self.function(*args, **kwargs)
-        self._started = True
-        with self._frame.enter(Phase.FORWARD), self._statistics.first_pass():
-            return self.function(*args, **kwargs)
-
 
 # ``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass.
 #

@@ -13,8 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
 
 from hvd_ckpt.frames import keeps_everything
-from hvd_ckpt.recompute.checkpoint import Region
-from hvd_ckpt.recompute.reach import reach
+from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type, pytree
 
 # ``CheckpointFunction``: recomputation as one autograd node that has the parameters among its inputs.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
-from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.sharding import state
+from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
@@ -26,14 +24,11 @@ from hvd_ckpt.sharding.offload import OptimizerOffload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.parameters import Masters, ShardedParameters, Unit
 from hvd_ckpt.sharding.reducer import ShardReducer
-from hvd_ckpt.sharding.sharding import Sharding, bucket_bytes, new_pieces, stage_of
+from hvd_ckpt.sharding.sharding import Sharding, bucket_bytes, new_pieces
 from hvd_ckpt.sharding.units import UnitModules, find_units
-from hvd_ckpt.unmaterialized import is_split
 
 __all__ = [
     "ShardOptions",
-    "check_memory",
-    "check_not_split",
     "check_shard_options",
     "shard_optimizer",
 ]
@@ -283,51 +278,3 @@ def _stored(
     layout, groups = lay_out(named, exchange.ranks, cap, parameters)
     units = [Unit(unit.modules, own_groups) for unit, own_groups in zip(options.units, groups)]
     return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters)
-
-
-def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises:
-    ValueError: a parameter is split over the ranks already.
-    """
-    for name, parameter in named:
-        if is_split(parameter):
-            raise ValueError(
-                f"parameter '{name}' is split over the ranks by another DistributedOptimizer already; call optimizer.unshard() on "
-                "that one first, on all ranks; if it is gone, build the model again and load its weights"
-            )
-
-
-def check_memory(
-    named: Sequence[tuple[str, torch.Tensor]], others: Iterable[tuple[str, torch.Tensor]] = ()
-) -> None:
-    """Whether each parameter has memory, and has it for itself.
-
-    Args:
-        named: those that are to be split.
-        others: of the same model; they may share memory among themselves, but not with those.
-
-    Raises:
-        ValueError: it has none, or shares it.
-    """
-    wanted = {id(parameter) for _, parameter in named}
-    known = {id(parameter): (name, parameter) for name, parameter in (*named, *others)}
-    places = []
-    for name, parameter in known.values():
-        if id(parameter) in wanted and (is_lazy(parameter) or parameter.device.type == "meta"):
-            where = "is lazy" if is_lazy(parameter) else "is on the meta device"
-            raise ValueError(
-                f"parameter '{name}' has no values yet: it {where}; initialize the model before its parameters are split"
-            )
-        if is_lazy(parameter) or parameter.layout is not torch.strided or not parameter.numel():
-            continue
-        start = parameter.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride()))
-        stop = start + (last + 1) * parameter.element_size()
-        places.append((str(parameter.device), start, stop, name, id(parameter) in wanted))
-    places.sort()
-    for (device, _, stop, name, first), (other_device, start, _, other, second) in itertools.pairwise(places):
-        if device == other_device and start < stop and (first or second):
-            raise ValueError(
-                f"parameters '{name}' and '{other}' are two that share memory; make them one and the same nn.Parameter, or give "
-                "one memory of its own: parameter.data = parameter.data.clone()"
-            )

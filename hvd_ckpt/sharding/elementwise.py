@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.sharding.sharding import STAGES
+from hvd_ckpt.sharding import STAGES
 
 __all__ = ["StepFacts", "check_elementwise", "probe"]
 

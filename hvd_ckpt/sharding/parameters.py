@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.sharding.construction import check_memory
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout, Span
 from hvd_ckpt.sharding.passes import GatherStats, Passes, ShardedUnit
+from hvd_ckpt.sharding.units import check_memory
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.unmaterialized import forget_split, note_split
 

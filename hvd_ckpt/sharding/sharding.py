@@ -1,4 +1,4 @@
-"""What a sharded optimizer is made of: its stage, its parts, and what remains of them after ``unshard()``."""
+"""The parts of a sharded optimizer, and what remains of them after ``unshard()``."""
 
 from __future__ import annotations
 
@@ -15,25 +15,7 @@ from hvd_ckpt.sharding.offload import OptimizerOffload
 from hvd_ckpt.sharding.parameters import Masters
 from hvd_ckpt.sharding.reducer import ShardReducer
 
-__all__ = ["STAGES", "Released", "Sharding", "bucket_bytes", "new_pieces", "stage_of"]
-
-STAGES = ("none", "optimizer", "gradients", "parameters")
-
-
-def stage_of(shard: object) -> int:
-    """The stage, 0 to 3, that a name of :data:`STAGES` or a number (also as a text) stands for.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(shard, str) and shard in STAGES:
-        return STAGES.index(shard)
-    if isinstance(shard, str) and shard in map(str, range(len(STAGES))):
-        return int(shard)
-    if isinstance(shard, int) and not isinstance(shard, bool) and 0 <= shard < len(STAGES):
-        return shard
-    raise ValueError(f"shard must be one of {', '.join(map(repr, STAGES))}, or 0 to 3, not {shard!r}")
-
+__all__ = ["Released", "Sharding", "bucket_bytes", "new_pieces"]
 
 # The parts of a sharded optimizer: layout, collectives, weights, offload, and this rank's pieces of the parameters.
 #

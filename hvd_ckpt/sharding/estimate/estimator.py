@@ -20,6 +20,7 @@ from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.estimate.flows import Flow, Reduced, Scattered, walk
 from hvd_ckpt.sharding.estimate.gathering import Gathered
 from hvd_ckpt.sharding.estimate.optimizers import OptimizerFacts
@@ -28,7 +29,6 @@ from hvd_ckpt.sharding.estimate.states import ModelStates
 from hvd_ckpt.sharding.estimate.trace import bare_trace, trace_step
 from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
 from hvd_ckpt.sharding.layout import Group, Layout, lay_out
-from hvd_ckpt.sharding.sharding import stage_of
 from hvd_ckpt.sharding.units import find_units
 
 __all__ = ["PRECISIONS", "Estimator", "estimate_memory"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hvd_ckpt.planning.budget import show_bytes
-from hvd_ckpt.sharding.sharding import STAGES
+from hvd_ckpt.sharding import STAGES
 
 __all__ = ["PARTS", "MemoryEstimate"]
 

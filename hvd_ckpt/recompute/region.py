@@ -1,4 +1,4 @@
-"""Which modules and tensors can a callable reach?
+"""A region: a checkpointed function, the modules and tensors that it can reach, and which of its calls is a recomputation.
 
 A checkpointed function is often not a module but something around one: a bound method, a lambda, a
 ``partial``, a list of layers. What a recomputation must protect (the running statistics of batch norm) and
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+
+from hvd_ckpt.batchnorm.deferred import RunningStatistics
+from hvd_ckpt.frames import Frame, Phase
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
 # partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
@@ -128,3 +131,31 @@ def _names(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _names(constant)
     return names
+
+
+# A checkpointed function as PyTorch gets to see it: its first call is the first pass, every later one a
+# recomputation.
+#
+# Both of PyTorch's checkpoint variants, and this library's own :class:`CheckpointFunction`, call a function
+# once in the forward pass and again for the backward pass. Wrapping the function is therefore all that is
+# needed to know which run is which; the caller's own ``context_fn`` and ``debug`` stay free for the caller.
+
+
+class Region:
+    """One checkpointed call of ``function``, which can reach what ``found`` lists."""
+
+    def __init__(self, function: Callable[..., Any], found: Reach) -> None:
+        self.function = function
+        self._frame = Frame()
+        self._statistics = RunningStatistics(found.modules)
+        self._started = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Even a first pass that is still running counts as started: a function that computes gradients inside
+        # itself is recomputed in the middle of it.
+        if self._started:
+            with self._frame.enter(Phase.RECOMPUTE), self._statistics.recomputation():
+                return self.function(*args, **kwargs)
+        self._started = True
+        with self._frame.enter(Phase.FORWARD), self._statistics.first_pass():
+            return self.function(*args, **kwargs)
