@@ -5,8 +5,6 @@ Exit status 0 with a picture, 2 for a run or a log that cannot be drawn.
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 
 import click
@@ -16,7 +14,6 @@ from hvd_ckpt.command_line import BadArgument, OneLineErrors
 __all__ = ["plot"]
 
 LOG = "log.jsonl"
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @click.command("plot", cls=OneLineErrors)
@@ -34,8 +31,7 @@ def plot(runs: tuple[str, ...], output: str, title: str) -> None:
     logs = _logs(runs)
     file = Path(output)
     if file.suffix.lower() != ".png":
-        raise BadArgument(f"--output: '{output}' is no PNG: give a name that ends in .png")
-    _check_place(file)
+        raise BadArgument(f"--output: '{output}' is not a PNG: give a name that ends in .png")
     from hvd_ckpt.training.plots import loss_plot
 
     try:
@@ -46,20 +42,6 @@ def plot(runs: tuple[str, ...], output: str, title: str) -> None:
     except OSError as error:
         raise BadArgument(f"--output: cannot write '{output}': {error.strerror}") from None
     click.echo(f"Picture: {file}")
-
-
-def _check_place(file: Path) -> None:
-    """A picture may be drawn anew; nothing else is overwritten."""
-    try:
-        if not os.path.lexists(file):
-            return
-        if stat.S_ISREG(os.lstat(file).st_mode):
-            with open(file, "rb") as there:
-                if there.read(len(PNG)) == PNG:
-                    return
-    except OSError as error:
-        raise BadArgument(f"--output: cannot write '{file}': {error.strerror}") from None
-    raise BadArgument(f"--output: '{file}' is there and is no PNG: give another name")
 
 
 def _logs(runs: tuple[str, ...]) -> dict[str, Path]:

@@ -182,7 +182,7 @@ def run(config: Config) -> None:
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
     from hvd_ckpt.training.ending import leave, one_ending
-    from hvd_ckpt.training.opening import DryRun
+    from hvd_ckpt.training.report import DryRun
     from hvd_ckpt.training.stopping import asked_by, status_of
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))

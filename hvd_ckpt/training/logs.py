@@ -1,4 +1,4 @@
-"""What is written down while a model trains: a line of JSON for each record, and TensorBoard.
+"""Records of a run, one line of JSON each, and for TensorBoard.
 
 A record is a flat dictionary. Those of a training run have these keys, and more for metrics:
 
@@ -7,8 +7,8 @@ A record is a flat dictionary. Those of a training run have these keys, and more
     loss      mean since the record before; of an evaluation, over all its samples
     lr        learning rate of the last step
     rate      units per second, over all ranks
-    unit      what is counted: ``tokens``, ``images``, ...
-    memory    peak bytes of the process; ``memory_of`` says which bytes
+    unit      the unit of throughput: ``tokens``, ``images``, ...
+    memory    peak bytes of the process; ``memory_of`` names the kind of memory
     seconds   of training since the record before, evaluations and snapshots left out; of an evaluation, its own
 
 Only rank 0 writes.
@@ -19,14 +19,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.install.extras import explain_import_error
 
-__all__ = ["JsonLines", "Logs", "TensorBoard", "read"]
+__all__ = ["Logs", "read"]
 
 MAX_BYTES = 1 << 30
 
@@ -34,161 +33,76 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a :class:`JsonLines` file; a last line that a killed process left unfinished is not among them.
+    """The records of a ``log.jsonl``; a last line that a killed process left unfinished is left out.
 
     Raises:
-        ValueError: the file cannot be read, or a line is no record; the message names file and line.
+        ValueError: the file cannot be read, or a line is not a record; the message names file and line.
     """
-    try:
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
-            raise ValueError(
-                f"the log '{path}' is no file, or larger than {MAX_BYTES >> 30} GiB: name another"
-            )
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read the log '{path}': {error.strerror}") from None
-    return [record for _, record in _records(path, content)]
-
-
-class JsonLines:
-    """Appends records to a file, each as one line of JSON, with the operating system as soon as ``write`` returns.
-
-    JSON has no infinities: numbers that are not finite become ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
-
-    Args:
-        path: of the file; folders are made, an unfinished last line is cut off, and whole lines stay.
-
-    Raises:
-        ValueError: there is something of that name which is no file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
-            raise ValueError(f"the log '{self.path}' is a link or a device: remove it")
-        self._file = self.path.open("ab", buffering=0)
-        self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record, or nothing. Values are numbers (also in tensors of one element), strings, booleans or None.
-
-        Raises:
-            TypeError: a value is something else.
-            OSError: it cannot be written, such as to a full disk.
-        """
-        plain = {name: _plain(value) for name, value in record.items()}
-        line = json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            written = 0
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError:
-            self._file.truncate(end)
-            raise
-
-    def rewind(self, step: int) -> None:
-        """Drops everything from the first record of a later step on: a run that resumes at ``step`` writes it anew.
-
-        Raises:
-            ValueError: a line is no record; the message names file and line.
-        """
-        content = self.path.read_bytes()
-        for start, record in _records(self.path, content):
-            if record.get("step", step) > step:
-                self._file.truncate(start)
-                return
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-class TensorBoard:
-    """Draws the numbers of records in TensorBoard, as ``loss/train``, ``loss/eval``, and so on.
-
-    Where TensorBoard is not installed, or cannot be imported, nothing is written.
-
-    Args:
-        folder: for its event files.
-
-    Attributes:
-        unavailable: why nothing is written, or None.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self.unavailable: str | None = None
-        self._writer: Any = None
-        self._purge: int | None = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except Exception as error:  # versions that do not fit each other raise more than ImportError
-            text = explain_import_error(error) if isinstance(error, ImportError) else None
-            self.unavailable = f"No TensorBoard log: {text or error}"
-        else:
-            self._make_writer = SummaryWriter
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Adds each number of a record, under its name and kind, at its step."""
-        if self.unavailable is not None:
-            return
-        if self._writer is None:
-            self._writer = self._make_writer(str(self.folder), purge_step=self._purge, flush_secs=30)
-        kind = record.get("kind", "train")
-        for name, value in record.items():
-            number = _plain(value)
-            if name != "step" and isinstance(number, (int, float)) and not isinstance(number, bool):
-                self._writer.add_scalar(f"{name}/{kind}", number, record["step"])
-
-    def rewind(self, step: int) -> None:
-        """Has TensorBoard hide what was written of later steps."""
-        self.close()
-        self._purge = step + 1
-
-    def close(self) -> None:
-        """Writes out what is still in memory."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    return [record for _, record in _records(Path(path))]
 
 
 class Logs:
-    """Both logs of a run: ``log.jsonl`` and the folder ``tensorboard``. For rank 0; a context manager that closes them.
+    """Both logs of a run: ``log.jsonl`` and, if wanted, the folder ``tensorboard``. A context manager that closes them.
+
+    A line is with the operating system as soon as ``write`` returns. JSON has no infinities: numbers that are not finite become
+    ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
 
     Args:
         folder: of the run.
-        tensorboard: whether that log is wanted.
+        tensorboard: also write for TensorBoard.
+        step: steps taken; records of later steps are dropped, since a resumed run writes them anew.
 
     Attributes:
+        path: of ``log.jsonl``.
         unavailable: why there is no TensorBoard log although it is wanted, or None.
+
+    Raises:
+        ValueError: a line of the log is not a record.
+        OSError: the log cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], tensorboard: bool = True) -> None:
+    def __init__(self, folder: str | os.PathLike[str], tensorboard: bool = False, step: int = 0) -> None:
         self.path = Path(folder) / "log.jsonl"
-        self._logs: list[JsonLines | TensorBoard] = [JsonLines(self.path)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        records = _records(self.path) if self.path.exists() else []
+        end = next((start for start, record in records if record.get("step", step) > step), None)
+        self._file = self.path.open("ab", buffering=0)
+        self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1 if end is None else end)
         self.unavailable: str | None = None
+        self._board: Any = None
         if tensorboard:
-            board = TensorBoard(Path(folder) / "tensorboard")
-            self.unavailable = board.unavailable
-            self._logs.append(board)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except Exception as error:  # versions that do not fit each other raise more than ImportError
+                text = explain_import_error(error) if isinstance(error, ImportError) else None
+                self.unavailable = f"No TensorBoard log: {text or error}"
+            else:  # which hides what was written of later steps
+                purge = step + 1 if step else None
+                self._board = SummaryWriter(
+                    str(Path(folder) / "tensorboard"), purge_step=purge, flush_secs=30
+                )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes a record to each log; see :meth:`JsonLines.write`."""
-        for log in self._logs:
-            log.write(record)
+        """Appends a record. Values are numbers (also in tensors of one element), strings, booleans or None.
 
-    def rewind(self, step: int) -> None:
-        """Takes back what was written of steps after this one; see :meth:`JsonLines.rewind`."""
-        for log in self._logs:
-            log.rewind(step)
+        Raises:
+            OSError: it cannot be written, such as to a full disk; nothing is then.
+        """
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+        line = json.dumps({name: _text(value) for name, value in plain.items()}, ensure_ascii=False).encode()
+        end = self._file.seek(0, os.SEEK_END)
+        if self._file.write(line + b"\n") <= len(line):
+            self._file.truncate(end)
+            raise OSError(f"the disk of '{self.path}' is full")
+        for name, value in plain.items():
+            if self._board is not None and name != "step" and type(value) in (int, float):
+                self._board.add_scalar(f"{name}/{record.get('kind', 'train')}", value, record["step"])
 
     def close(self) -> None:
         """Closes both."""
-        for log in self._logs:
-            log.close()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> Logs:
         return self
@@ -197,17 +111,20 @@ class Logs:
         self.close()
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON knows it."""
-    if hasattr(value, "item"):
-        value = value.item()
+def _text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
 
 
-def _records(path: str | os.PathLike[str], content: bytes) -> list[tuple[int, dict[str, Any]]]:
-    """Every record in whole lines, with the offset of its first byte."""
+def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Every record in complete lines, with the offset of its first byte."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"log '{path}': missing, not a file, or larger than {MAX_BYTES >> 30} GiB")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the log '{path}': {error.strerror}") from None
     found, start = [], 0
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:

@@ -1,10 +1,9 @@
-"""The picture of a training run: its loss over the steps, alone or beside that of other runs."""
+"""The picture of training runs: losses over the steps."""
 
 from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
 MARKERS = "osD^v"
 LONGEST = 100  # characters of a title or name
 MOST = 2**53  # steps
-LARGEST = 1e30  # loss that is drawn; a larger one is as good as infinite
+LARGEST = 1e30  # loss that is drawn; a larger one counts as infinite
 
 
 def loss_plot(
@@ -34,16 +33,16 @@ def loss_plot(
 ) -> None:
     """Draws the training loss of runs over the steps as lines, and evaluations as points.
 
-    Each run is thinner than the one before, with dashes of its own, so runs that coincide are all seen. Where a loss is not finite
+    Each run is thinner than the one before, with its own dashes, so runs that coincide are all visible. Where a loss is not finite
     there is a gap.
 
     Args:
-        runs: logs as :class:`hvd_ckpt.training.logs.JsonLines` writes them, by the name of the run.
+        runs: logs (``log.jsonl``), by the name of the run.
         path: of the PNG.
         title: above the picture.
 
     Raises:
-        ValueError: there is no run, a log has no loss, or a line of it is no record; the message names file and line.
+        ValueError: there is no run, a log has no loss, or a line of it is not a record; the message names file and line.
     """
     if not runs:
         raise ValueError("no run to draw: give at least one log")
@@ -51,24 +50,14 @@ def loss_plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (name, log) in enumerate(runs.items()):
-        _draw_run(axes, number, _verbatim(name), log, alone=len(runs) == 1)
-    axes.set_title(_verbatim(title))
+        _draw_run(axes, number, one_line(name)[:LONGEST], log, alone=len(runs) == 1)
+    axes.set_title(one_line(title)[:LONGEST], parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    _save(figure, Path(path))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """The file is there whole or not at all, and a link of its name leads nowhere else."""
-    whole = path.with_name(f".{secrets.token_hex(8)}.png")
-    try:
-        figure.savefig(whole, dpi=120)
-        os.replace(whole, path)
-    except BaseException:
-        whole.unlink(missing_ok=True)
-        raise
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)
+    figure.savefig(Path(path), dpi=120)
 
 
 def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], alone: bool) -> None:
@@ -76,6 +65,7 @@ def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], a
     if not training and not evaluation:
         raise ValueError(f"log '{log}' has no loss to draw")
     color = COLORS[number % len(COLORS)]
+    label = f" {name}"  # matplotlib leaves out of a legend what begins with an underscore
     if training:
         axes.plot(
             *zip(*training),
@@ -84,7 +74,7 @@ def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], a
             linestyle=DASHES[number % len(DASHES)],
             linewidth=1.6 if alone else max(5 - 2 * number, 1.3),
             marker="." if len(training) == 1 else "",
-            label=name,
+            label=label,
         )
     if evaluation:
         axes.plot(
@@ -94,14 +84,8 @@ def _draw_run(axes: Axes, number: int, name: str, log: str | os.PathLike[str], a
             marker=MARKERS[number % len(MARKERS)],
             markersize=max(11 - 5 * number, 4),
             markerfacecolor="white" if number == 0 else color,
-            label=f"{name}, evaluation",
+            label=f"{label}, evaluation",
         )
-
-
-def _verbatim(text: str) -> str:
-    """A text that is drawn as it is: no formula, no entry that a legend leaves out, one line of a length that fits."""
-    text = one_line(text)[:LONGEST].replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
 
 
 def _points(log: str | os.PathLike[str], kind: str) -> list[tuple[int, float]]:
@@ -111,13 +95,9 @@ def _points(log: str | os.PathLike[str], kind: str) -> list[tuple[int, float]]:
         if record.get("kind") == kind:
             loss: Any = record.get("loss")
             step: Any = record.get("step")
-            if not _is_number(step) or not 0 <= step <= MOST or not _is_number(loss):
+            if type(step) is not int or not 0 <= step <= MOST or type(loss) not in (int, float):
                 raise ValueError(
                     f"log '{log}', line {number}: a record of kind {kind} needs a step and a loss"
                 )
             points.append((step, loss if abs(loss) < LARGEST else math.nan))
     return points
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

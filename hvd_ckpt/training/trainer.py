@@ -47,10 +47,9 @@ from hvd_ckpt.training.device import device_of, precision_of
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
-from hvd_ckpt.training.opening import open_run, peak_of
 from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
-from hvd_ckpt.training.report import Report
+from hvd_ckpt.training.report import Report, print_summary
 from hvd_ckpt.training.restoring import load_weights, restore, restore_optimizer
 from hvd_ckpt.training.resuming import (
     Progress,
@@ -153,7 +152,7 @@ class Trainer:
             if hvd.rank() == 0 and not config.dry_run:
                 config.write_yaml(self.folder / "config.yaml")
         taken = self.progress.step
-        open_run(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
+        print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
         self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if resumed else []
         broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.plan, self._plan_text = plan_of_run(
@@ -167,8 +166,7 @@ class Trainer:
         if not config.stage:
             broadcast_optimizer_state(self._optimizer, root_rank=0)
         seed_all(seed_of_rank(config.seed, self.progress.step))
-        peak = peak_of(self.plan)
-        self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, peak)
+        self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
         self._average = averaging.of_run(self._optimizer, config.ema)
         if resumed is not None:
             self._go_on_from(resumed, kept)
@@ -226,7 +224,7 @@ class Trainer:
                         outcome = dataclasses.replace(outcome, ended_early=self._waited_enough() and not last)
                 ends = last or outcome.ended_early or self._stops()
                 if ends or _due(config.snapshot_every, progress.step):
-                    with report.apart():
+                    with report.excluded():
                         self._begin_snapshot()
                 if after_step is not None and not ends:
                     after_step()
@@ -415,7 +413,7 @@ class Trainer:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""
         progress = self.progress
         progress.pending_evaluation = False
-        with self.report.apart():
+        with self.report.excluded():
             start = time.perf_counter()
             means = self.evaluate()
             self.report.evaluation(progress.step, means, time.perf_counter() - start)

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.training import plots
-from hvd_ckpt.training.logs import JsonLines
+from hvd_ckpt.training.logs import Logs
 
 STEPS = (1, 2, 3)
 
@@ -19,7 +19,7 @@ def run(*arguments: object) -> Result:
 
 
 def write_run(folder: Path, first: float) -> Path:
-    log = JsonLines(folder / "log.jsonl")
+    log = Logs(folder)
     for step in STEPS:
         log.write({"step": step, "kind": "train", "loss": first / step})
     log.close()

@@ -9,10 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
-from hvd_ckpt.cli.main import main
 from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.environment import check_environment
 from hvd_ckpt.snapshots import snapshot
@@ -161,22 +159,3 @@ def test_arrays_that_unfold_or_hold_objects_are_refused(tmp_path: Path) -> None:
         numpy.savez(file, **arrays, allow_pickle=True)
         with pytest.raises(ValueError, match=says):
             open_volumes(file, 4)
-
-
-def test_a_picture_replaces_nothing_but_a_picture(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
-    kept, picture = tmp_path / "kept.png", tmp_path / "loss.png"
-    kept.write_text("kept")
-    for _ in range(2):
-        assert (
-            CliRunner()
-            .invoke(main, ["plot", str(log), "--output", str(picture), "--title", "$\\frac{"])
-            .exit_code
-            == 0
-        )
-    (tmp_path / "link.png").symlink_to(kept)
-    for name in ("kept.png", "link.png"):
-        result = CliRunner().invoke(main, ["plot", str(log), "--output", str(tmp_path / name)])
-        assert result.exit_code == 2 and "is there and is no PNG" in result.output
-    assert kept.read_text() == "kept"

@@ -152,7 +152,7 @@ class Measured(Trainer):
         """
         if done:
             self.seconds.append(time.perf_counter() - self._start)
-        with self.report.apart():
+        with self.report.excluded():
             if done == 0:
                 self._in_turn(self._warm_up)
             elif done % 2:
