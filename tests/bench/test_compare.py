@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.catalog import make_workload
 from hvd_ckpt.bench.compare.cells import Cell, find_variant, make_cells, planned
-from hvd_ckpt.bench.compare.data import BYTES, IGNORED, MASK, PADDING, Digits, Text, check_text
+from hvd_ckpt.bench.compare.data import Digits, Text, check_text
 from hvd_ckpt.bench.compare.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
-from hvd_ckpt.bench.compare.events import EventReader, EventWriter
-from hvd_ckpt.bench.compare.job import Job
+from hvd_ckpt.bench.compare.jobs import EventReader, EventWriter
 from hvd_ckpt.bench.compare.launch import Failure
-from hvd_ckpt.bench.compare.planned import NoPlan, apply_plan, make_plan
 from hvd_ckpt.bench.compare.recomputing import KEEP, Chain
 from hvd_ckpt.bench.compare.recording import Recording, executed
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference
-from hvd_ckpt.bench.compare.report import Report
-from hvd_ckpt.bench.compare.scenarios import SCENARIOS, Scenario
+from hvd_ckpt.bench.compare.report import make_report
+from hvd_ckpt.bench.compare.scenarios import SCENARIOS, Scenario, make_workload
 from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
-from hvd_ckpt.bench.compare.workloads import Batch, Workload
+from hvd_ckpt.bench.compare.worker import LeftOut, make_plan
+from hvd_ckpt.bench.compare.workloads import Workload
+from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.planning.plan import Plan
 
 CELL = Cell("densenet", "reentrant", 2)
 
@@ -48,47 +48,29 @@ def test_a_plan_is_one_cell_of_each_workload_it_means_something_for():
     assert [Cell.from_key(cell.key) for cell in cells] == cells
 
 
-def test_digits_give_each_rank_other_images_and_every_call_the_same():
-    digits = Digits(pixels=16, seed=3)
-    images, labels = digits.batch(rank=0, size=2, step=5, images=4)
-    assert images.shape == (4, 1, 16, 16)
-    assert images.dtype == torch.float32
-    assert set(labels.tolist()) <= set(range(10))
-    assert torch.equal(images, Digits(16, 3).batch(0, 2, 5, 4)[0])
-    for rank, step, seed in ((1, 5, 3), (0, 6, 3), (0, 5, 4)):
-        assert not torch.equal(images, Digits(16, seed).batch(rank, 2, step, 4)[0])
+def test_batches_are_a_function_of_seed_rank_and_step():
+    def digits(seed=3, rank=0, step=5):
+        return Digits(16, seed).batch(rank, 2, step, 4)
 
+    def text(seed=3, rank=0, step=5):
+        return Text(None, 64, seed).batch(rank, step, 4)
 
-def test_digits_go_round_when_all_were_seen():
-    images, _ = Digits(pixels=8, seed=0).batch(rank=1, size=2, step=10_000, images=16)
-    assert images.shape[0] == 16
-
-
-def test_text_hides_tokens_as_bert_does():
-    tokens, mask, targets = Text(None, length=64, seed=1).batch(rank=0, step=0, sequences=200)
-    assert tokens.shape == mask.shape == targets.shape == (200, 64)
-    assert torch.equal(mask == 0, tokens == PADDING)
-    assert int(mask.sum(1).min()) >= 32
-    assert int(mask.sum(1).max()) <= 64
-    guessed = targets != IGNORED
-    assert bool(guessed.any(1).all())
-    assert not bool((guessed & (mask == 0)).any())
-    share = float(guessed.sum()) / float(mask.sum())
-    assert 0.13 < share < 0.18
-    assert 0.75 < float((tokens[guessed] == MASK).float().mean()) < 0.85
-    assert int(tokens[~guessed & (mask == 1)].max()) < BYTES
-    again = Text(None, length=64, seed=1).batch(rank=0, step=0, sequences=200)
-    assert all(torch.equal(one, two) for one, two in zip((tokens, mask, targets), again, strict=True))
-    assert not torch.equal(tokens, Text(None, 64, 1).batch(rank=1, step=0, sequences=200)[0])
+    for make in (digits, text):
+        assert all(torch.equal(one, two) for one, two in zip(make(), make(), strict=True))
+        for other in (make(seed=4), make(rank=1), make(step=6)):
+            assert not torch.equal(make()[0], other[0])
+    assert len(Digits(pixels=8, seed=0).batch(1, 2, 10_000, 16)[0]) == 16, (
+        "digits go round when all were seen"
+    )
 
 
 def test_text_comes_from_the_file_given(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"z" * 5000)
     tokens, mask, targets = Text(str(file), length=16, seed=1).batch(0, 0, 8)
-    untouched = (targets == IGNORED) & (mask == 1)
+    untouched = (targets == -100) & (mask == 1)
     assert set(tokens[untouched].tolist()) == {ord("z")}
-    assert set(targets[targets != IGNORED].tolist()) == {ord("z")}
+    assert set(targets[targets != -100].tolist()) == {ord("z")}
 
 
 def test_text_file_missing_short_or_no_file_is_a_clear_error(tmp_path):
@@ -153,7 +135,7 @@ def test_reference_gives_each_rank_its_own_buffers_and_random_state():
         model.load_state_dict(reference.start)
         torch.manual_seed(step_seed(seed, rank))
         batch = toy.batch(rank, 2, 0)
-        assert toy.loss(model(*batch.inputs), batch.target).item() == reference.losses[rank][0]
+        assert toy.loss(model(*batch.inputs), batch.targets).item() == reference.losses[rank][0]
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, reference.buffers[rank][name])
     assert not torch.equal(reference.buffers[0]["1.running_mean"], reference.buffers[1]["1.running_mean"])
@@ -212,24 +194,6 @@ def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
     with (tmp_path / "rank0.jsonl").open("a") as stream:
         stream.write('nk": 0, "time": 0}\n')
     assert [event["event"] for event in reader.new()] == ["half"]
-
-
-def test_job_survives_its_file(tmp_path):
-    job = Job(
-        tmp_path / "job",
-        tmp_path,
-        "ddp",
-        ("bert/none/0", "densenet/none/0"),
-        2,
-        3,
-        1,
-        "quick",
-        None,
-        checks=True,
-    )
-    job.save()
-    assert Job.load(job.file) == job
-    assert job.workloads == ["bert", "densenet"]
 
 
 def trained(rank, **changes):
@@ -350,64 +314,42 @@ def test_ratio_is_to_stock_horovod_pass_by_pass():
     assert [found.ratio for found in results] == [1.0, 1.5, 0.75, 1.0, 0.8, None]
 
 
-def make_report(results, subject="engine", **changes):
+def report_of(results, subject="engine", **changes):
     workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
-    return Report(
-        {"np": 2, "controller": "gloo"}, {"machine": "m"}, workloads, results, subject, 1.0, **changes
-    )
+    settings = {"np": 2, "controller": "gloo", "precision": "fp32"}
+    return make_report(results, workloads, subject, settings, {"machine": "m"}, **changes)
 
 
-def test_report_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
+def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
     right = judged([trained(0), trained(1)])
-    wrong = judged([trained(0), trained(1, weights="v", difference="nan")])
-    assert make_report([right]).right
-    assert not make_report([right, wrong]).right
-    assert make_report([right, wrong], subject="other").right is False  # no result is no success
+    wrong = judged([trained(0, losses=[2.0, 9.0]), trained(1, weights="v", difference="nan")])
+    assert report_of([right]).success
+    assert not report_of([right, wrong]).success
+    assert not report_of([right, wrong], subject="other").success, "no result is no success"
+    assert not report_of([judged([trained(0), trained(1, most=2)])]).success, "loose is no success"
     wrong.engine = "other"
-    assert make_report([right, wrong]).right
+    report = report_of([right, wrong], absent={"apex": "no GPU"}, left_out=["engine, tied: too small"])
+    assert report.success
 
-    make_report([right, wrong], absent={"apex": "no GPU"}).save(tmp_path)
+    report.save(tmp_path)
     values = json.loads((tmp_path / "results.json").read_text())
     assert values["right"] is True
+    assert values["left_out"] == ["engine, tied: too small"]
     assert [result["status"] for result in values["results"]] == ["right", "wrong"]
     page = (tmp_path / "report.md").read_text()
-    assert "engine is right in all 1 cells." in page
-    assert "other, densenet reentrant x2: wrong, ranks differ" in page
-    assert "| densenet | reentrant | right | **wrong** | absent |" in page
+    assert "| densenet | reentrant | right | **wrong** |" in page
     assert "apex is absent: no GPU" in page
+    assert "other, densenet reentrant x2: wrong, ranks differ" in (tmp_path / "details.md").read_text()
     for name in ("verdicts.png", "losses.png", "price.png"):
         assert f"({name})" in page
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_report_tells_of_plans_and_why_a_cell_is_left_out(tmp_path):
-    cell = Cell("densenet", "plan 0.5x", 0)
-    planned_result = judged([trained(rank, cell=cell.key) for rank in (0, 1)], cell=cell)
-    line = "engine, tied plan 0.5x is left out: too small"
-    report = make_report([planned_result], left_out=[line])
-    assert report.right
-    page = report.markdown([])
-    assert "| densenet | plan 0.5x | right |" in page
-    assert f"- {line}" in page
-    assert "- plan: what is recomputed was left to" in page
-    assert "- plan:" not in make_report([judged([trained(0), trained(1)])]).markdown([])
-    report.save(tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text())["left_out"] == [line]
-    assert make_report([], left_out=[line]).conclusion == "engine has no cells to be right in."
-
-
-def test_a_loose_result_is_no_success():
-    loose = judged([trained(0), trained(1, most=2)])
-    assert not make_report([loose]).right
 
 
 def test_verdicts_are_folded_over_the_numbers_of_segments():
     four = Cell("densenet", "reentrant", 4)
     right = judged([trained(0), trained(1)])
     wrong = judged([trained(rank, cell=four.key, relative=1.0) for rank in (0, 1)], cell=four)
-    assert "| densenet | reentrant | **wrong x4** |" in make_report([right, wrong]).markdown([])
-    wrong.chunks = 2
-    assert "| densenet | reentrant | **wrong** |" in make_report([wrong]).markdown([])
+    assert "| densenet | reentrant | **wrong x4** |" in report_of([right, wrong]).markdown()
 
 
 class Reduced:
@@ -511,7 +453,7 @@ def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_
 
     cell = Cell("wide", "plan 0.7x", 0)
     first = train(wide, engine, cell, steps=2, seed=1, prepare=plan).model
-    later = train(wide, engine, cell, steps=2, seed=1, prepare=apply_plan(file)).model
+    later = train(wide, engine, cell, steps=2, seed=1, prepare=Plan.load(file).apply).model
     blocks = json.loads(file.read_text())["plan"]["blocks"]
     assert any(block["policy"]["title"] != "keep" for block in blocks)
     assert fingerprint(first.named_parameters()) == fingerprint(later.named_parameters())
@@ -521,7 +463,7 @@ def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_
 
 def test_a_model_that_cannot_be_planned_says_why(tmp_path):
     plain = make_workload("plain", "quick", 1, None)
-    with pytest.raises(NoPlan, match="No plan stays within a budget of 8 B"):
+    with pytest.raises(LeftOut, match="No plan stays within a budget of 8 B"):
         make_plan(
             plain.model(KEEP),
             plain,

@@ -282,7 +282,6 @@ STOPS = (
     "hvd_ckpt.cli.train.supervise",
     "hvd_ckpt.cli.plan.output_folder",
     "hvd_ckpt.cli.plan.build",
-    "hvd_ckpt.bench.compare.command.output_folder",
     "hvd_ckpt.bench.harness.options.output_folder",
 )
 

@@ -1,4 +1,4 @@
-"""What is compared: each cell is one workload trained with one way of recomputing its activations."""
+"""Cells: each is one workload trained with one way of recomputing its activations."""
 
 from __future__ import annotations
 

@@ -7,31 +7,19 @@ nothing can be compared.
 from __future__ import annotations
 
 import importlib.util
-import signal
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from hvd_ckpt.bench.compare.cells import PRECISIONS, VARIANTS, make_cells, planned
-from hvd_ckpt.command_line import (
-    BadArgument,
-    OneLineErrors,
-    check_controller,
-    console_for_tables,
-    output_folder,
-    progress_bar,
-    split_names,
-    whole_number,
-)
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
+from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.planning.budget import parse_budget
 
 if TYPE_CHECKING:
-    from hvd_ckpt.bench.compare.comparison import Comparison
-    from hvd_ckpt.bench.compare.events import Event
-    from hvd_ckpt.bench.compare.report import Report
+    from hvd_ckpt.bench.compare.jobs import Event
 
 __all__ = ["compare"]
 
@@ -48,7 +36,7 @@ NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
 @dataclass(frozen=True)
 class Preset:
-    """What a scale means, where the options do not say otherwise."""
+    """The options that a scale sets where they are not given."""
 
     steps: int
     passes: int
@@ -58,18 +46,18 @@ class Preset:
 
 PRESETS = {
     "quick": Preset(steps=4, passes=1, chunks="2", timeout=60),
-    "default": Preset(steps=5, passes=2, chunks="1,2,4", timeout=90),
+    "default": Preset(steps=4, passes=1, chunks="1,2,4", timeout=90),
     "full": Preset(steps=5, passes=2, chunks="1,2,4", timeout=900),
 }
 
 
-@click.command("compare", cls=OneLineErrors)
+@bench_command("compare", width=WIDTH, group="")
 @click.option("--np", "size", type=click.IntRange(1), envvar="NP", default=2, help="Ranks (NP, else 2).")
 @click.option(
     "--controller",
     type=click.Choice(["auto", "gloo", "mpi"]),
     default="auto",
-    help="What carries the ranks' words.",
+    help="What the ranks communicate through.",
 )
 @click.option(
     "--engines",
@@ -80,17 +68,23 @@ PRESETS = {
 @click.option("--workloads", default=WORKLOADS, show_default=True, help="Models on real data, or 'nothing'.")
 @click.option("--scenarios", default=SCENARIOS, show_default=True, help="Small hard models, or 'nothing'.")
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
-@click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4]")
+@click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4; with --quick 2]")
 @click.option(
     "--budget",
     default=None,
     help="Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=None, help="Steps of each training run.  [default: 5]"
+    "--steps",
+    type=click.IntRange(1),
+    default=None,
+    help="Steps of each training run.  [default: 4; with --full 5]",
 )
 @click.option(
-    "--passes", type=click.IntRange(0), default=None, help="Timed jobs per engine, alternating.  [default: 2]"
+    "--passes",
+    type=click.IntRange(0),
+    default=None,
+    help="Timed jobs per engine, alternating.  [default: 1; with --full 2]",
 )
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
@@ -108,10 +102,8 @@ PRESETS = {
 @click.option(
     "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
 )
-@click.option(
-    "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/compare-<time>]"
-)
 def compare(
+    run: BenchRun,
     size: int,
     controller: str,
     engines: str,
@@ -130,11 +122,10 @@ def compare(
     seed: int,
     timeout: float | None,
     subject: str,
-    output: str | None,
 ) -> None:
     """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
 
-    Says for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
+    Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
@@ -169,10 +160,7 @@ def compare(
     cells = make_cells(
         {name: _meaningful(name, plan) for name in trained if name != NOTHING and _fits(name, precision)},
         (*split_names("--variants", variants, VARIANTS), *plan),
-        [
-            whole_number("--chunks", count, "segments")
-            for count in split_names("--chunks", chunks or preset.chunks)
-        ],
+        whole_numbers("--chunks", chunks or preset.chunks, "segments"),
     )
     if not cells:
         raise BadArgument(
@@ -194,36 +182,24 @@ def compare(
         seed=seed,
         text=resolved_text,
         timeout=timeout or preset.timeout,
-        folder=output_folder(output, "compare"),
+        folder=run.jobs,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running ranks are ended on the way out
     try:
-        report = _run(comparison)
+        with run.progress(comparison.trainings) as progress:
+
+            def show(where: str, event: Event) -> None:
+                if event["rank"] == 0:
+                    cell = f": {event['cell']}" if "cell" in event else ""
+                    progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
+
+            report = comparison.run(show)
     except ComparisonError as error:
         raise BadArgument(str(error)) from None
-    report.print(console_for_tables(WIDTH))
-    click.echo(f"Report: {comparison.folder / 'report.md'}")
-    sys.exit(0 if report.right else 1)
-
-
-def _run(comparison: Comparison) -> Report:
-    """Make the comparison with a live line of progress."""
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=comparison.trainings)
-
-        def show(where: str, event: Event) -> None:
-            if event["rank"] != 0:
-                return
-            cell = f": {event['cell']}" if "cell" in event else ""
-            progress.update(
-                task, description=f"{where}{cell}", advance=event["event"] in ("trained", "measured", "timed")
-            )
-
-        return comparison.run(show)
+    run.finish(report, report.success)
 
 
 def _fits(name: str, precision: str) -> bool:
-    from hvd_ckpt.bench.compare.catalog import CATALOG
+    from hvd_ckpt.bench.compare.scenarios import CATALOG
 
     precisions = CATALOG[name].precisions
     return precisions is None or precision in precisions
@@ -248,7 +224,7 @@ def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_packages(workload: str) -> None:
     """Bad argument where a package is missing that a workload needs."""
-    from hvd_ckpt.bench.compare.catalog import CATALOG
+    from hvd_ckpt.bench.compare.scenarios import CATALOG
 
     for package in CATALOG[workload].requires if workload != NOTHING else ():
         if importlib.util.find_spec(package) is None:
@@ -258,7 +234,7 @@ def _check_packages(workload: str) -> None:
 
 def _meaningful(workload: str, plan: tuple[str, ...]) -> tuple[str, ...]:
     """The variants that mean something for a workload, ``plan`` among them."""
-    from hvd_ckpt.bench.compare.catalog import CATALOG
+    from hvd_ckpt.bench.compare.scenarios import CATALOG
 
     kind = CATALOG[workload]
     return (*kind.variants, *plan) if kind.plannable else kind.variants

@@ -1,22 +1,22 @@
-"""One comparison from settings to report: the reference, each engine's checks, then timed jobs in alternating order."""
+"""A comparison from settings to report: the reference, each engine's checks, then timed jobs in alternating order."""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.compare.catalog import CATALOG
 from hvd_ckpt.bench.compare.cells import Cell, find_variant
 from hvd_ckpt.bench.compare.engines import find_engine
-from hvd_ckpt.bench.compare.events import Event
-from hvd_ckpt.bench.compare.job import Job, folder_name
+from hvd_ckpt.bench.compare.jobs import Event, Job, folder_name
 from hvd_ckpt.bench.compare.launch import Failure, Launcher
-from hvd_ckpt.bench.compare.report import Report
+from hvd_ckpt.bench.compare.report import make_report
+from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
+from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.bench.harness.stats import alternating
 from hvd_ckpt.machine import machine_facts
 
 __all__ = ["Comparison", "ComparisonError"]
@@ -30,7 +30,7 @@ class ComparisonError(Exception):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how.
+    """The settings of a comparison.
 
     Attributes:
         engines: names in the registry of engines, or ``module:Class``.
@@ -45,7 +45,7 @@ class Comparison:
         device: ``cpu`` or ``cuda``.
         scale, seed, text: of the workloads.
         timeout: seconds without a step after which a job hangs.
-        folder: where everything is written.
+        folder: of the jobs and their logs.
     """
 
     engines: tuple[str, ...]
@@ -74,20 +74,18 @@ class Comparison:
         )
 
     def run(self, listener: Listener = lambda where, event: None) -> Report:
-        """Make the comparison and write its report; ``listener`` hears of every event and where it happens.
+        """Makes the comparison; ``listener`` hears of every event and where it happens.
 
         Raises:
             ComparisonError: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
                 subject cannot run here.
         """
-        start = time.monotonic()
         absent = {engine: find_engine(engine).unavailable() for engine in self.engines}
         if absent[self.subject] is not None:
             raise ComparisonError(f"{self.subject} cannot run here: {absent[self.subject]}")
         present = [engine for engine in self.engines if absent[engine] is None]
         environment = {"OMP_NUM_THREADS": str(self.threads)}
-        jobs = self.folder / "jobs"
-        with Launcher(self.controller, self.size, self.timeout, jobs, environment) as launcher:
+        with Launcher(self.controller, self.size, self.timeout, environment) as launcher:
             workloads = self._references(launcher, listener)
             checks, failures = self._check(launcher, present, listener)
             left_out = {engine: _left_out(events) for engine, events in checks.items()}
@@ -111,14 +109,13 @@ class Comparison:
             if cell in cells[engine]
         ]
         add_ratios(results)
-        report = Report(
-            settings=self._settings(),
-            facts=machine_facts(self.threads),
-            workloads=workloads,
-            results=results,
+        return make_report(
+            results,
+            workloads,
+            self.subject,
+            self._settings(),
+            machine_facts(self.threads),
             absent={engine: reason for engine, reason in absent.items() if reason is not None},
-            subject=self.subject,
-            seconds=time.monotonic() - start,
             left_out=[
                 f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"
                 for cell in self.cells
@@ -126,11 +123,9 @@ class Comparison:
                 if cell.key in left_out[engine]
             ],
         )
-        report.save(self.folder)
-        return report
 
     def _references(self, launcher: Launcher, listener: Listener) -> dict[str, dict[str, Any]]:
-        """Compute the references; returns what they tell about each workload."""
+        """Computes the references; returns what a report says of each workload."""
         job = self._job("reference", "reference", list(self.cells))
         outcome = launcher.reference(job, functools.partial(listener, "reference"))
         if outcome.failures:
@@ -158,7 +153,7 @@ class Comparison:
     def _check(
         self, launcher: Launcher, engines: list[str], listener: Listener
     ) -> tuple[dict[str, list[Event]], dict[str, dict[str, Failure]]]:
-        """Train every cell twice with each engine, looking closely; returns the events and what failed."""
+        """Trains every cell twice with each engine, looking closely; returns the events and what failed."""
         events, failures = {}, {}
         for engine in engines:
             job = self._job(f"check-{folder_name(engine)}", engine, self._cells_of(engine), checks=True)
@@ -173,22 +168,19 @@ class Comparison:
         failures: dict[str, dict[str, Failure]],
         listener: Listener,
     ) -> dict[str, list[list[Event]]]:
-        """Time each engine's cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
-        engines = list(cells)
-        passes: dict[str, list[list[Event]]] = {engine: [] for engine in engines}
-        for number in range(1, self.passes + 1):
-            order = engines if number % 2 else engines[::-1]
-            for engine in order:
-                left = [
-                    cell
-                    for cell in cells[engine]
-                    if cell.key not in failures[engine] and (number == 1 or not CATALOG[cell.workload].small)
-                ]
-                job = self._job(f"time{number}-{folder_name(engine)}", engine, left)
-                where = f"timing {engine}, pass {number} of {self.passes}"
-                outcome = launcher.train(job, functools.partial(listener, where))
-                passes[engine].append(outcome.events)
-                failures[engine].update(outcome.failures)
+        """Times each engine's cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
+        passes: dict[str, list[list[Event]]] = {engine: [] for engine in cells}
+        for number, engine in alternating(list(cells), self.passes):
+            left = [
+                cell
+                for cell in cells[engine]
+                if cell.key not in failures[engine] and (number == 0 or not CATALOG[cell.workload].small)
+            ]
+            job = self._job(f"time{number + 1}-{folder_name(engine)}", engine, left)
+            where = f"timing {engine}, pass {number + 1} of {self.passes}"
+            outcome = launcher.train(job, functools.partial(listener, where))
+            passes[engine].append(outcome.events)
+            failures[engine].update(outcome.failures)
         return passes
 
     def _cells_of(self, engine: str) -> list[Cell]:
@@ -198,8 +190,8 @@ class Comparison:
 
     def _job(self, name: str, engine: str, cells: list[Cell], *, checks: bool = False) -> Job:
         return Job(
-            folder=self.folder / "jobs" / name,
-            references=self.folder / "jobs" / "reference",
+            folder=self.folder / name,
+            references=self.folder / "reference",
             engine=engine,
             cells=tuple(cell.key for cell in cells),
             size=self.size,

@@ -2,7 +2,7 @@
 
 A model is written once. It hands its layers to :meth:`Recompute.chain` or a part of itself to :meth:`Recompute.region`;
 the cell says in which way and in how many segments, and the engine brings the functions that do it. Where the cell leaves it to a
-plan, a model keeps everything until the plan is applied (see :mod:`.planned`).
+plan, a model keeps everything until the plan is applied (see :mod:`.worker`).
 """
 
 from __future__ import annotations

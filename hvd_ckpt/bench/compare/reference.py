@@ -3,32 +3,24 @@
 One process computes each rank's batch in turn, with that rank's random state and that rank's own buffers (batch-norm
 statistics), averages the gradients and takes the step. Parameters of every rank must come out as the reference's,
 and each rank's buffers as the reference has them for that rank.
-
-Run as ``python -m hvd_ckpt.bench.compare.reference JOB``, where JOB is the file that describes a job; it writes one file
-per workload into the job's folder of references.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 import torch
 
-from hvd_ckpt.bench.compare.catalog import make_workload
-from hvd_ckpt.bench.compare.events import EventWriter
-from hvd_ckpt.bench.compare.job import Job
-from hvd_ckpt.bench.compare.mixed import MixedPrecision
+from hvd_ckpt.bench.compare.precision import EnginePrecision
 from hvd_ckpt.bench.compare.recomputing import KEEP
 from hvd_ckpt.bench.compare.training import CPU, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 
-__all__ = ["Reference", "largest_difference", "make_reference"]
+__all__ = ["Reference", "largest_difference", "make_reference", "mean_losses"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -76,8 +68,8 @@ def make_reference(
     """
     torch.manual_seed(build_seed(seed, 0))
     bare = workload.model(KEEP).to(device)
-    mixed = MixedPrecision(precision, device, None, workload.scales_loss)
-    model, optimizer = mixed.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
+    precise = EnginePrecision(precision, device, None, workload.scales_loss)
+    model, optimizer = precise.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
     parameters = list(bare.parameters())
     start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})
     buffers = [_copy(dict(bare.named_buffers())) for _ in range(size)]
@@ -94,7 +86,7 @@ def make_reference(
             torch.set_rng_state(random_states[rank])
             batches = [batch.to(device) for batch in workload.batches(rank, size, number)]
             optimizer.zero_grad()
-            step = Step(model, rank, size, number, batches, mixed.autocast, mixed.backward)
+            step = Step(model, rank, size, number, batches, precise.autocast, precise.backward)
             found = workload.run(step)
             losses[rank].append(sum(loss.item() for loss in found) / len(found))
             for index, parameter in enumerate(parameters):
@@ -105,7 +97,7 @@ def make_reference(
             buffers[rank] = _copy(dict(bare.named_buffers()))
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = None if total is None else (total / size).to(parameter.dtype)
-        mixed.step(optimizer)
+        precise.step(optimizer)
         after_step(number)
 
     return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses, len(bare))  # type: ignore[arg-type]
@@ -141,6 +133,15 @@ def largest_difference(
     return absolute, relative, worst
 
 
+def mean_losses(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean loss of each step over those ranks that did it."""
+    longest = max((len(losses) for losses in ranks), default=0)
+    return tuple(
+        statistics.fmean(float(losses[number]) for losses in ranks if number < len(losses))
+        for number in range(longest)
+    )
+
+
 def _copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
@@ -149,35 +150,3 @@ def _load_buffers(model: torch.nn.Module, buffers: Tensors) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-
-
-def main(job_file: str) -> None:
-    """Compute the references of every workload in a job."""
-    job = Job.load(Path(job_file))
-    torch.use_deterministic_algorithms(True)
-    with EventWriter(job.folder, rank=0) as events:
-        events.write("born", pid=os.getpid())
-        workloads = {name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads}
-        events.write("ready")
-        for name, workload in workloads.items():
-            reference = make_reference(
-                workload,
-                size=job.size,
-                steps=job.steps,
-                seed=job.seed,
-                precision=job.precision,
-                device=torch.device(job.device),
-                after_step=lambda step: events.write("step", step=step),
-            )
-            reference.save(job.reference_file(name))
-            means = [
-                statistics.fmean(losses[number] for losses in reference.losses if number < len(losses))
-                for number in range(job.steps)
-            ]
-            line = workload.model_line
-            events.write("reference", workload=name, layers=reference.layers, losses=means, line=line)
-        events.write("done")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,191 +1,243 @@
-"""What a comparison found out: its conclusion, ``results.json`` for programs, ``report.md`` and plots for people."""
+"""The report of a comparison: which engine is right in which cell, what it costs, and every cell in detail.
+
+The first two tables have a column for each engine; the numbers of segments share one entry as long as the verdict is the same.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
+import functools
 import textwrap
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
-from hvd_ckpt.bench.compare import tables
 from hvd_ckpt.bench.compare.cells import find_variant
-from hvd_ckpt.bench.compare.verdict import BASELINE, Result
-from hvd_ckpt.install.extras import say_no_pictures
+from hvd_ckpt.bench.compare.verdict import BASELINE, SEVERITY, Result
+from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["Report"]
+__all__ = ["conclude", "make_report", "recomputed", "short_name"]
 
 REASON = 160  # characters
-
-
-@dataclass
-class Report:
-    """Everything a comparison found out.
-
-    Attributes:
-        settings: what was asked for, as plain values.
-        facts: machine and versions.
-        workloads: for each workload its ``title``, ``line``, the reference's mean ``losses``, and whether it is ``small``.
-        results: one per engine and cell.
-        subject: the engine that must be right for the comparison to succeed.
-        seconds: how long it took.
-        absent: engines that cannot run here, and why.
-        left_out: a line for each cell that cannot be planned: of which engine, and why.
-    """
-
-    settings: dict[str, Any]
-    facts: dict[str, Any]
-    workloads: dict[str, dict[str, Any]]
-    results: list[Result]
-    subject: str
-    seconds: float
-    absent: dict[str, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-    @property
-    def right(self) -> bool:
-        """Whether the subject is right in every cell."""
-        mine = [result for result in self.results if result.engine == self.subject]
-        return bool(mine) and all(result.right for result in mine)
-
-    @property
-    def conclusion(self) -> str:
-        mine = [result for result in self.results if result.engine == self.subject]
-        wrong = [result for result in mine if not result.right]
-        if not mine:
-            return f"{self.subject} has no cells to be right in."
-        if not wrong:
-            return f"{self.subject} is right in all {len(mine)} cells."
-        names = ", ".join(f"{result.workload} {tables.recomputed(result)}" for result in wrong)
-        return f"{self.subject} is not right in {len(wrong)} of {len(mine)} cells: {names}."
-
-    @property
-    def large(self) -> list[Result]:
-        """The results of workloads whose time and memory mean something."""
-        return [result for result in self.results if not self.workloads[result.workload].get("small")]
-
-    @property
-    def _planned(self) -> bool:
-        """Whether there are planned cells."""
-        return any(find_variant(result.variant).budget for result in self.results)
-
-    def print(self, console: Console) -> None:
-        """Print who is right where, the price of the larger workloads, what is wrong with the subject, the conclusion."""
-        title = f"{self.settings['np']} ranks over {self.settings['controller']}"
-        console.print(tables.terminal_matrix(title, self.results, self.absent))
-        if self.large:
-            console.print(tables.terminal_price(self.large))
-        for engine, reason in self.absent.items():
-            console.print(f"{engine} is absent: {reason}", highlight=False, markup=False)
-        for note in [*self.left_out, *self.notes(self.subject)]:
-            console.print(note, highlight=False, markup=False)
-        console.print(self.conclusion, style="bold green" if self.right else "bold red", highlight=False)
-
-    def notes(self, engine: str | None = None) -> list[str]:
-        """One line for each result that is not right (of one engine, or of all): where, and why.
-
-        Long reasons are cut; ``results.json`` has all of them.
-        """
-        return [
-            f"{result.engine}, {result.workload} {tables.recomputed(result)}: {result.status}, "
-            f"{textwrap.shorten(result.reason, REASON, placeholder=' ...')}"
-            for result in self.results
-            if not result.right and engine in (None, result.engine)
-        ]
-
-    def save(self, folder: Path) -> None:
-        """Write ``results.json``, ``report.md`` and the plots into ``folder``."""
-        values = {
-            "right": self.right,
-            "conclusion": self.conclusion,
-            "subject": self.subject,
-            "seconds": round(self.seconds, 1),
-            "settings": self.settings,
-            "facts": self.facts,
-            "workloads": self.workloads,
-            "absent": self.absent,
-            "left_out": self.left_out,
-            "results": [
-                {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
-                for result in self.results
-            ],
-        }
-        text = json.dumps(_finite(values), indent=1, allow_nan=False)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-        plots = self._plot(folder)
-        (folder / "report.md").write_text(self.markdown(plots), encoding="utf-8")
-
-    def _plot(self, folder: Path) -> list[str]:
-        """Draw the plots; returns their file names, none where matplotlib is not installed."""
-        try:
-            from hvd_ckpt.bench.compare import plots
-        except ImportError as error:
-            say_no_pictures(error)
-            return []
-        return plots.draw(folder, self.results, self.workloads, self.absent, self.settings)
-
-    def markdown(self, plots: list[str]) -> str:
-        """The report as a page of Markdown that shows the plots of these names."""
-        lines = ["# Engines compared", "", self.conclusion, ""]
-        lines += [f"- {name}: {value}" for name, value in {**self.facts, **self.settings}.items()]
-        lines += [f"- took: {self.seconds:.0f} s", ""]
-        lines += [f"![{Path(name).stem}]({name})" for name in plots]
-        lines += ["", "## Who is right", "", *tables.markdown_matrix(self.results, self.absent), ""]
-        lines += [f"- {engine} is absent: {reason}" for engine, reason in self.absent.items()]
-        lines += [f"- {line}" for line in self.left_out]
-        if self.large:
-            lines += ["", "## Time and memory", "", *tables.markdown_price(self.large), "", PRICE]
-        lines += ["", "## What was trained", ""]
-        for name, workload in self.workloads.items():
-            first, last = workload["losses"][0], workload["losses"][-1]
-            lines.append(
-                f"- {name}: {workload['title']} ({workload['line']}); loss from {first:.3f} to {last:.3f}"
-            )
-        lines += ["", "## Every cell", "", *tables.markdown_details(self.results)]
-        lines += ["", "What is not right:", "", *(f"- {note}" for note in self.notes())]
-        legend = [*LEGEND, *([PLANNED] if self._planned else [])]
-        return "\n".join([*lines, "", "What the columns say:", "", *legend, ""])
-
-
+MIB = 1 << 20
+STYLES = {"right": "green", "loose": "yellow", "-": "dim"}
+DETAILS = (
+    "workload", "recomputed", "engine", "verdict", "ranks", "weights", "buffers", "runs", "reduced", "order", "step ms",
+    "ratio", "peak MiB",
+)  # fmt: skip
 PRICE = (
     "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A wrong result has its price in "
     "parentheses."
 )
-
 LEGEND = (
-    "- recomputed: the checkpoint variant and the number of segments.",
-    "- verdict: right; loose (right here, but a gradient is reduced more than once in a step, or two runs reduce in "
+    "recomputed: the checkpoint variant and the number of segments.",
+    "verdict: right; loose (right here, but a gradient is reduced more than once in a step, or two runs reduce in "
     "different orders); wrong; error; hang.",
-    "- ranks: whether all ranks end with the same parameters, bit for bit.",
-    "- weights, buffers: the largest difference of a parameter, of a buffer such as a batch norm's statistics, from one "
+    "ranks: whether all ranks end with the same parameters, bit for bit.",
+    "weights, buffers: the largest difference of a parameter, of a buffer such as a batch norm's statistics, from one "
     "process that computes each rank's batch in turn, with that rank's random state and buffers, and averages the "
     "gradients. Right means that none is off by more than 0.1 % of what training changed (5 % where weights are bfloat16, "
     "2 % in mixed precision).",
-    "- runs: whether repeated runs end in the same parameters and buffers, bit for bit, and how many there were.",
-    "- reduced: how many reductions a parameter's gradient takes part in per step, fewest and most.",
-    "- order: whether two runs reduce in the same order (for Horovod, as its timeline has it).",
-    "- step ms: median time of a step after the first two; ratio: to the step time of stock Horovod in "
+    "runs: whether repeated runs end in the same parameters and buffers, bit for bit, and how many there were.",
+    "reduced: how many reductions a parameter's gradient takes part in per step, fewest and most.",
+    "order: whether two runs reduce in the same order (for Horovod, as its timeline has it).",
+    "step ms: median time of a step after the first two; ratio: to the step time of stock Horovod in "
     f"the same pass (jobs alternate: A B C, then C B A): of its cell without recomputation, else of the same cell ({BASELINE}).",
-    "- peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights, gradients and "
+    "peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights, gradients and "
     "optimizer included; communication threads' own buffers are not part of it.",
 )
-
 PLANNED = (
-    "- plan: what is recomputed was left to `hvd_ckpt.plan` with that budget, for the peak of a step above its start; peak MiB "
+    "plan: `hvd_ckpt.plan` chose what is recomputed for that budget, which limits the peak of a step above its start; peak MiB "
     "counts from before the model is made. Other engines have no plans."
 )
 
 
-def _finite(value: Any) -> Any:
-    """The value with numbers that JSON has no word for as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+def recomputed(result: Result) -> str:
+    """The variant and the number of segments, such as ``reentrant x4``."""
+    return result.variant if not result.chunks else f"{result.variant} x{result.chunks}"
+
+
+def short_name(engine: str) -> str:
+    """An engine's name without the module it comes from."""
+    return engine.rpartition(":")[2]
+
+
+def conclude(results: Sequence[Result], subject: str) -> tuple[bool, str]:
+    """Whether the subject is right in every cell, and a sentence that says where it is not."""
+    mine = [result for result in results if result.engine == subject]
+    wrong = [result for result in mine if not result.right]
+    if not mine:
+        return False, f"{subject} has no cells to be right in."
+    if not wrong:
+        return True, f"{subject} is right in all {len(mine)} cells."
+    names = ", ".join(f"{result.workload} {recomputed(result)}" for result in wrong)
+    return False, f"{subject} is not right in {len(wrong)} of {len(mine)} cells: {names}."
+
+
+def make_report(
+    results: Sequence[Result],
+    workloads: Mapping[str, Mapping[str, Any]],
+    subject: str,
+    settings: dict[str, Any],
+    facts: dict[str, str],
+    absent: Mapping[str, str] | None = None,
+    left_out: Sequence[str] = (),
+) -> Report:
+    """The report of a comparison.
+
+    Args:
+        results: one per engine and cell.
+        workloads: for each workload its ``title``, ``line``, the reference's mean ``losses``, and whether it is ``small``.
+        subject: the engine that must be right for the comparison to succeed.
+        settings: of the comparison, as plain values.
+        facts: machine and versions.
+        absent: engines that cannot run here, and why.
+        left_out: a line for each cell that an engine did not train: which, and why.
+    """
+    success, conclusion = conclude(results, subject)
+    absent = absent or {}
+    large = [result for result in results if not workloads[result.workload].get("small")]
+    title = f"{settings['np']} ranks over {settings['controller']}, {settings['precision']}"
+
+    def draw(folder: Any) -> list[str]:
+        from hvd_ckpt.bench.compare.pictures import draw_all
+
+        return draw_all(folder, results, large, workloads, title)
+
+    planned = any(find_variant(result.variant).budget for result in results)
+    return Report(
+        "Engines compared",
+        {**facts, **{name: str(value) for name, value in settings.items()}},
+        [_verdicts(results, title), *([_price(large)] if large else []), *_trained(workloads)],
+        [
+            {**dataclasses.asdict(one), "right": one.right, "step_seconds": one.step_seconds}
+            for one in results
+        ],
+        remarks=[
+            *(f"{engine} is absent: {reason}" for engine, reason in absent.items()),
+            *left_out,
+            *_reasons(results, subject),
+        ],
+        notes=[*LEGEND, *([PLANNED] if planned else [])],
+        details=[Table(DETAILS, [_details(result) for result in results], title="Every cell")],
+        detail_remarks=list(_reasons(results)),
+        draw=draw,
+        settings=settings,
+        data={
+            "right": success,
+            "conclusion": conclusion,
+            "subject": subject,
+            "workloads": workloads,
+            "absent": absent,
+            "left_out": left_out,
+        },
+        conclusion=conclusion,
+        success=success,
+    )
+
+
+def _reasons(results: Iterable[Result], engine: str | None = None) -> Iterable[str]:
+    """One line for each result that is not right (of one engine, or of all): where, and why. Long reasons are cut."""
+    for result in results:
+        if not result.right and engine in (None, result.engine):
+            reason = textwrap.shorten(result.reason, REASON, placeholder=" ...")
+            yield f"{result.engine}, {result.workload} {recomputed(result)}: {result.status}, {reason}"
+
+
+def _engines(results: Iterable[Result]) -> list[str]:
+    return list(dict.fromkeys(result.engine for result in results))
+
+
+def _verdicts(results: Sequence[Result], title: str) -> Table:
+    """Who is right where: a row for each workload and variant."""
+    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for result in results:
+        row = groups.setdefault((result.workload, result.variant), {})
+        row.setdefault(result.engine, []).append(result)
+    engines = _engines(results)
+    columns = ("workload", "recomputed", *map(short_name, engines))
+    rows = [(*names, *(_verdict(row.get(engine, [])) for engine in engines)) for names, row in groups.items()]
+    return Table(
+        columns,
+        rows,
+        title=f"Verdicts: {title}",
+        left=columns,
+        folded=1,
+        style=functools.partial(_style, names={name for names in groups for name in names}),
+        mark=lambda entry: f"**{entry}**" if entry.startswith(SEVERITY[2:]) else entry,
+    )
+
+
+def _style(entry: str, names: set[str]) -> str:
+    return "" if entry in names or not entry else STYLES.get(entry.split()[0], "red")
+
+
+def _verdict(results: Sequence[Result]) -> str:
+    """The worst verdict of some numbers of segments; with those it holds for, if it does not hold for all."""
+    if not results:
+        return "-"
+    status = max((result.status for result in results), key=SEVERITY.index)
+    where = [str(result.chunks) for result in results if result.status == status]
+    return status if len(where) == len(results) else f"{status} x{','.join(where)}"
+
+
+def _price(results: Sequence[Result]) -> Table:
+    engines = _engines(results)
+    cells: dict[tuple[str, str], dict[str, Result]] = {}
+    for result in results:
+        cells.setdefault((result.workload, recomputed(result)), {})[result.engine] = result
+    rows = [
+        (*names, *(_cost(row[engine]) if engine in row else "-" for engine in engines))
+        for names, row in cells.items()
+    ]
+    columns = ("workload", "recomputed", *map(short_name, engines))
+    return Table(columns, rows, title="Step time and peak memory", left=columns[:2], folded=1, note=PRICE)
+
+
+def _cost(result: Result) -> str:
+    if result.status in ("error", "hang"):
+        return result.status
+    ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
+    peak = "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.1f}"
+    return f"({ratio}, {peak})" if result.status == "wrong" else f"{ratio}, {peak}"
+
+
+def _trained(workloads: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    rows: list[tuple[str, ...]] = [
+        (name, found["title"], found["line"], f"{found['losses'][0]:.3f} to {found['losses'][-1]:.3f}")
+        for name, found in workloads.items()
+    ]
+    return [Table(("workload", "what is trained", "size", "loss"), rows, title="Workloads", printed=False)]
+
+
+def _details(result: Result) -> tuple[str, ...]:
+    reduced = "-"
+    if result.most is not None:
+        few = result.least if result.least is not None else result.most
+        reduced = str(result.most) if few == result.most else f"{few}-{result.most}"
+    return (
+        result.workload,
+        recomputed(result),
+        short_name(result.engine),
+        result.status if result.right else result.status.upper(),
+        _choose(result.ranks_equal, "equal", "DIFFER"),
+        _distance(result.difference, result.weights_right),
+        _distance(result.buffer_difference, result.buffers_right),
+        _choose(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
+        reduced,
+        _choose(result.same_order, "same", "VARIES"),
+        "-" if result.step_seconds is None else f"{1000 * result.step_seconds:.1f}",
+        "-" if result.ratio is None else f"{result.ratio:.2f}",
+        "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.2f}",
+    )
+
+
+def _choose(value: bool | None, yes: str, no: str) -> str:
+    return "-" if value is None else yes if value else no
+
+
+def _distance(difference: float | None, right: bool | None) -> str:
+    if difference is None:
+        return "-"
+    if difference == 0:
+        return "exact"
+    return f"{difference:.1e}" if right else f"OFF {difference:.0e}"

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from hvd_ckpt.bench.compare.recomputing import Chain, Recompute, Region
-from hvd_ckpt.bench.compare.workloads import Batch, Step, Workload
+from hvd_ckpt.bench.compare.workloads import WORKLOADS, Step, Workload
+from hvd_ckpt.models.batch import Batch
 
-__all__ = ["SCENARIOS", "Scenario"]
+__all__ = ["CATALOG", "SCENARIOS", "Scenario", "make_workload"]
 
 WIDTH = 16
 LAYERS = 6
@@ -139,7 +140,7 @@ class TwoForwards(Scenario):
 
     def run(self, step: Step) -> list[torch.Tensor]:
         with step.autocast():
-            losses = [self.loss(step.model(*batch.inputs), batch.target) for batch in step.batches]
+            losses = [self.loss(step.model(*batch.inputs), batch.targets) for batch in step.batches]
             total = losses[0] + losses[1]
         step.backward(total)
         return [loss.detach() for loss in losses]
@@ -156,7 +157,7 @@ class ForwardWithoutGrad(Scenario):
         with torch.no_grad(), step.autocast():
             step.model(*before.inputs)
         with step.autocast():
-            loss = self.loss(step.model(*batch.inputs), batch.target)
+            loss = self.loss(step.model(*batch.inputs), batch.targets)
         with torch.no_grad(), step.autocast():
             step.model(*after.inputs)
         step.backward(loss)
@@ -200,7 +201,7 @@ class OverflowOnOneRank(Scenario):
     def run(self, step: Step) -> list[torch.Tensor]:
         (batch,) = step.batches
         with step.autocast():
-            loss = self.loss(step.model(*batch.inputs), batch.target)
+            loss = self.loss(step.model(*batch.inputs), batch.targets)
         step.backward(loss * (1e36 if step.number == 1 and step.rank == 0 else 1.0))
         return [loss.detach()]
 
@@ -246,7 +247,7 @@ def run_along(scenario: Scenario, step: Step, path: Iterable[int]) -> list[torch
     """A step that uses some of the layers only."""
     (batch,) = step.batches
     with step.autocast():
-        loss = scenario.loss(step.model(*batch.inputs, path=list(path)), batch.target)
+        loss = scenario.loss(step.model(*batch.inputs, path=list(path)), batch.targets)
     step.backward(loss)
     return [loss.detach()]
 
@@ -269,3 +270,11 @@ SCENARIOS: dict[str, type[Workload]] = {
     "uneven-data": UnevenData,
     "sparse": Sparse,
 }
+
+CATALOG: dict[str, type[Workload]] = {**WORKLOADS, **SCENARIOS}
+"""Everything that can be trained, by name."""
+
+
+def make_workload(name: str, scale: str, seed: int, text: str | None) -> Workload:
+    """The workload or scenario of that name at one of the scales; ``text`` is a file for those that read text."""
+    return CATALOG[name](scale, seed, text)

@@ -1,4 +1,4 @@
-"""One training run, the same lines for every engine, and what is left of it to compare.
+"""One training run, the same lines for every engine, and its result.
 
 Every rank starts from different weights, so an engine that does not make them equal is found out; the reference has
 rank 0's. Before the first step each rank gets a random state of its own, which dropout draws from: an engine
@@ -8,7 +8,6 @@ whose recomputation draws again, or not the same, is found out too.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,17 +18,18 @@ from torch import nn
 
 from hvd_ckpt.bench.compare.cells import Cell
 from hvd_ckpt.bench.compare.engines import Engine
-from hvd_ckpt.bench.compare.mixed import MixedPrecision
+from hvd_ckpt.bench.compare.precision import EnginePrecision
 from hvd_ckpt.bench.compare.recomputing import Recompute
 from hvd_ckpt.bench.compare.recording import Recording
 from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.measure import now
 
 __all__ = ["Trained", "build_seed", "fingerprint", "step_seed", "train"]
 
 
 @dataclass
 class Trained:
-    """What a training run left on one rank.
+    """The result of a training run on one rank.
 
     Attributes:
         model: the trained model, unwrapped; ``parameters``: its parameters, by name.
@@ -82,7 +82,7 @@ def train(
     bare = workload.model(Recompute(cell, engine)).to(device)
     trained = Trained(bare)
     parameters = dict(bare.named_parameters())
-    mixed = MixedPrecision(precision, device, engine, workload.scales_loss)
+    mixed = EnginePrecision(precision, device, engine, workload.scales_loss)
     model, optimizer = mixed.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
     prepare(bare)
     torch.manual_seed(step_seed(seed, engine.rank))
@@ -95,24 +95,18 @@ def train(
         for number in range(workload.steps_of(engine.rank, engine.size, steps)):
             batches = [batch.to(device) for batch in workload.batches(engine.rank, engine.size, number)]
             workload.before_step(bare, number)
-            start = _now(device)
+            start = now(device)
             optimizer.zero_grad()
             step = Step(model, engine.rank, engine.size, number, batches, mixed.autocast, mixed.backward)
             losses = workload.run(step)
             mixed.step(optimizer)
-            trained.seconds.append(_now(device) - start)
+            trained.seconds.append(now(device) - start)
             trained.losses.append(sum(loss.item() for loss in losses) / len(losses))
             if trained.recording is not None:
                 trained.recording.close_step()
             after_step(number)
     trained.parameters = engine.weights(bare, optimizer)
     return trained
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

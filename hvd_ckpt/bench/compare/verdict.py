@@ -13,21 +13,24 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_ckpt.bench.compare.catalog import CATALOG
 from hvd_ckpt.bench.compare.cells import Cell
-from hvd_ckpt.bench.compare.events import Event
+from hvd_ckpt.bench.compare.jobs import Event
 from hvd_ckpt.bench.compare.launch import Failure
+from hvd_ckpt.bench.compare.reference import mean_losses
+from hvd_ckpt.bench.compare.scenarios import CATALOG
+from hvd_ckpt.bench.harness.stats import ratios, slowest
 
-__all__ = ["BASELINE", "Result", "add_ratios", "judge"]
+__all__ = ["BASELINE", "SEVERITY", "Result", "add_ratios", "judge"]
 
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
+SEVERITY = ("right", "loose", "wrong", "error", "hang")
 BASELINE = "horovod"  # step times are told as a ratio to this engine's
 
 
 @dataclass
 class Result:
-    """What is known of one engine in one cell.
+    """The result of one engine in one cell.
 
     Attributes:
         engine, workload, variant, chunks: the cell.
@@ -100,7 +103,7 @@ def judge(
     result.reason = "; ".join([*wrong, *loose])
 
     result.peak_bytes = max((event["peak_bytes"] for event in mine if "peak_bytes" in event), default=None)
-    result.losses = _mean_losses([event["losses"] for event in trained])
+    result.losses = mean_losses([event["losses"] for event in trained])
     result.pass_seconds = tuple(statistics.median(_step_seconds(events)) for events in passes if events)
     return result
 
@@ -174,21 +177,10 @@ def add_ratios(results: Sequence[Result]) -> None:
         same = (result.workload, result.variant, result.chunks)
         baseline = baselines.get((result.workload, "none", 0), baselines.get(same))
         if baseline and len(baseline) == len(result.pass_seconds):
-            ratios = [mine / theirs for mine, theirs in zip(result.pass_seconds, baseline, strict=True)]
-            result.ratio = statistics.median(ratios)
-
-
-def _mean_losses(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The mean over those ranks that did a step, for each step."""
-    longest = max((len(losses) for losses in ranks), default=0)
-    return tuple(
-        statistics.fmean(float(losses[number]) for losses in ranks if number < len(losses))
-        for number in range(longest)
-    )
+            result.ratio = statistics.median(ratios(result.pass_seconds, baseline))
 
 
 def _step_seconds(events: Sequence[Event]) -> list[float]:
     """The time of each step after the warm-up: that of the slowest rank, as all wait for it."""
-    ranks = [event["seconds"] for event in events if event["event"] == "timed"]
-    steps = [max(seconds) for seconds in zip(*ranks)]
+    steps = slowest(event["seconds"] for event in events if event["event"] == "timed")
     return steps[min(WARM_UP, len(steps) - 1) :]

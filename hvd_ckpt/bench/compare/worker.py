@@ -1,11 +1,12 @@
-"""One rank of an engine's job: trains the cells one after the other and writes what came out.
+"""One rank of an engine's job: trains the cells one after the other and writes the results as events; and the reference's process.
 
-The first error ends the process, because the ranks are no longer in step then; the launcher starts a fresh one for the
-cells that are left (see :mod:`.nursery`).
+The first error ends the process, because the ranks are no longer in step then; the launcher starts a fresh one for the cells
+that are left (see :mod:`.launch`).
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -13,29 +14,28 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.catalog import make_workload
 from hvd_ckpt.bench.compare.cells import Cell, find_variant
 from hvd_ckpt.bench.compare.engines import Engine, find_engine, launched_rank_and_size
-from hvd_ckpt.bench.compare.events import EventWriter
-from hvd_ckpt.bench.compare.job import Job
-from hvd_ckpt.bench.compare.planned import NoPlan, apply_plan, make_plan
-from hvd_ckpt.bench.compare.reference import Reference, largest_difference
+from hvd_ckpt.bench.compare.jobs import EventWriter, Job
+from hvd_ckpt.bench.compare.precision import AUTOCAST
+from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
+from hvd_ckpt.bench.compare.scenarios import make_workload
 from hvd_ckpt.bench.compare.training import Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
+from hvd_ckpt.install.extras import first_line
 from hvd_ckpt.memory import recording_peak
+from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["Worker", "work"]
+__all__ = ["LeftOut", "Worker", "make_plan", "run_forked", "run_reference", "work"]
 
 
 class LeftOut(Exception):
-    """The engine cannot train this by design; the message says why."""
-
-
-Prepare = Callable[[nn.Module], object]
+    """A cell that is not trained: the engine refuses it by design, or no plan stays within the budget. The message says why."""
 
 
 class Worker:
@@ -52,68 +52,38 @@ class Worker:
         self._references = {name: Reference.load(job.reference_file(name)) for name in job.workloads}
 
     def run(self) -> None:
-        """Train every cell: twice with a close look, or once against the clock, as the job says."""
+        """Trains every cell: twice with a close look, or once against the clock, as the job says."""
         for key in self._job.cells:
-            self._events.write("cell", cell=key, small=self._is_small(Cell.from_key(key)))
+            cell = Cell.from_key(key)
+            planned = find_variant(cell.variant).budget is not None
+            # Whether milliseconds pass between two events; planning takes seconds.
+            self._events.write("cell", cell=key, small=self._workloads[cell.workload].small and not planned)
             try:
-                self._run(key)
-            except (LeftOut, NoPlan) as error:
-                self._events.write("left out", cell=key, reason=str(error))
+                self._run(cell)
+            except LeftOut as reason:
+                self._events.write("left out", cell=key, reason=str(reason))
             gc.collect()
             self._events.write("finished", cell=key)
 
-    def _run(self, key: str) -> None:
-        cell = Cell.from_key(key)
+    def _run(self, cell: Cell) -> None:
         refused = self._engine.refuses(self._workloads[cell.workload])
         if refused is not None:
             raise LeftOut(refused)
         if not self._job.checks:
-            trained = self._train(key, self._planned(cell))
-            self._events.write("timed", cell=key, seconds=trained.seconds, **self._hashes(trained))
+            trained = self._train(cell)
+            self._events.write("timed", cell=cell.key, seconds=trained.seconds, **_hashes(trained))
             return
-        trained = self._train(key, self._first_planned(cell))
-        self._events.write("trained", cell=key, **self._outcome(key, trained), **_reductions(trained))
+        trained = self._train(cell, first=True)
+        self._events.write("trained", cell=cell.key, **self._outcome(cell, trained), **_reductions(trained))
         del trained
         gc.collect()
-        prepare = self._planned(cell)
-        # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is.
+        # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is made.
         with recording_peak(self._device) as memory:
-            trained = self._train(key, prepare)
-        self._events.write(
-            "measured",
-            cell=key,
-            peak_bytes=memory.peak_bytes,
-            **self._hashes(trained),
-            **_reductions(trained),
-        )
+            trained = self._train(cell)
+        found = {**_hashes(trained), **_reductions(trained)}
+        self._events.write("measured", cell=cell.key, peak_bytes=memory.peak_bytes, **found)
 
-    def _is_small(self, cell: Cell) -> bool:
-        """Whether milliseconds pass between two events; planning takes seconds."""
-        return self._workloads[cell.workload].small and find_variant(cell.variant).budget is None
-
-    def _first_planned(self, cell: Cell) -> Prepare:
-        """What is done to the model of a cell's first training: where the cell wants it, it is planned."""
-        budget = find_variant(cell.variant).budget
-        if budget is None:
-            return as_it_is
-        return functools.partial(
-            make_plan,
-            workload=self._workloads[cell.workload],
-            engine=self._engine,
-            budget=budget,
-            precision=self._job.precision,
-            device=self._device,
-            file=self._job.plan_file(cell.workload),
-        )
-
-    def _planned(self, cell: Cell) -> Prepare:
-        """What is done to the model of each later training: it gets the plan of the first."""
-        if find_variant(cell.variant).budget is None:
-            return as_it_is
-        return apply_plan(self._job.plan_file(cell.workload))
-
-    def _train(self, key: str, prepare: Prepare) -> Trained:
-        cell = Cell.from_key(key)
+    def _train(self, cell: Cell, first: bool = False) -> Trained:
         return train(
             self._workloads[cell.workload],
             self._engine,
@@ -123,35 +93,96 @@ class Worker:
             precision=self._job.precision,
             device=self._device,
             record_in=self._job.folder if self._job.checks else None,
-            prepare=prepare,
-            after_step=lambda step: self._events.write("step", cell=key, step=step),
+            prepare=self._plan(cell, first),
+            after_step=lambda step: self._events.write("step", cell=cell.key, step=step),
         )
 
-    def _hashes(self, trained: Trained) -> dict[str, str]:
-        return {
-            "weights": fingerprint(trained.parameters.items()),
-            "buffers": fingerprint(trained.model.named_buffers()),
-        }
+    def _plan(self, cell: Cell, first: bool) -> Callable[[nn.Module], object]:
+        """The preparation of a model: where the cell has a budget, the first training plans, and later ones read that plan."""
+        budget = find_variant(cell.variant).budget
+        if budget is None:
+            return lambda model: None
+        file = self._job.plan_file(cell.workload)
+        if not first:
+            return Plan.load(file).apply
+        return functools.partial(
+            make_plan,
+            workload=self._workloads[cell.workload],
+            engine=self._engine,
+            budget=budget,
+            precision=self._job.precision,
+            device=self._device,
+            file=file,
+        )
 
-    def _outcome(self, key: str, trained: Trained) -> dict[str, object]:
+    def _outcome(self, cell: Cell, trained: Trained) -> dict[str, object]:
         """This rank's result beside the reference: hashes, differences, losses."""
-        reference = self._references[Cell.from_key(key).workload]
+        reference = self._references[cell.workload]
         parameters = {name: tensor.cpu() for name, tensor in trained.parameters.items()}
         buffers = {name: tensor.detach().cpu() for name, tensor in trained.model.named_buffers()}
         names = ("difference", "relative", "worst")
         weights_apart = largest_difference(parameters, reference.parameters, reference.start)
         buffers_apart = largest_difference(buffers, reference.buffers[self._engine.rank], reference.start)
         return {
-            **self._hashes(trained),
+            **_hashes(trained),
             **dict(zip(names, weights_apart, strict=True)),
             **{f"buffer_{name}": value for name, value in zip(names, buffers_apart, strict=True)},
             "losses": trained.losses,
         }
 
 
-def work(job_file: Path) -> int:
-    """Join the job's other ranks, train, leave; returns an exit status. An error is an event and a traceback in the log."""
-    job = Job.load(job_file)
+def make_plan(
+    model: nn.Module,
+    workload: Workload,
+    engine: Engine,
+    *,
+    budget: str,
+    precision: str,
+    device: torch.device,
+    file: Path,
+) -> None:
+    """Plans for each rank's first batch on the model that is about to be trained, wrapped and all; every rank calls it.
+
+    Rank 0 writes the plan to ``file``, which every later training of the cell reads. So a plan that leaves a trace in the model, or
+    that does not survive its file, shows up as weights that are off or runs that differ.
+
+    Raises:
+        LeftOut: on every rank, where no chain is found in the model or no plan stays within the budget.
+    """
+    batch = workload.batches(engine.rank, engine.size, 0)[0].to(device)
+
+    def loss(output: Any) -> torch.Tensor:
+        return workload.loss(output, batch.targets)
+
+    autocast = AUTOCAST.get(precision)
+    try:
+        plan = engine.plan(
+            model, *batch.inputs, kwargs=batch.shared, loss=loss, budget=budget, autocast=autocast
+        )
+    except ValueError as error:
+        raise LeftOut(str(error)) from error
+    if engine.rank == 0:
+        plan.save(file)
+    plan.apply(model)
+
+
+def _hashes(trained: Trained) -> dict[str, str]:
+    return {
+        "weights": fingerprint(trained.parameters.items()),
+        "buffers": fingerprint(trained.model.named_buffers()),
+    }
+
+
+def _reductions(trained: Trained) -> dict[str, object]:
+    """The recording; without anything recorded (an engine of the user's own) nothing."""
+    recording = trained.recording
+    if recording is None or not recording.order:
+        return {}
+    return {"most": recording.most, "least": recording.least, "order": recording.digest()}
+
+
+def work(job: Job) -> int:
+    """Joins the job's other ranks, trains, leaves; returns an exit status. An error is an event and a traceback in the log."""
     os.environ.update(job.environment)
     rank, _ = launched_rank_and_size()
     with EventWriter(job.folder, rank) as events:
@@ -161,32 +192,76 @@ def work(job_file: Path) -> int:
             engine = find_engine(job.engine)()
             engine.start(job.folder)
             if engine.size != job.size:
-                raise RuntimeError(f"the job has {engine.size} ranks, {job.size} were asked for")
+                raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
             worker = Worker(job, engine, events)
             events.write("ready", threads=torch.get_num_threads())
             worker.run()
             engine.stop()
             events.write("done")
         except Exception as error:
-            events.write("error", kind=type(error).__name__, message=_first_line(error))
+            events.write("error", kind=type(error).__name__, message=first_line(error))
             traceback.print_exc()
             sys.stderr.flush()
             return 1
     return 0
 
 
-def as_it_is(model: nn.Module) -> None:
-    """Does nothing to a model."""
+def run_forked(job_file: str, variables: dict[str, str]) -> None:
+    """A rank in a process of the fork server, with the variables that its launcher would set."""
+    job = Job.load(Path(job_file))
+    _begin(job)
+    os.environ.update(variables)
+    _end(work(job))
 
 
-def _reductions(trained: Trained) -> dict[str, object]:
-    """What was recorded; without anything recorded (an engine of the user's own) nothing."""
-    recording = trained.recording
-    if recording is None or not recording.order:
-        return {}
-    return {"most": recording.most, "least": recording.least, "order": recording.digest()}
+def run_reference(job_file: str) -> None:
+    """Computes the references of every workload in a job, in a process of the fork server."""
+    job = Job.load(Path(job_file))
+    _begin(job)
+    torch.use_deterministic_algorithms(True)
+    with EventWriter(job.folder, rank=0) as events:
+        events.write("born", pid=os.getpid())
+        workloads = {name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads}
+        events.write("ready")
+        for name, workload in workloads.items():
+            reference = make_reference(
+                workload,
+                size=job.size,
+                steps=job.steps,
+                seed=job.seed,
+                precision=job.precision,
+                device=torch.device(job.device),
+                after_step=lambda step: events.write("step", step=step),
+            )
+            reference.save(job.reference_file(name))
+            events.write(
+                "reference",
+                workload=name,
+                layers=reference.layers,
+                losses=mean_losses(reference.losses),
+                line=workload.model_line,
+            )
+        events.write("done")
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _begin(job: Job) -> None:
+    """Sends the output of this process to the job's log."""
+    gc.freeze()  # objects that the imports left behind need no collection in a rank
+    with job.log_file.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def _end(status: int) -> None:
+    """Ends a process that the fork server would end without its exit functions, among them Horovod's shutdown."""
+    if status == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # after an error, a clean exit would wait for ranks that are not coming
+
+
+if __name__ == "__main__":
+    _status = work(Job.load(Path(sys.argv[1])))
+    if _status:
+        os._exit(_status)

@@ -1,4 +1,4 @@
-"""The workloads: a model as a chain of blocks, its batches, the loss, and what happens in a step.
+"""Workloads on real data: a model as a chain of blocks, its batches, the loss, and the passes of a step.
 
 To add one, write a class with these methods and enter it in :data:`WORKLOADS`; engines, reference and report take it
 from there. The small ones that each show one difficulty are in :mod:`.scenarios`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,28 +18,11 @@ from torch.nn import functional
 
 from hvd_ckpt.bench.compare.data import IGNORED, PADDING, VOCABULARY, Digits, Text
 from hvd_ckpt.bench.compare.recomputing import Chain, Recompute
+from hvd_ckpt.models.batch import Batch
 
-__all__ = ["SCALES", "WORKLOADS", "Batch", "Step", "Workload"]
+__all__ = ["SCALES", "WORKLOADS", "Step", "Workload"]
 
 SCALES = ("quick", "default", "full")
-
-
-@dataclass
-class Batch:
-    """What one rank trains on at a time: the model's inputs, keyword arguments of every block, and the target."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor
-    shared: dict[str, Any] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> Batch:
-        def moved(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.detach().to(device).requires_grad_(value.requires_grad)
-
-        shared = {name: moved(value) for name, value in self.shared.items()}
-        return Batch(tuple(moved(tensor) for tensor in self.inputs), moved(self.target), shared)
 
 
 @dataclass
@@ -122,7 +105,7 @@ class Workload(ABC):
         losses = []
         for batch in step.batches:
             with step.autocast():
-                loss = self.loss(step.model(*batch.inputs, **batch.shared), batch.target)
+                loss = self.loss(step.model(*batch.inputs, **batch.shared), batch.targets)
             step.backward(loss)
             losses.append(loss.detach())
         return losses

@@ -103,16 +103,19 @@ class BenchRun:
         sys.exit(0 if success else 1)
 
 
-def bench_command(name: str, width: int = 130) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a function a command of ``hvd-ckpt bench`` with the option ``--output``.
+def bench_command(
+    name: str, width: int = 130, group: str = "bench "
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a function a command of ``hvd-ckpt bench``, or of another group, with the option ``--output``.
 
     The function gets a :class:`BenchRun` and its options. Bad arguments end it with one line and exit status 2.
 
     Args:
         name: of the command.
         width: of its tables where the output is not a terminal.
+        group: the words before the name.
     """
-    full_name = f"bench {name}"
+    full_name = f"{group}{name}"
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Reports: tables in the terminal, ``report.md`` for people, ``results.json`` for programs, and pictures."""
+"""Reports: tables in the terminal, ``report.md`` and ``details.md`` for people, ``results.json`` for programs, and pictures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Table:
         folded: number of leading columns whose entry is not repeated in the terminal while it stays the same; a change in the first
             column begins a section.
         style: the rich style of an entry in the terminal.
+        mark: the entry as Markdown.
         note: a line of Markdown below the table.
+        printed: whether the table is printed in the terminal, too.
     """
 
     columns: Sequence[str]
@@ -44,7 +46,9 @@ class Table:
     left: Sequence[str] = ()
     folded: int = 0
     style: Callable[[str], str] = lambda entry: ""
+    mark: Callable[[str], str] = lambda entry: entry
     note: str = ""
+    printed: bool = True
 
     def for_terminal(self) -> rich.table.Table:
         """The table as rich prints it."""
@@ -71,7 +75,7 @@ class Table:
     def markdown(self) -> list[str]:
         """The table as lines of Markdown."""
         lines = ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        lines += ["| " + " | ".join(map(self.mark, row)) + " |" for row in self.rows]
         return [f"## {self.title}", "", *lines] if self.title else lines
 
 
@@ -86,9 +90,12 @@ class Report:
         results: for programs: dicts, lists, texts, numbers, None and dataclasses.
         remarks: lines below the tables: failures and their reasons, conclusions.
         notes: lines on the page alone: how the columns are to be read.
-        details: tables on the page alone.
+        details: long tables, and ``detail_remarks``: lines below them, on a page of their own.
         draw: draws pictures into a folder and returns their file names; only called where matplotlib is installed.
         settings: the options, for programs.
+        data: further values for programs, beside the results.
+        conclusion: the last line in the terminal, the first on the page.
+        success: whether the conclusion is good; decides its colour.
     """
 
     title: str
@@ -98,22 +105,36 @@ class Report:
     remarks: list[str] = field(default_factory=list)
     notes: Sequence[str] = ()
     details: list[Table] = field(default_factory=list)
+    detail_remarks: list[str] = field(default_factory=list)
     draw: Callable[[Path], Sequence[str]] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    conclusion: str = ""
+    success: bool = True
 
     def print(self, console: Console) -> None:
         """Prints the tables, the remarks and the facts."""
         for table in self.tables:
+            if not table.printed:
+                continue
             console.print(table.for_terminal())
         for line in (*self.remarks, *(f"{name}: {value}" for name, value in self.facts.items())):
             console.print(line, highlight=False, markup=False)
+        if self.conclusion:
+            color = "green" if self.success else "red"
+            console.print(self.conclusion, style=f"bold {color}", highlight=False, markup=False)
 
     def save(self, folder: Path) -> None:
-        """Writes ``results.json``, ``report.md`` and the pictures into ``folder``, over earlier ones."""
-        values = {**self.facts, "settings": self.settings, "results": self.results}
+        """Writes all files of the report into ``folder``, over earlier ones."""
+        values = {**self.facts, **self.data, "settings": self.settings, "results": self.results}
         write_json(plain(values), folder / "results.json")
         page = self.markdown(self._pictures(folder))
         (folder / "report.md").write_text(page, encoding="utf-8")
+        if self.details:
+            lines = [f"# {self.title}: details", ""]
+            lines += [line for table in self.details for line in (*table.markdown(), "")]
+            lines += _list((*self.detail_remarks, *self.notes))
+            (folder / "details.md").write_text("\n".join(lines), encoding="utf-8")
 
     def _pictures(self, folder: Path) -> Sequence[str]:
         try:
@@ -124,12 +145,14 @@ class Report:
 
     def markdown(self, pictures: Sequence[str] = ()) -> str:
         """The report as a page of Markdown that shows the pictures with these file names."""
-        lines = [f"# {self.title}", ""]
+        lines = [f"# {self.title}", "", *([self.conclusion, ""] if self.conclusion else [])]
         lines += _list(f"{name}: {value}" for name, value in self.facts.items())
         lines += [f"![{Path(name).stem}]({name})\n" for name in pictures]
-        for table in (*self.tables, *self.details):
+        for table in self.tables:
             lines += [*table.markdown(), "", *([table.note, ""] if table.note else [])]
-        lines += [*_list(self.remarks), *_list(self.notes)]
+        lines += [*_list(self.remarks), *_list(() if self.details else self.notes)]
+        if self.details:
+            lines.append("Everything in detail: [details.md](details.md)")
         return "\n".join(lines).rstrip("\n") + "\n"
 
 

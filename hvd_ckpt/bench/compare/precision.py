@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.engines import Engine
 
-__all__ = ["AUTOCAST", "MixedPrecision"]
+__all__ = ["AUTOCAST", "EnginePrecision"]
+
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class MixedPrecision:
+class EnginePrecision:
     """The precision of one training run.
 
     Args:
@@ -42,7 +43,7 @@ class MixedPrecision:
             self._scaler = make(device.type)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
-        """Let the engine wrap model and optimizer, and Apex before or after it, as the engine wants it."""
+        """Lets the engine wrap model and optimizer, and Apex before or after it, as the engine wants it."""
         engine = self._engine
         if self._amp is not None and (engine is None or engine.wraps_after_apex):
             model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)

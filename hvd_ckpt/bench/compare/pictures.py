@@ -1,0 +1,185 @@
+"""The pictures of a comparison: which engine is right where, losses that leave the reference's, step time and peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from hvd_ckpt.bench.compare.report import recomputed, short_name
+from hvd_ckpt.bench.compare.verdict import SEVERITY, Result
+from hvd_ckpt.bench.harness.report import save_figure
+
+__all__ = ["draw_all"]
+
+COLORS = {
+    "right": "#4daf6e",
+    "loose": "#f2d45c",
+    "wrong": "#f08a4b",
+    "error": "#c8505a",
+    "hang": "#3b3b3b",
+}
+MEANINGS = {"loose": "loose: right, but reduced more than once, or in another order each time"}
+LINES = ("#1b6ca8", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d6a4f", "#5c677d")
+MIB = 1 << 20
+VISIBLE = 1e-3  # a difference of losses, as a share, that a line shows
+
+
+def draw_all(
+    folder: Path,
+    results: Sequence[Result],
+    large: Sequence[Result],
+    workloads: Mapping[str, Mapping[str, Any]],
+    title: str,
+) -> list[str]:
+    """Draws every picture that has something to show; returns the file names."""
+    names = [save_figure(_verdicts(results, title), folder / "verdicts.png")]
+    apart = _leaving_the_reference(large, workloads)
+    if apart:
+        names.append(save_figure(_losses(apart, large, workloads, title), folder / "losses.png"))
+    if large:
+        names.append(save_figure(_price(large, title), folder / "price.png"))
+    return names
+
+
+def _engines(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(result.engine for result in results))
+
+
+def _verdicts(results: Sequence[Result], title: str) -> Figure:
+    """A column for each engine, a row for each workload and variant; an entry is the worst verdict and its numbers of segments."""
+    engines = _engines(results)
+    rows = list(dict.fromkeys((result.workload, result.variant) for result in results))
+    figure = Figure(figsize=(3.5 + 1.35 * len(engines), 1.3 + 0.27 * len(rows)))
+    axes = figure.add_subplot()
+    for y, row in enumerate(rows):
+        for x, engine in enumerate(engines):
+            _entry(
+                axes,
+                x,
+                y,
+                [one for one in results if (one.workload, one.variant, one.engine) == (*row, engine)],
+            )
+    axes.set(xlim=(0, len(engines)), ylim=(len(rows), 0))
+    axes.set_xticks([x + 0.5 for x in range(len(engines))], [short_name(name) for name in engines])
+    axes.xaxis.tick_top()
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], [", ".join(row) for row in rows], fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    patches = [Patch(color=COLORS[status], label=MEANINGS.get(status, status)) for status in SEVERITY]
+    axes.legend(
+        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.005), ncols=5, frameon=False, fontsize=8
+    )
+    axes.set_title(f"Is the training result right? {title}", fontsize=10, pad=28)
+    return figure  # fmt: skip
+
+
+def _entry(axes: Axes, x: int, y: int, results: Sequence[Result]) -> None:
+    if not results:
+        return
+    status = max((result.status for result in results), key=SEVERITY.index)
+    where = [str(result.chunks) for result in results if result.status == status]
+    text = status if len(where) == len(results) else f"{status}: {', '.join(where)} segments"
+    color = "white" if status in ("hang", "error") else "black"
+    axes.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=COLORS[status]))
+    axes.text(x + 0.5, y + 0.52, text, ha="center", va="center", fontsize=7, color=color)
+
+
+def _leaving_the_reference(
+    results: Sequence[Result], workloads: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, str, int]]:
+    """Workload, variant and largest number of segments where the loss of some engine visibly differs from one process's."""
+    found: dict[tuple[str, str], int] = {}
+    for result in results:
+        losses = workloads[result.workload]["losses"]
+        if any(abs(one - other) > VISIBLE * abs(other) for one, other in zip(result.losses, losses)):
+            key = (result.workload, result.variant)
+            found[key] = max(found.get(key, 0), result.chunks)
+    return [(*key, chunks) for key, chunks in found.items()]
+
+
+def _losses(
+    cells: Sequence[tuple[str, str, int]],
+    results: Sequence[Result],
+    workloads: Mapping[str, Mapping[str, Any]],
+    title: str,
+) -> Figure:
+    """A panel for each cell; engines with the same losses share a line."""
+    figure = Figure(figsize=(6.4 * len(cells), 4.4), layout="constrained")
+    for axes, (workload, variant, chunks) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells):
+        losses = workloads[workload]["losses"]
+        steps = range(1, len(losses) + 1)
+        axes.plot(steps, losses, color="black", linewidth=6, alpha=0.2, label="one process (reference)")
+        alike: dict[tuple[str, ...], list[Result]] = {}
+        for result in results:
+            if (result.workload, result.variant, result.chunks) == (
+                workload,
+                variant,
+                chunks,
+            ) and result.losses:
+                alike.setdefault(tuple(f"{loss:.3g}" for loss in result.losses), []).append(result)
+        for color, group in zip(LINES, alike.values()):
+            label = ", ".join(short_name(result.engine) for result in group)
+            axes.plot(steps, group[0].losses, marker="o", linewidth=1.2, color=color, label=label)
+        axes.set_title(f"{workload}, {variant}" + (f", {chunks} segments" if chunks else ""), fontsize=10)
+        axes.set(
+            xlabel="step", ylabel="loss, mean of the ranks (axis does not begin at 0)", xticks=list(steps)
+        )
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"Losses that differ from one process's; {title}", fontsize=11)
+    return figure  # fmt: skip
+
+
+def _price(results: Sequence[Result], title: str) -> Figure:
+    """Bars of step time and peak memory, without recomputation and with each variant's largest number of segments.
+
+    An engine whose result is not right has a word in place of its bar.
+    """
+    engines = _engines(results)
+    names = list(dict.fromkeys(result.workload for result in results))
+    figure = Figure(figsize=(12, 3.2 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 2, squeeze=False)
+    for row, name in zip(panels, names):
+        mine = [result for result in results if result.workload == name]
+        largest = {one.variant: max(two.chunks for two in mine if two.variant == one.variant) for one in mine}
+        shown = [result for result in mine if result.chunks == largest[result.variant]]
+        _bars(row[0], shown, engines, "ratio")
+        row[0].axhline(1, color="black", linewidth=0.8, linestyle="--")
+        row[0].set_ylabel("step time (Horovod, none = 1)", fontsize=8)
+        _bars(row[1], shown, engines, "peak")
+        row[1].set_ylabel("peak memory, MiB", fontsize=8)
+        for axes in row:
+            axes.set_title(name, fontsize=10)
+    patches = [Patch(color=LINES[i % len(LINES)], label=short_name(name)) for i, name in enumerate(engines)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
+    figure.suptitle(f"Step time and peak memory by way of recomputing; {title}", fontsize=11)
+    return figure
+
+
+def _bars(axes: Axes, results: Sequence[Result], engines: Sequence[str], what: str) -> None:
+    cells = list(dict.fromkeys(recomputed(result) for result in results))
+    width = 0.8 / len(engines)
+    for result in results:
+        index = engines.index(result.engine)
+        x = cells.index(recomputed(result)) + (index - (len(engines) - 1) / 2) * width
+        value = result.ratio if what == "ratio" else result.peak_bytes and result.peak_bytes / MIB
+        if result.status not in ("right", "loose"):
+            axes.text(
+                x, 0, f" {result.status}", rotation=90, ha="center", va="bottom", fontsize=7, color="#666666"
+            )
+        elif value is not None:
+            axes.bar(x, value, width, color=LINES[index % len(LINES)], edgecolor="white", linewidth=0.3)
+    axes.set_xticks(
+        range(len(cells)),
+        [cell.replace(" x", "\n") + " segments" * (" x" in cell) for cell in cells],
+        fontsize=8,
+    )
+    axes.set_xlim(-0.5, len(cells) - 0.5)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
