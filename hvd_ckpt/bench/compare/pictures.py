@@ -150,14 +150,14 @@ def _price(results: Sequence[Result], title: str) -> Figure:
         shown = [result for result in mine if result.chunks == largest[result.variant]]
         _bars(row[0], shown, engines, "ratio")
         row[0].axhline(1, color="black", linewidth=0.8, linestyle="--")
-        row[0].set_ylabel("step time (Horovod, none = 1)", fontsize=8)
+        row[0].set_ylabel("step time / Horovod's without recomputation", fontsize=8)
         _bars(row[1], shown, engines, "peak")
         row[1].set_ylabel("peak memory, MiB", fontsize=8)
         for axes in row:
             axes.set_title(name, fontsize=10)
     patches = [Patch(color=LINES[i % len(LINES)], label=short_name(name)) for i, name in enumerate(engines)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
-    figure.suptitle(f"Step time and peak memory by way of recomputing; {title}", fontsize=11)
+    figure.suptitle(f"Step time and peak memory; {title}", fontsize=11)
     return figure
 
 
@@ -174,11 +174,9 @@ def _bars(axes: Axes, results: Sequence[Result], engines: Sequence[str], what: s
             )
         elif value is not None:
             axes.bar(x, value, width, color=LINES[index % len(LINES)], edgecolor="white", linewidth=0.3)
-    axes.set_xticks(
-        range(len(cells)),
-        [cell.replace(" x", "\n") + " segments" * (" x" in cell) for cell in cells],
-        fontsize=8,
-    )
+    labels = [cell.replace(" x", "\n") + " segments" * (" x" in cell) for cell in cells]
+    labels = ["no\nrecomputation" if label == "none" else label for label in labels]
+    axes.set_xticks(range(len(cells)), labels, fontsize=8)
     axes.set_xlim(-0.5, len(cells) - 0.5)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.25)
