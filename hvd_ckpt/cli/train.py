@@ -209,7 +209,7 @@ def run(config: Config) -> None:
 
 def _prepared(config: Config) -> Trainer:
     """The trainer of this rank; large texts and snapshots, and plans, take their time."""
-    from hvd_ckpt.training.assembly import assemble_in_turn
+    from hvd_ckpt.training.build import assemble_in_turn
     from hvd_ckpt.training.trainer import Trainer
 
     if launched_rank():

@@ -20,7 +20,7 @@ from horovod.torch.mpi_ops import global_process_set
 from hvd_ckpt import runtime
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.training.agreement import run_folder
-from hvd_ckpt.training.assembly import assemble_in_turn
+from hvd_ckpt.training.build import assemble_in_turn
 from hvd_ckpt.training.commit import CommitMemory, Origin, broadcast_origin
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.trainer import Outcome, Trainer

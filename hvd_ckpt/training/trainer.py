@@ -41,14 +41,13 @@ from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces, wanted_by
 from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
 from hvd_ckpt.training import averaging, guards
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
+from hvd_ckpt.training.build import apply_plan, device_of, precision_of, prepare_model
 from hvd_ckpt.training.commit import Origin
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.device import device_of, precision_of
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
-from hvd_ckpt.training.recomputing import in_segments, plan_of_run, with_batch_norm
 from hvd_ckpt.training.report import Report, print_summary
 from hvd_ckpt.training.restoring import load_weights, restore, restore_optimizer
 from hvd_ckpt.training.resuming import (
@@ -121,9 +120,7 @@ class Trainer:
             self.device = device_of(config)
             self.sampler = Sampler(len(train), config.seed, config.epochs)
             self.precision = precision_of(config, self.device)
-            self.model = with_batch_norm(model.to(self.device), config.batch_norm)
-            if config.segments is not None:
-                self.model = in_segments(self.model, config.segments, config.reentrant)
+            self.model = prepare_model(model, config, self.device)
             optimizer = build_optimizer(
                 config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
             )
@@ -155,7 +152,7 @@ class Trainer:
         print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
         self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if resumed else []
         broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.plan, self._plan_text = plan_of_run(
+        self.plan, self._plan_text = apply_plan(
             self.model, config, train, objective, self.device, self.folder, plan_text(config, resumed)
         )
         self._shards = RunShards(self.model, config)

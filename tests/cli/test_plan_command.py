@@ -20,9 +20,8 @@ from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.profile import Step
-from hvd_ckpt.training.assembly import assemble
+from hvd_ckpt.training.build import assemble, load_plan
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.recomputing import load_plan
 
 pytestmark = pytest.mark.launch
 

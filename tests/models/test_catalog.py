@@ -14,7 +14,7 @@ import transformers
 
 from hvd_ckpt import models
 from hvd_ckpt.models import catalog
-from hvd_ckpt.training.assembly import assemble
+from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 
 FACTS = {"vocabulary": 50, "length": 8, "channels": 1, "classes": 3}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import snapshot
 from hvd_ckpt.snapshots.consolidate import consolidate
-from hvd_ckpt.training.assembly import assemble
+from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.trainer import Outcome, Trainer
 

@@ -13,7 +13,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.training.assembly import assemble
+from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.guards import NonFiniteLoss
 from hvd_ckpt.training.logs import read

@@ -27,7 +27,7 @@ from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.runtime import init
-from hvd_ckpt.training.assembly import Assembly, assemble
+from hvd_ckpt.training.build import Assembly, assemble
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.microbatch import Accumulated
 from hvd_ckpt.training.optim import Schedule, build_optimizer
