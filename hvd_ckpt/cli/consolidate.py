@@ -35,8 +35,8 @@ def consolidate(run: str, output: str, ema: bool) -> None:
     RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is taken, or of a snapshot. Whatever was split over the
     ranks is put together, with the names and shapes of the model's `state_dict()`, buffers included. Checksums are verified.
     """
-    from hvd_ckpt.snapshots import consolidate as room
-    from hvd_ckpt.snapshots.snapshot import SnapshotError
+    from hvd_ckpt.snapshots.consolidate import consolidate as write_consolidated
+    from hvd_ckpt.snapshots.reader import SnapshotError
 
     file = Path(output)
     if os.path.lexists(file):
@@ -46,7 +46,7 @@ def consolidate(run: str, output: str, ema: bool) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with talking("consolidate", after=SECONDS) as say:
             say(f"checking and copying '{snapshot}'")
-            written = room.consolidate(snapshot, file, ema)
+            written = write_consolidated(snapshot, file, ema)
     except SnapshotError as error:
         raise BadArgument(str(error)) from None
     except OSError as error:
@@ -64,13 +64,13 @@ def _snapshot_of(path: Path) -> Path:
     Raises:
         BadArgument: there is none.
     """
-    from hvd_ckpt.snapshots import snapshot
+    from hvd_ckpt.snapshots.reader import find
 
     if (path / "manifest.json").is_file():
         return path
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
-        found = snapshot.find(path / "snapshots")
+        found = find(path / "snapshots")
     if found is None:
         raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     return found

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_ckpt.snapshots.hashed_file import SnapshotError
+from hvd_ckpt.snapshots.schema import SnapshotError
 
 __all__ = ["random_state", "seed_all", "seed_of_rank", "set_random_state"]
 
@@ -31,7 +31,7 @@ def seed_of_rank(seed: int, step: int) -> int:
 
 
 def random_state() -> dict[str, Any]:
-    """All of this process's random states, as a tree that a snapshot can hold."""
+    """All of this process's random states, as a state dict that a snapshot can hold."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -41,12 +41,12 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Any) -> None:
-    """Takes up what :func:`random_state` returned; all of it or, if it is none, nothing.
+    """Restores what :func:`random_state` returned; all of it or, if it is invalid, nothing.
 
-    A state of CUDA devices is taken up by as many as are here.
+    States of CUDA devices go to as many devices as there are.
 
     Raises:
-        SnapshotError: it is none.
+        SnapshotError: it is invalid.
     """
     before = random_state()
     try:

@@ -12,8 +12,7 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.reduction.agreement import FailedElsewhere, broadcast_from, raise_together
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.snapshot import SnapshotError
+from hvd_ckpt.snapshots.reader import SnapshotError, find
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.stopping import forget_file
 
@@ -71,7 +70,7 @@ def _resumed(path: Path) -> tuple[Path, Path | None]:
                 f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
             )
         return path.parent.parent, path
-    found = snapshot.find(path / "snapshots")
+    found = find(path / "snapshots")
     if found is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     if found is None:

@@ -19,10 +19,11 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt import runtime
 from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.snapshots.tensors import Staging
 from hvd_ckpt.training.agreement import run_folder
 from hvd_ckpt.training.build import assemble_in_turn
-from hvd_ckpt.training.commit import CommitMemory, Origin, broadcast_origin
 from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.resume_point import MemoryCheckpoint, ResumePoint, broadcast_resume_point
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
 __all__ = ["RunState", "train"]
@@ -40,28 +41,28 @@ class RunState(State):  # type: ignore[misc]
         super().__init__(
             lambda value: broadcast_from(value, 0, global_process_set, "hvd_ckpt.elastic.hosts"), hvd.rank
         )
-        self.origin: Origin | None = None
+        self.origin: ResumePoint | None = None
         self.stop: str | None = None
         self._trainer: Trainer | None = None
-        self._memory = CommitMemory()
+        self._memory = Staging()
 
     def follow(self, trainer: Trainer) -> None:
         """Takes its commits from this trainer from now on, the first one at once if there is none yet."""
         self._trainer = trainer
         trainer.asked_to_stop = self.stop
-        if self.origin is None or self.origin.commit is None:
+        if self.origin is None or self.origin.checkpoint is None:
             self.save()
 
     def save(self) -> None:
         """Takes a commit of the trainer's state."""
         assert self._trainer is not None
         state, step = self._trainer.state(), self._trainer.progress.step
-        commit = self._memory.take(step, state["weights"], state["common"])
-        self.origin = Origin(self._trainer.folder, commit=commit)
+        checkpoint = MemoryCheckpoint.take(step, state["weights"], state["replicated"], self._memory)
+        self.origin = ResumePoint(self._trainer.folder, checkpoint=checkpoint)
 
     def sync(self) -> None:
         """Every rank starts where rank 0 does, which is one of those that were there before. Collective."""
-        self.origin = broadcast_origin(self.origin)
+        self.origin = broadcast_resume_point(self.origin)
 
     def restore(self) -> None:
         """Nothing to take back: a new trainer starts from the commit."""
@@ -95,8 +96,8 @@ def _train(state: RunState, config: Config) -> Outcome:
     gc.collect()  # the trainer before, whose hooks and parameters hold each other
     assembly = assemble_in_turn(config)
     if state.origin is None:
-        state.origin = Origin(*run_folder(config))
-    goes_on = state.origin.commit is not None
+        state.origin = ResumePoint(*run_folder(config))
+    goes_on = state.origin.checkpoint is not None
     trainer = Trainer(config, *assembly, origin=state.origin)
     state.follow(trainer)
     if goes_on and hvd.rank() == 0:

@@ -23,8 +23,8 @@ from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere
 from hvd_ckpt.reduction.consistency import WeightsDiffer
-from hvd_ckpt.snapshots.background import EXIT_SECONDS
-from hvd_ckpt.snapshots.snapshot import SnapshotError
+from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.guards import CannotGoOn
 from hvd_ckpt.training.stopping import FAILURE_FILE, SUPERVISED_VARIABLE

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_ckpt.snapshots.snapshot_folder import SNAPSHOT, step_of
+from hvd_ckpt.snapshots.folder import SNAPSHOT, step_of
 
 __all__ = ["Commands", "newest_but", "next_settings", "origin", "snapshots_of", "start_of"]
 
@@ -73,10 +73,10 @@ def start_of(origin: Path) -> str:
 
 
 def _newest(run: Path) -> Path | None:
-    from hvd_ckpt.snapshots import snapshot
+    from hvd_ckpt.snapshots.reader import SnapshotError, newest
 
-    with contextlib.suppress(snapshot.SnapshotError):
-        return snapshot.newest(run / "snapshots")
+    with contextlib.suppress(SnapshotError):
+        return newest(run / "snapshots")
     return None
 
 

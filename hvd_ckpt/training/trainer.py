@@ -34,32 +34,37 @@ from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.consistency import check_equal_weights
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.background import SnapshotWriter
-from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
-from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces, wanted_by
-from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
-from hvd_ckpt.training import averaging, guards
+from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
+from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
+from hvd_ckpt.snapshots.resume import ranges_of, read_shards, state_of_shards
+from hvd_ckpt.snapshots.shards import RunShards
+from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.training import guards
 from hvd_ckpt.training.agreement import errors_everywhere, run_folder
 from hvd_ckpt.training.build import apply_plan, device_of, precision_of, prepare_model
-from hvd_ckpt.training.commit import Origin
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.guards import Notice
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.report import Report, print_summary
-from hvd_ckpt.training.restoring import load_weights, restore, restore_optimizer
-from hvd_ckpt.training.resuming import (
+from hvd_ckpt.training.resume import (
     Progress,
-    check_contents,
+    average_state,
+    average_weights,
     check_fits,
     check_resumed,
+    check_state,
     later_snapshots,
+    load_average,
+    load_optimizer,
+    load_rank_state,
+    load_weights,
     plan_text,
     remove_abandoned,
 )
-from hvd_ckpt.training.sharded import RunShards, check_job, distributed
+from hvd_ckpt.training.resume_point import ResumePoint
+from hvd_ckpt.training.sharded import check_job, distributed
 from hvd_ckpt.training.stopping import StopRequest
 
 __all__ = ["Outcome", "Trainer"]
@@ -112,7 +117,7 @@ class Trainer:
         objective: Objective,
         train: Dataset,
         test: Dataset | None = None,
-        origin: Origin | None = None,
+        origin: ResumePoint | None = None,
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
         with errors_everywhere("hvd_ckpt.train.settings"):
@@ -128,21 +133,19 @@ class Trainer:
         self._stopped: str | None = None
         self._asked: str | None = None
         self._writer: SnapshotWriter | None = None
-        origin = origin or Origin(*run_folder(config))
+        origin = origin or ResumePoint(*run_folder(config))
         self.folder = origin.folder
         with errors_everywhere("hvd_ckpt.train.snapshot"):
             resumed = origin.read()
             if resumed is not None:
-                check_contents(resumed)
+                check_state(resumed)
                 check_resumed(config, len(train), resumed)
                 check_fits(resumed, self.model, optimizer)
                 load_weights(self.model, resumed.weights, config.resume)
-            kept = {} if resumed is None else state_of_pieces(optimizer, self.model)
-            self.progress = Progress(**resumed.common["progress"]) if resumed is not None else Progress()
+            kept = {} if resumed is None else state_of_shards(optimizer, self.model)
+            self.progress = Progress(**resumed.replicated["progress"]) if resumed is not None else Progress()
             self.steps = self._steps()
-            self._first_ranks: int = (
-                hvd.size() if resumed is None else resumed.common.get("ranks", resumed.ranks)
-            )
+            self._first_ranks: int = hvd.size() if resumed is None else resumed.replicated["ranks"]
             self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
             rate = config.lr * self.rate_scale
             self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup)
@@ -155,7 +158,7 @@ class Trainer:
         self.plan, self._plan_text = apply_plan(
             self.model, config, train, objective, self.device, self.folder, plan_text(config, resumed)
         )
-        self._shards = RunShards(self.model, config)
+        self._shards = RunShards(self.model, config.stage, lossy=config.wire != "fp32")
         self._optimizer: Any = distributed(optimizer, self.model, config)
         if is_elastic():  # where ranks have made different numbers of optimizers
             self._optimizer.agree_on_naming()
@@ -164,7 +167,7 @@ class Trainer:
             broadcast_optimizer_state(self._optimizer, root_rank=0)
         seed_all(seed_of_rank(config.seed, self.progress.step))
         self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
-        self._average = averaging.of_run(self._optimizer, config.ema)
+        self._average = average_weights(self._optimizer, config.ema)
         if resumed is not None:
             self._go_on_from(resumed, kept)
 
@@ -307,43 +310,33 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything that the run needs to go on, as ``weights``, ``common``, ``own`` and ``shard`` of a snapshot; tensors are not
-        copied."""
+        """The state that the run needs to resume, as the arguments of :meth:`SnapshotWriter.begin`; tensors are not copied."""
         scaler = self.precision.scaler
-        shard = self._shards.own(self._optimizer, averaging.shard_state(self._average))
-        common = {
+        average, average_shard = average_state(self._average, self.config.stage > 0)
+        replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
             "ranks": self._first_ranks,
-            "progress": dataclasses.asdict(self.progress),
-            "optimizer": self._optimizer.state_dict() if shard is None else None,
-            "ema": averaging.common_state(self._average, shard is not None),
+            "progress": self.progress.model_dump(),
+            "optimizer": None if self.config.stage else self._optimizer.state_dict(),
+            "ema": average,
             "scaler": None if scaler is None else scaler.state_dict(),
             "plan": self._plan_text,
             "samples": len(self.train),
             "threads": torch.get_num_threads(),
         }
-        own = {
-            "random": snapshot.random_state(),
+        per_rank = {
+            "random": random_state(),
             "reduction": self._optimizer.reduction_state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "logged": self.report.open_entry(),
         }
-        weights = self._shards.weights(self.model)
-        return {"weights": weights, "common": common, "own": own, "shard": shard}
-
-    def snapshot(self) -> Path:
-        """Writes :meth:`state`, and is back when it is on the disk; the newest ``keep_snapshots`` stay. Collective.
-
-        Raises:
-            SnapshotError: it could not be written; on every rank.
-        """
-        folder = self.folder / "snapshots"
-        written = snapshot.write(folder, self.progress.step, **self.state())
-        if hvd.rank() == 0:
-            remove_abandoned(self._abandoned, written)
-            snapshot.prune(folder, self.config.keep_snapshots)
-        return written
+        return {
+            "weights": self._shards.weights(self.model),
+            "replicated": replicated,
+            "per_rank": per_rank,
+            "shard": self._shards.state(self._optimizer, average_shard),
+        }
 
     # -------------------------------------------------------------------------------- within a run
 
@@ -449,15 +442,15 @@ class Trainer:
         """
         parts = None
         with errors_everywhere("hvd_ckpt.train.parts"):
-            if resumed.shards is not None:
-                wanted = wanted_by(self._optimizer, self.model)
-                parts = read_parts(resumed, wanted, kept, len(self._optimizer.param_groups))
-        restore_optimizer(resumed, parts, self._optimizer)
-        self._shards.publish(self._optimizer)
+            if resumed.sharding is not None:
+                ranges = ranges_of(self._optimizer, self.model)
+                parts = read_shards(resumed, ranges, kept, len(self._optimizer.param_groups))
+        load_optimizer(resumed, parts, self._optimizer)
+        self._shards.broadcast_weights(self._optimizer)
         if self._average is not None:
-            averaging.load(self._average, resumed.common, parts)
+            load_average(self._average, resumed.replicated, parts)
         with errors_everywhere("hvd_ckpt.train.resume"):
-            restore(resumed, self.model, self._optimizer, self.precision.scaler, self.report)
+            load_rank_state(resumed, self.model, self._optimizer, self.precision.scaler, self.report)
 
     def _loader(self) -> Loader:
         return Loader(

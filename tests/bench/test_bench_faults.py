@@ -21,8 +21,8 @@ from hvd_ckpt.bench.faults.plan import draw_plan
 from hvd_ckpt.bench.faults.report import add_result, kill_part, load_results, save_part, soak_part
 from hvd_ckpt.bench.faults.save import SaveKill
 from hvd_ckpt.bench.faults.soak import Growth, Soaked, growth
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots.random_state import random_state
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 KILL = {"who": "rank 1", "signal": "SIGKILL", "when": "step", "step": 7, "snapshot": 6, "writing": True}
 
@@ -118,12 +118,12 @@ def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:
         "plan": None,
         "samples": 9,
     }
-    own = {"random": snapshot.random_state(), "buffers": {"mean": torch.tensor(-0.0)}, "logged": (0.0, 0.0)}
+    own = {"random": random_state(), "buffers": {"mean": torch.tensor(-0.0)}, "logged": (0.0, 0.0)}
     (run / "log.jsonl").parent.mkdir(exist_ok=True)
     (run / "log.jsonl").write_text(json.dumps({"step": step, "kind": "train", "loss": loss}) + "\n")
     weights = {"a": torch.tensor([1.0, weight])}
     with SnapshotWriter(run / "snapshots", 9, "0" * 8, 0, 1, pytest.fail, blocking=True) as writer:
-        writer.begin(step, weights=weights, common=common, own=own)
+        writer.begin(step, weights=weights, replicated=common, per_rank=own)
         path = writer.wait()
     assert path is not None
     return path

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import shutil
@@ -19,16 +20,18 @@ from mutations import changed, odd_value, replace, spoil
 from torch import Tensor, nn
 
 from hvd_ckpt.reduction.buckets import Placement
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.snapshot import Snapshot, SnapshotError
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.random_state import random_state, set_random_state
+from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.restoring import with_options
-from hvd_ckpt.training.resuming import (
+from hvd_ckpt.training.resume import (
     Progress,
-    check_contents,
     check_fits,
     check_resumed,
+    check_state,
+    load_optimizer,
     plan_text,
 )
 
@@ -65,6 +68,14 @@ def sign(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(document))
 
 
+def write(folder: Path, step: int, weights: Any, replicated: Any, per_rank: Any) -> Path:
+    with SnapshotWriter(folder, 9, "01234567", 0, 1, print, blocking=True) as writer:
+        writer.begin(step, weights=weights, replicated=replicated, per_rank=per_rank)
+        found = writer.wait()
+    assert found is not None
+    return found
+
+
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -90,7 +101,8 @@ def state_of_run() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
         ).as_dict(),
         "steps": 4,
         "ranks": 1,
-        "progress": dataclasses.asdict(Progress(2, 8, 1.5, 0)),
+        "ema": None,
+        "progress": Progress(step=2, position=8, best=1.5).model_dump(),
         "optimizer": optimizer.state_dict(),
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
         "plan": '{"format": "hvd_ckpt plan"}\n',
@@ -99,7 +111,7 @@ def state_of_run() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     }
     names = [name for name, _ in model.named_parameters()]
     own = {
-        "random": snapshot.random_state(),
+        "random": random_state(),
         "reduction": {
             "version": 2,
             "order": names[::-1],
@@ -125,13 +137,12 @@ class _Snapshots(Kind):
         weights, common, own = state_of_run()
         weights["tied"] = weights["0.weight"]
         for step in (1, 2):
-            path = snapshot.write(self.good, step, weights=weights, common=common, own=own)
-            for ending in ("json", "safetensors"):
-                shutil.copy(path / f"rank-00000.{ending}", path / f"rank-00001.{ending}")
+            path = write(self.good, step, weights, common, own)
+            shutil.copy(path / "rank-00000.pt", path / "rank-00001.pt")
             files = json.loads((path / "manifest.json").read_bytes())["files"]
             files |= {name.replace("rank-00000", "rank-00001"): dict(facts) for name, facts in files.items()}
             sign(path, ranks=RANKS, files=files)
-        self.expected = snapshot.read(self.good / "step-00000001", 0)
+        self.expected = reader.read(self.good / "step-00000001", 0)
         self.newer = self.good / "step-00000002"
         self.files = {path.name: path.read_bytes() for path in sorted(self.newer.iterdir())}
 
@@ -177,11 +188,12 @@ class Damaged(_Snapshots):
             spoil(draw, file, self.files[draw.choice(sorted(self.files))])
 
     def _read(self, path: Path) -> str:
-        found = snapshot.find(path.parent)
+        found = reader.find(path.parent)
         assert found is not None
-        got = snapshot.read(found, 0)
+        got = reader.read(found, 0)
         if not all(
-            same(getattr(got, part), getattr(self.expected, part)) for part in ("weights", "common", "own")
+            same(getattr(got, part), getattr(self.expected, part))
+            for part in ("weights", "replicated", "per_rank")
         ):
             raise Finding(f"{found.name} was read and is not what was written")
         if found.name != "step-00000001":
@@ -189,10 +201,10 @@ class Damaged(_Snapshots):
         if not path.exists():
             return "the one before"
         try:  # what is read of a rank need not be what is damaged
-            got = snapshot.read(path, draw_rank(path))
+            got = reader.read(path, draw_rank(path))
         except SnapshotError:
             return "the one before"
-        if not same(got.common, self.expected.common):
+        if not same(got.replicated, self.expected.replicated):
             raise Finding("what was read is not what was written")
         return "the one before (this rank's part is whole)"
 
@@ -218,39 +230,24 @@ class Forged(_Snapshots):
             elif way < 4 and file.is_file() and not file.is_symlink():
                 self._edit(draw, file)
         if draw.random() < 0.3:
-            manifest = changed(draw, json.loads(self.files["manifest.json"]), _json)
+            manifest = changed(draw, json.loads(self.files["manifest.json"]))
             (path / "manifest.json").write_text(json.dumps(manifest))
         with contextlib.suppress(
             OSError, AttributeError, TypeError, KeyError, ValueError
         ):  # what cannot be signed stays as it is
             sign(path)
-        snapshot.read(path, draw.randrange(3))
+        reader.read(path, draw.randrange(3))
         return "accepted"
 
     def _edit(self, draw: Random, file: Path) -> None:
         content = self.files[file.name]
-        if file.suffix == ".json":
-            file.write_text(json.dumps(changed(draw, json.loads(content), _json)))
+        if file.suffix == ".pt":
+            state = torch.load(io.BytesIO(content), weights_only=True)
+            torch.save(changed(draw, state, _leaf), file)
             return
         length = int.from_bytes(content[:8], "little")
-        header = json.dumps(changed(draw, json.loads(content[8 : 8 + length]), _json)).encode()
+        header = json.dumps(changed(draw, json.loads(content[8 : 8 + length]))).encode()
         file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
-
-
-def _json(draw: Random) -> Any:
-    way = draw.randrange(4)
-    if way == 0:
-        return {
-            draw.choice(
-                ("$tuple", "$dict", "$int", "$float", "$bytes", "$text", "$tensor", "$order")
-            ): odd_value(draw)
-        }
-    if way == 1:
-        return {
-            "$tensor": draw.choice(("common.optimizer", "own.random.torch", 1, None)),
-            "$order": odd_value(draw),
-        }
-    return odd_value(draw)
 
 
 class Resumed(Kind):
@@ -262,14 +259,14 @@ class Resumed(Kind):
 
     def prepare(self, folder: Path) -> None:
         weights, common, own = state_of_run()
-        path = snapshot.write(folder, 2, weights=weights, common=common, own=own)
-        self.good = snapshot.read(path, 0)
+        path = write(folder, 2, weights, common, own)
+        self.good = reader.read(path, 0)
         self._go_on(self.good)
 
     def feed(self, draw: Random, folder: Path) -> str:
         good = self.good
-        parts = {"common": good.common, "own": good.own, "weights": good.weights}
-        part = draw.choice(("common", "common", "common", "own", "own", "weights"))
+        parts = {"replicated": good.replicated, "per_rank": good.per_rank, "weights": good.weights}
+        part = draw.choice(("replicated", "replicated", "replicated", "per_rank", "per_rank", "weights"))
         parts[part] = changed(draw, parts[part], _leaf)
         ranks = draw.choice((1, 1, 2, 4))
         if part == "weights" and not (
@@ -279,42 +276,44 @@ class Resumed(Kind):
             )
         ):
             return "no snapshot"  # reading never gives such weights
-        resumed = Snapshot(good.step, ranks, parts["weights"], parts["common"], parts["own"], good.manifest)
+        resumed = Snapshot(
+            good.step, ranks, parts["weights"], parts["replicated"], parts["per_rank"], good.manifest
+        )
         return self._go_on(resumed)
 
     def _go_on(self, resumed: Snapshot) -> str:
         """What a trainer does with it."""
         config = Config("gpt-tiny", model_options={"layers": 1}, steps=4, precision="fp16", budget="0.5x")
-        check_contents(resumed)
+        check_state(resumed)
         check_resumed(config, SAMPLES, resumed)
         model, optimizer = model_and_optimizer()
         check_fits(resumed, model, optimizer)
         model.load_state_dict(resumed.weights)
-        progress = Progress(**resumed.common["progress"])
-        assert 4 / resumed.common.get("ranks", resumed.ranks) > 0
+        progress = Progress(**resumed.replicated["progress"])
+        assert 4 / resumed.replicated["ranks"] > 0
         text = plan_text(config, resumed)
         assert text is None or isinstance(text.encode("utf-8"), bytes)
         assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
-        options = [dict(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict(copy.deepcopy(resumed.common["optimizer"]))
-        with_options(optimizer, options)
-        if resumed.common["scaler"] is not None:
-            torch.amp.GradScaler("cpu").load_state_dict(resumed.common["scaler"])
-        if resumed.own is not None:
+        load_optimizer(
+            dataclasses.replace(resumed, replicated=copy.deepcopy(resumed.replicated)), None, optimizer
+        )
+        if resumed.replicated["scaler"] is not None:
+            torch.amp.GradScaler("cpu").load_state_dict(resumed.replicated["scaler"])
+        if resumed.per_rank is not None:
             buffers = dict(model.named_buffers())
             with torch.no_grad():
-                for name, value in resumed.own["buffers"].items():
+                for name, value in resumed.per_rank["buffers"].items():
                     buffers[name].copy_(value)
-            if resumed.own["reduction"]:
+            if resumed.per_rank["reduction"]:
                 placement = Placement(list(model.named_parameters()), 25 << 20, None)
                 try:
-                    placement.load_state_dict(resumed.own["reduction"])
+                    placement.load_state_dict(resumed.per_rank["reduction"])
                 except ValueError as error:  # as the trainer
                     raise ConfigError(str(error)) from None
                 assert sum(len(bucket.slots) for bucket in placement.buckets) == len(placement.order)
-            loss, weight = resumed.own["logged"]
+            loss, weight = resumed.per_rank["logged"]
             assert loss / weight if weight else True
-            snapshot.set_random_state(resumed.own["random"])
+            set_random_state(resumed.per_rank["random"])
         step(model, optimizer)
         step(model, optimizer)
         return "accepted"

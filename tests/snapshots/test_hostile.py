@@ -9,15 +9,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from snapshot_files import write
 from torch import nn
 
 from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.environment import check_environment
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.snapshot import Snapshot
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.random_state import random_state
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.resuming import check_contents, check_fits
+from hvd_ckpt.training.resume import check_fits, check_state
 
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -34,6 +36,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     common = {
         "config": Config("gpt-tiny", steps=4).as_dict(),
         "steps": 4,
+        "ranks": 1,
+        "ema": None,
         "progress": {"step": 2, "position": 8, "best": None, "waited": 0},
         "optimizer": optimizer.state_dict(),
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
@@ -51,68 +55,63 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         "lower_counts": {},
     }
     own = {
-        "random": snapshot.random_state(),
+        "random": random_state(),
         "reduction": reduction,
         "buffers": dict(model.named_buffers()),
         "logged": (0.5, 3.0),
     }
     folder = tmp_path_factory.mktemp("snapshots")
-    return snapshot.read(snapshot.write(folder, 2, weights=model.state_dict(), common=common, own=own), 0)
+    return reader.read(write(folder, 2, common, own, model.state_dict()), 0)
 
 
 def test_what_a_run_wrote_is_taken(resumed: Snapshot) -> None:
-    check_contents(resumed)
+    check_state(resumed)
     check_fits(resumed, *make())
 
 
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("common", "progress", "step"), -1, "common.progress.step is -1, and must be a whole number from 0"),
-        (("common", "progress", "best"), "1", 'common.progress.best is "1", and must be a finite number'),
-        (("common", "progress", "more"), 1, 'common.progress has "more"'),
-        (("common", "config", "batch"), 0, "common.config: batch 0: give a whole number from 1"),
-        (("common", "optimizer", "state", 9), {}, r"common.optimizer.state\[9\] is of no parameter"),
-        (("common", "optimizer", "param_groups", 0, "params"), "x", r"param_groups\[0\].params is \"x\""),
-        (
-            ("common", "scaler", "scale"),
-            -1.0,
-            "common.scaler.scale is -1.0, and must be a finite number above 0",
-        ),
-        (("common", "plan"), "\ud800", "common.plan has characters that no text has"),
-        (("common", "samples"), torch.ones(2), r"common.samples is a tensor of float32 \[2\]"),
-        (("own", "reduction", "order"), ["a", "a"], "own.reduction.order has a name twice"),
-        (
-            ("own", "buffers", "1.running_mean"),
-            3,
-            r"own.buffers\[\"1.running_mean\"\] is 3, and must be a tensor",
-        ),
-        (("own", "logged"), (1.0, float("inf")), r"own.logged\[1\] is inf"),
+        (("replicated", "progress", "step"), -1, "replicated: progress.step is -1"),
+        (("replicated", "progress", "best"), "1", 'progress.best is "1"'),
+        (("replicated", "progress", "more"), 1, "progress.more"),
+        (("replicated", "config", "batch"), 0, "replicated.config: batch is 0"),
+        (("replicated", "optimizer", "state", 9), {}, r"optimizer: state\[9\] is not of a parameter"),
+        (("replicated", "optimizer", "state", 0, "exp_avg"), "x", r'optimizer: state\[0\].exp_avg is "x"'),
+        (("replicated", "optimizer", "param_groups", 0, "params"), "x", r"param_groups\[0\].params is \"x\""),
+        (("replicated", "scaler", "scale"), -1.0, "scaler.scale is -1.0"),
+        (("replicated", "plan"), "\ud800", "replicated: plan: it has characters"),
+        (("replicated", "samples"), torch.ones(2), "samples is a Tensor"),
+        (("per_rank", "reduction", "order"), ["a", "a"], "reduction: order has a name twice"),
+        (("per_rank", "buffers", "1.running_mean"), 3, r"buffers\[\"1.running_mean\"\] is 3"),
+        (("per_rank", "logged"), (1.0, float("inf")), r"logged\[1\] is inf"),
     ],
 )
 def test_a_snapshot_that_no_run_wrote_is_refused_with_its_key(
     resumed: Snapshot, place: tuple[Any, ...], value: object, says: str
 ) -> None:
-    parts = {"common": copy.deepcopy(resumed.common), "own": copy.deepcopy(resumed.own)}
+    parts = {"replicated": copy.deepcopy(resumed.replicated), "per_rank": copy.deepcopy(resumed.per_rank)}
     inner: Any = parts
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
-    forged = Snapshot(resumed.step, 1, resumed.weights, parts["common"], parts["own"], resumed.manifest)
+    forged = Snapshot(
+        resumed.step, 1, resumed.weights, parts["replicated"], parts["per_rank"], resumed.manifest
+    )
     with pytest.raises(ConfigError, match=f"the snapshot of step 2 cannot be used: .*{says}"):
-        check_contents(forged)
+        check_state(forged)
 
 
 def test_a_missing_key_is_named(resumed: Snapshot) -> None:
-    for part in ("common", "own"):
+    for part in ("replicated", "per_rank"):
         for key in getattr(resumed, part):
-            parts = {"common": resumed.common, "own": resumed.own}
+            parts = {"replicated": resumed.replicated, "per_rank": resumed.per_rank}
             parts[part] = {name: value for name, value in parts[part].items() if name != key}
             forged = Snapshot(
-                resumed.step, 1, resumed.weights, parts["common"], parts["own"], resumed.manifest
+                resumed.step, 1, resumed.weights, parts["replicated"], parts["per_rank"], resumed.manifest
             )
-            with pytest.raises(ConfigError, match=f"{part} has no {key}"):
-                check_contents(forged)
+            with pytest.raises(ConfigError, match=f"{part}: {key} is missing"):
+                check_state(forged)
 
 
 def test_a_state_of_another_model_or_of_other_options_is_refused(resumed: Snapshot) -> None:
@@ -124,7 +123,7 @@ def test_a_state_of_another_model_or_of_other_options_is_refused(resumed: Snapsh
     ):
         check_fits(resumed, model, build_optimizer("adamw", model, 1e-3, 0.0, {"amsgrad": True}))
     forged = copy.deepcopy(resumed)
-    forged.common["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    forged.replicated["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
     with pytest.raises(ConfigError, match=r"state\[0\].exp_avg is a tensor of float32 \[3\], and must be"):
         check_fits(forged, *make())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -13,15 +12,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from snapshot_files import sign
 from torch import nn
 
 from hvd_ckpt.cli.main import main
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.consolidate import consolidate
-from hvd_ckpt.snapshots.resharding import read_parts, state_of_pieces
-from hvd_ckpt.snapshots.shards import OwnShard, names_of
-from hvd_ckpt.snapshots.snapshot import SnapshotError
+from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
+from hvd_ckpt.snapshots.schema import ShardMetadata
+from hvd_ckpt.snapshots.shards import RankShards, ShardState, parameters_of
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.training.optim import build_optimizer
 
 RANKS = 3
@@ -90,7 +91,7 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    parameters, aliases = names_of(model)
+    parameters, aliases = parameters_of(model)
     buffers = dict(model.named_buffers())
     told: list[str] = []
     writers = [
@@ -98,20 +99,30 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     ]
     for step in (1, 2):
         for rank, writer in enumerate(writers):
-            weights = [
-                (name, *span, flat(parameter)[slice(*span)])
+            weights = {
+                name: flat(parameter)[slice(*span)]
                 for name, parameter in model.named_parameters()
                 if (span := cuts(parameter.numel())[rank])[0] < span[1]
-            ]
+            }
             part = part_of(model, optimizer, rank)
             named = dict(model.named_parameters())
-            averages = {
-                number: flat(named[name])[start:stop].float() + 1
-                for number, (name, start, stop) in enumerate(part["pieces"])
-            }
-            shard = OwnShard(3, parameters, aliases, part, weights, averages if step == 2 else None)
-            common = {"a": 1, "ema": {"n_averaged": 1, "averages": None} if step == 2 else None}
-            writer.begin(step, weights=buffers, common=common, own=rank, changing=buffers, shard=shard)
+            state = {"state": part["state"], "param_groups": part["param_groups"]}
+            if step == 2:
+                state["averages"] = {
+                    number: flat(named[name])[start:stop].float() + 1
+                    for number, (name, start, stop) in enumerate(part["pieces"])
+                }
+            shards = RankShards(
+                stage=3,
+                parameters=parameters,
+                optimizer=ShardMetadata.of(part["pieces"]),
+                weights=ShardMetadata.of((name, *cuts(named[name].numel())[rank]) for name in weights),
+            )
+            shard = ShardState(shards, aliases, state, weights)
+            replicated = {"a": 1, "ema": {"n_averaged": 1, "averages": None} if step == 2 else None}
+            writer.begin(
+                step, weights=buffers, replicated=replicated, per_rank=rank, changing=buffers, shard=shard
+            )
         for writer in writers:
             writer.wait()
     for writer in writers:
@@ -124,9 +135,9 @@ def test_what_ranks_have_shared_out_is_put_together(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     path, model, _ = made
-    found = snapshot.read(path, 1)
-    assert (found.own, found.common["a"], found.ranks) == (1, 1, RANKS)
-    assert found.shards is not None and found.shards.stage == 3
+    found = reader.read(path, 1)
+    assert (found.per_rank, found.replicated["a"], found.ranks) == (1, 1, RANKS)
+    assert found.sharding is not None and found.sharding.stage == 3
     expected = model.state_dict()
     written = consolidate(path, tmp_path / "whole.safetensors")
     whole = load_file(tmp_path / "whole.safetensors")
@@ -150,38 +161,41 @@ def test_any_rank_of_another_job_reads_what_it_wants(
     made: tuple[Path, nn.Module, torch.optim.Optimizer],
 ) -> None:
     path, model, optimizer = made
-    found = snapshot.read(path, 0)
+    found = reader.read(path, 0)
     names = dict(model.named_parameters())
     wanted = {"images.weight": [(20, 75)], "bf16": [(0, 2)], "first.weight": [(3, 4)]}
-    parts = read_parts(found, wanted, state_of_pieces(optimizer, model), len(optimizer.param_groups))
-    got: dict[str, dict[int, torch.Tensor]] = {name: {} for name in wanted}
-    for part in parts:
-        for number, state in part["state"].items():
-            name, start, stop = part["pieces"][number]
-            assert float(state["step"]) == 1 and state["exp_avg"].shape == (stop - start,)
-            got[name].update(zip(range(start, stop), state["exp_avg"]))
+    parts = read_shards(found, wanted, state_of_shards(optimizer, model), len(optimizer.param_groups))
     for name, spans in wanted.items():
         for start, stop in spans:
-            values = torch.stack([got[name][element] for element in range(start, stop)])
-            assert torch.equal(values, flat(optimizer.state[names[name]]["exp_avg"])[start:stop])
-        assert len(got[name]) == sum(stop - start for start, stop in spans)
+            values = torch.full((stop - start,), torch.nan)
+            for part in parts:
+                for number, (found_name, first, last) in enumerate(part["pieces"]):
+                    low, high = max(start, first), min(stop, last)
+                    if found_name == name and low < high:
+                        state = part["state"][number]
+                        assert float(state["step"]) == 1 and state["exp_avg"].shape == (last - first,)
+                        values[low - start : high - start] = state["exp_avg"][
+                            low - first : high - first
+                        ].float()
+            expected = flat(optimizer.state[names[name]]["exp_avg"])[start:stop]
+            assert torch.equal(values, expected.float())
 
 
 def test_a_damaged_part_is_found_and_the_snapshot_before_taken(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     path, model, optimizer = made
-    found = snapshot.read(path)
-    file = path / "shard-00001.safetensors"
+    found = reader.read(path)
+    file = path / "shard-00001.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     everything = {name: [(0, one.numel())] for name, one in model.named_parameters()}
-    with pytest.raises(SnapshotError, match=r"shard-00001\.safetensors: its content is not what was written"):
-        read_parts(found, everything, state_of_pieces(optimizer, model), len(optimizer.param_groups))
+    with pytest.raises(SnapshotError, match=r"shard-00001\.pt: its content is not what was"):
+        read_shards(found, everything, state_of_shards(optimizer, model), len(optimizer.param_groups))
     file.write_bytes(content)
     file = path / "weights-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    for use in (snapshot.read, lambda path: consolidate(path, tmp_path / "new.safetensors")):
+    for use in (reader.read, lambda path: consolidate(path, tmp_path / "new.safetensors")):
         with pytest.raises(SnapshotError, match=r"weights-00002\.safetensors: its content is not what was"):
             use(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]
@@ -211,26 +225,23 @@ def test_what_cannot_be_consolidated_is_one_line(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda shards: shards.update(stage=4), "shards.stage is 4"),
-        (lambda shards: shards["parameters"]["bf16"].update(dtype="qint8"), 'dtype is "qint8"'),
-        (lambda shards: shards["parameters"]["bf16"].update(shape=[12]), 'each element of "bf16" once'),
+        (lambda shards: shards.update(stage=4), "sharding.stage is 4"),
+        (lambda shards: shards["parameters"]["bf16"].update(dtype="qint9"), '"qint9" is not a dtype'),
+        (lambda shards: shards["parameters"]["bf16"].update(size=[12]), 'each element of "bf16" once'),
         (lambda shards: shards["weights"][0].pop(), "do not have each element of"),
-        (lambda shards: shards["optimizer"].pop(), "shards.optimizer must be 3 lists"),
-        (lambda shards: shards["weights"][0][0].__setitem__(2, -1), "that it does not have"),
-        (lambda shards: shards["parameters"]["images.weight"].update(order=[0, 0, 1, 2]), "order is none"),
-        (lambda shards: shards["parameters"].update(more={"shape": [1], "order": None, "dtype": "float32"}),
-         'no part of "more"'),
+        (lambda shards: shards["optimizer"].pop(), "do not have each element of"),
+        (lambda shards: shards["weights"][0][0].update(size=-1), "size is -1"),
+        (lambda shards: (shards["optimizer"].append([]), shards["weights"].append([])), "shards of 3 ranks"),
+        (lambda shards: shards["parameters"]["images.weight"].update(stride=[0, 0, 1, 2]), "do not fit"),
+        (lambda shards: shards["parameters"].update(more={"size": [1], "stride": [1], "dtype": "float32"}),
+         'no shard of "more"'),
     ],
 )  # fmt: skip
-def test_a_manifest_whose_parts_are_no_whole_is_refused(
+def test_a_manifest_whose_shards_do_not_fit_is_refused(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], change: Callable[[Any], None], says: str
 ) -> None:
-    file = made[0] / "manifest.json"
-    document = json.loads(file.read_bytes())
-    change(document["shards"])
-    del document["sha256"]
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    document["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
-    file.write_text(json.dumps(document))
+    sharding = json.loads((made[0] / "manifest.json").read_bytes())["sharding"]
+    change(sharding)
+    sign(made[0], sharding=sharding)
     with pytest.raises(SnapshotError, match=f"manifest.json: .*{says}"):
-        snapshot.read(made[0])
+        reader.read(made[0])

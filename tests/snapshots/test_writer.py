@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from snapshot_files import write
 from torch import Tensor, nn
 
-from hvd_ckpt.snapshots import background, snapshot, snapshot_meeting
-from hvd_ckpt.snapshots.background import SnapshotWriter
-from hvd_ckpt.snapshots.staging import Copying, Staging
-from hvd_ckpt.training.resuming import later_snapshots, remove_abandoned
+from hvd_ckpt.snapshots import barrier, reader, writer
+from hvd_ckpt.snapshots.tensors import AsyncCopy, Staging
+from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.training.resume import later_snapshots, remove_abandoned
 
 TOKEN = "0123abcd"
 
@@ -51,17 +52,17 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for writer in self.writers:
-            writer.close()
+        for one in self.writers:
+            one.close()
 
     def begin(self, step: int, own: Any = None, **changes: Any) -> None:
-        arguments = {"weights": {"a": torch.full((4000,), step)}, "common": {"step": step}, **changes}
-        for rank, writer in enumerate(self.writers):
-            writer.begin(step, own=own if rank == len(self.writers) - 1 else None, **arguments)
+        arguments = {"weights": {"a": torch.full((4000,), step)}, "replicated": {"step": step}, **changes}
+        for rank, one in enumerate(self.writers):
+            one.begin(step, per_rank=own if rank == len(self.writers) - 1 else None, **arguments)
 
     def write(self, step: int, own: Any = None) -> Path | None:
         self.begin(step, own)
-        path, *_ = [writer.wait() for writer in self.writers]
+        path, *_ = [one.wait() for one in self.writers]
         return path
 
 
@@ -126,7 +127,7 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                 )
                 with monkeypatch.context() as patch:
                     copying, writing = (
-                        Gate(patch, *place) for place in ((Copying, "run"), (background, "write_content"))
+                        Gate(patch, *place) for place in ((AsyncCopy, "run"), (writer, "write_content"))
                     )
                     if blocking:
                         copying.open(), writing.open()
@@ -134,22 +135,22 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                         step,
                         own,
                         weights=model.state_dict(),
-                        common=optimizer.state_dict(),
+                        replicated=optimizer.state_dict(),
                         changing=changing,
                     )
                     with torch.no_grad():
                         for value in (*changing.values(), *own.values(), optimizer.param_groups[0]["lr"]):
                             value.zero_()
                     threading.Timer(0.05, copying.open).start()
-                    for writer in job.writers:
-                        writer.before_update()
+                    for one in job.writers:
+                        one.before_update()
                     train()
                     writing.open()
-                    path, *_ = [writer.wait() for writer in job.writers]
+                    path, *_ = [one.wait() for one in job.writers]
                 assert path is not None and path == job.writers[0].written
-                assert path.name == f"step-0000000{step}" and snapshot.find(folder) == path
-                found = snapshot.read(path, rank=ranks - 1)
-                assert same([found.weights, [found.common, found.own]], [weights, state])
+                assert path.name == f"step-0000000{step}" and reader.find(folder) == path
+                found = reader.read(path, rank=ranks - 1)
+                assert same([found.weights, [found.replicated, found.per_rank]], [weights, state])
                 assert found.weights["2.weight"] is found.weights["0.weight"]
             assert not job.told and job.writers[0].stalled > 0
             assert names(folder) == ["step-00000002", "step-00000003"]
@@ -174,14 +175,15 @@ def test_copies_have_every_bit_and_use_the_same_memory_again() -> None:
     tensors += [bits > 100, torch.empty(0, 3), torch.tensor(3.0), torch.randn(2, 3, 4, 5).permute(0, 3, 1, 2)]
     tensors += [torch.randn(6, 8)[:, ::2], torch.randn(3, 1).expand(3, 5)]
     staging = Staging()
-    copies = staging.copies_of(tensors)
+    copies = [staging.copy_of(one) for one in tensors]
     for _ in range(2):
-        Copying([], list(zip(tensors, copies))).run()
+        AsyncCopy([], list(zip(tensors, copies))).run()
         for tensor, copy in zip(tensors, copies):
             ours, theirs = (one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, copy))
             assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(ours, theirs)
         assert copies[-3].stride() == tensors[-3].stride()
-        again = staging.copies_of(tensors)
+        staging.restart()
+        again = [staging.copy_of(one) for one in tensors]
         assert [one.data_ptr() for one in again] == [one.data_ptr() for one in copies]
         for copy in copies:
             copy.zero_()
@@ -190,11 +192,11 @@ def test_copies_have_every_bit_and_use_the_same_memory_again() -> None:
 def test_nothing_of_the_state_is_kept_once_it_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = Gate(monkeypatch, background, "write_content")
+    writing = Gate(monkeypatch, writer, "write_content")
     numbers = np.ones(5000)
     alive = weakref.ref(numbers)
     with Job(tmp_path, ranks=1) as job:  # the other's thread would come to the gate first
-        job.begin(1, common=[torch.from_numpy(numbers)], weights={"a": torch.from_numpy(numbers)[1:]})
+        job.begin(1, replicated=[torch.from_numpy(numbers)], weights={"a": torch.from_numpy(numbers)[1:]})
         assert writing.reached.wait(60)
         del numbers
         assert alive() is None
@@ -226,7 +228,7 @@ def file_in_its_place(job: Job) -> Iterator[None]:
 @contextmanager
 def vanishing(job: Job) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        writing = Gate(patch, background, "write_content")
+        writing = Gate(patch, writer, "write_content")
         timer = threading.Timer(0.1, lambda: (shutil.rmtree(next(job.folder.glob(".step*"))), writing.open()))
         timer.start()
         yield
@@ -236,8 +238,8 @@ def vanishing(job: Job) -> Iterator[None]:
 @contextmanager
 def no_part(job: Job) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_meeting, "PART_SECONDS", 0.1)
-        patch.setattr(background, "send_part", lambda *_: None)
+        patch.setattr(barrier, "RANK_SECONDS", 0.1)
+        patch.setattr(writer, "send", lambda *_: None)
         yield
 
 
@@ -259,9 +261,9 @@ def no_room_for_a_part(job: Job) -> Iterator[None]:
         (full_disk, None, r"rank 0: File too large.*: make room\. Training goes on, and older"),
         (file_in_its_place, None, "rank 0: .*(File exists|Not a directory)"),
         (vanishing, None, "No such file or directory"),
-        (no_part, None, "rank 1 has not written its part for 0.1 seconds: name a folder on a file system that all"),
-        (no_room_for_a_part, None, "rank 1: it could not say what it has written.*make room"),
-        (None, {"odd": object()}, r"rank 1: own\.odd is a builtins\.object"),
+        (no_part, None, "rank 1 has not written its files for 0.1 seconds"),
+        (no_room_for_a_part, None, "rank 1: it could not report what it has written.*make room"),
+        (None, {"odd": object()}, r"rank 1: per_rank\.odd is a builtins\.object"),
     ],
 )  # fmt: skip
 def test_training_goes_on_with_one_warning(tmp_path: Path, trouble: Any, own: Any, says: str) -> None:
@@ -274,35 +276,35 @@ def test_training_goes_on_with_one_warning(tmp_path: Path, trouble: Any, own: An
         assert told.startswith(f"The snapshot of step 2 was not written to '{folder}': ") and "\n" not in told
         assert re.search(says, told)
         assert job.writers[0].failed and job.writers[0].failed in told and job.writers[0].written == before
-        assert names(folder) == ["step-00000001"] and snapshot.find(folder) == before
-        assert job.write(2) == snapshot.find(folder) == folder / "step-00000002"
+        assert names(folder) == ["step-00000001"] and reader.find(folder) == before
+        assert job.write(2) == reader.find(folder) == folder / "step-00000002"
         assert job.writers[0].failed is None and len(job.told) == 1
 
 
 def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_meeting, "PART_SECONDS", 0.1)
-    monkeypatch.setattr(snapshot_meeting, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(barrier, "RANK_SECONDS", 0.1)
+    monkeypatch.setattr(barrier, "LATE_SECONDS", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "node7")
     with Job(tmp_path) as job:
         first, second = job.writers
-        first.begin(1, weights={}, common=None, own=None)
+        first.begin(1, weights={}, replicated=None, per_rank=None)
         assert first.wait() is None
-        second.begin(1, weights={}, common=None, own=None)
+        second.begin(1, weights={}, replicated=None, per_rank=None)
         assert second.wait() is None and "is not there on host node7" in str(second.failed)
         assert names(tmp_path) == [] and len(job.told) == 1
         assert job.write(2) is not None
 
 
-@pytest.mark.parametrize("busy_with", ["finish", "prune"])
+@pytest.mark.parametrize("busy_with", ["complete", "prune"])
 def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
 ) -> None:
-    monkeypatch.setattr(snapshot_meeting, "LATE_SECONDS", 0.02)
-    with Job(tmp_path) as job, Gate(monkeypatch, background, busy_with) as busy:
+    monkeypatch.setattr(barrier, "LATE_SECONDS", 0.02)
+    with Job(tmp_path) as job, Gate(monkeypatch, writer, busy_with) as busy:
         first, second = job.writers
-        state: Any = {"weights": {}, "common": None, "own": None}
+        state: Any = {"weights": {}, "replicated": None, "per_rank": None}
         job.begin(1)
         assert busy.reached.wait(60)
         beginning = threading.Thread(target=first.begin, args=(2,), kwargs=state)
@@ -312,7 +314,7 @@ def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
         second.begin(2, **state)
         waiting = threading.Thread(target=second.wait)
         waiting.start()
-        if busy_with == "finish":
+        if busy_with == "complete":
             waiting.join(0.3)
             beginning.start()
         waiting.join(60)
@@ -326,10 +328,10 @@ def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
 def test_a_rank_does_not_wait_for_ever_for_a_rank_0_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_meeting, "BUSY_SECONDS", 0.1)
-    with Job(tmp_path) as job, Gate(monkeypatch, background, "finish"):
+    monkeypatch.setattr(barrier, "BUSY_SECONDS", 0.1)
+    with Job(tmp_path) as job, Gate(monkeypatch, writer, "complete"):
         job.begin(1)
-        job.writers[1].begin(2, weights={}, common=None, own=None)
+        job.writers[1].begin(2, weights={}, replicated=None, per_rank=None)
         assert job.writers[1].wait() is None and "is not there on host" in str(job.writers[1].failed)
 
 
@@ -339,11 +341,11 @@ def test_time_in_which_a_job_is_suspended_is_no_waiting(
     hours = itertools.count(0, 3600)
     with Job(tmp_path) as job:
         monkeypatch.setattr(
-            snapshot_meeting, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(hours)})
+            barrier, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(hours)})
         )
         for step, order in ((1, (0, 1)), (2, (1, 0))):
             for rank in order:
-                job.writers[rank].begin(step, weights={}, common=None, own=None)
+                job.writers[rank].begin(step, weights={}, replicated=None, per_rank=None)
                 time.sleep(0.05)
             assert job.writers[0].wait() is not None and not job.told
 
@@ -368,17 +370,17 @@ def test_killed_while_it_removes_an_abandoned_course_a_run_goes_on_from_its_end_
         return call
 
     for step in (20, 30, 40, 50):
-        snapshot.write(tmp_path, step, weights={}, common=None, own=None)
+        write(tmp_path, step)
     abandoned = later_snapshots(tmp_path, 20)
-    new = snapshot.write(tmp_path, 30, weights={}, common="new", own=None)
+    new = write(tmp_path, 30, replicated="new")
     calls = itertools.count()
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
         remove_abandoned(abandoned, new)
-    newest = snapshot.find(tmp_path)
+    newest = reader.find(tmp_path)
     assert newest == (tmp_path / "step-00000050" if killed_after < 2 else new)
-    assert snapshot.read(new).common == "new"
+    assert reader.read(new).replicated == "new"
     assert not list(tmp_path.glob("*40")) or killed_after == 0
 
 
@@ -392,7 +394,7 @@ def test_what_of_an_abandoned_course_cannot_be_removed_is_told_like_all_else(
         job.write(5)
     abandoned = later_snapshots(tmp_path, 1)
     with Job(tmp_path, written=partial(remove_abandoned, abandoned)) as job:
-        monkeypatch.setattr(background, "prune", lambda *_: None)
+        monkeypatch.setattr(writer, "prune", lambda *_: None)
         monkeypatch.setattr(shutil, "rmtree", denied)
         assert job.write(3) is not None
     assert len(job.told) == 1 and "cannot be removed: Permission denied" in job.told[0] and not recwarn
@@ -401,21 +403,21 @@ def test_what_of_an_abandoned_course_cannot_be_removed_is_told_like_all_else(
 def test_a_rank_that_comes_early_waits_to_tell_its_fault(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         first, second = job.writers
-        second.begin(1, weights={}, common=None, own=object())
+        second.begin(1, weights={}, replicated=None, per_rank=object())
         time.sleep(0.05)
-        first.begin(1, weights={}, common=None, own=None)
-        assert first.wait() is None and "rank 1: own is a builtins.object" in job.told[0]
+        first.begin(1, weights={}, replicated=None, per_rank=None)
+        assert first.wait() is None and "rank 1: per_rank is a builtins.object" in job.told[0]
 
 
 def test_a_bug_is_raised_where_training_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(tmp_path) as job:
         with monkeypatch.context() as patch:
-            patch.setattr(background, "write_content", lambda *_: 1 / 0)
+            patch.setattr(writer, "write_content", lambda *_: 1 / 0)
             job.begin(1)
-            for writer in job.writers:
+            for one in job.writers:
                 with pytest.raises(ZeroDivisionError):
-                    writer.wait()
-                writer.check()
+                    one.wait()
+                one.check()
         assert names(tmp_path) == [] and not job.told
         assert job.write(2) is not None
 
@@ -445,21 +447,21 @@ def test_killed_at_any_moment_a_good_snapshot_is_there(tmp_path: Path) -> None:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         left_over |= any(path.name.startswith(".") for path in tmp_path.iterdir())
-        newest = snapshot.find(tmp_path)
+        newest = reader.find(tmp_path)
         assert newest is not None
-        assert int(snapshot.read(newest).weights["a"].float().mean()) == snapshot.read(newest).step
+        assert int(reader.read(newest).weights["a"].float().mean()) == reader.read(newest).step
     assert left_over
-    snapshot.prune(tmp_path, 1)
+    reader.prune(tmp_path, 1)
     assert names(tmp_path) == [newest.name]
 
 
 def test_what_is_being_written_is_no_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing = Gate(monkeypatch, background, "write_content")
+    writing = Gate(monkeypatch, writer, "write_content")
     with Job(tmp_path) as job:
         job.begin(1)
         assert writing.reached.wait(60)
         monkeypatch.chdir(tmp_path)
-        snapshot.prune(Path(), 1)
+        reader.prune(Path(), 1)
         writing.open()
         assert job.writers[0].wait() == tmp_path / "step-00000001"
 
@@ -488,11 +490,11 @@ def test_a_process_that_does_not_close_its_writer_ends(tmp_path: Path) -> None:
     script = f"""if True:
         import sys, torch
         from pathlib import Path
-        from hvd_ckpt.training import background
-        background.EXIT_SECONDS = 60 if sys.argv[2] == "1" else 0.5
-        writer = background.SnapshotWriter(Path(sys.argv[1]), 1, "{TOKEN}", 0, int(sys.argv[2]), print)
+        from hvd_ckpt.snapshots import writer as room
+        room.EXIT_SECONDS = 60 if sys.argv[2] == "1" else 0.5
+        writer = room.SnapshotWriter(Path(sys.argv[1]), 1, "{TOKEN}", 0, int(sys.argv[2]), print)
         state = [torch.ones(1000, 1000) for _ in range(5)]
-        writer.begin(1, weights={{}}, common=state, own=None)
+        writer.begin(1, weights={{}}, replicated=state, per_rank=None)
     """
     processes = [
         subprocess.Popen([sys.executable, "-c", script, tmp_path / ranks, ranks], stderr=subprocess.PIPE)
@@ -501,19 +503,19 @@ def test_a_process_that_does_not_close_its_writer_ends(tmp_path: Path) -> None:
     for process in processes:
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0 and not errors
-    assert snapshot.find(tmp_path / "1") == tmp_path / "1" / "step-00000001"
-    assert snapshot.find(tmp_path / "2") is None
+    assert reader.find(tmp_path / "1") == tmp_path / "1" / "step-00000001"
+    assert reader.find(tmp_path / "2") is None
 
 
 def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "EXIT_SECONDS", 0.05)
-    writer = SnapshotWriter(tmp_path, 2, TOKEN, 0, 2, print)
+    monkeypatch.setattr(writer, "EXIT_SECONDS", 0.05)
+    alone = SnapshotWriter(tmp_path, 2, TOKEN, 0, 2, print)
 
     def fail() -> None:
-        with writer:
-            writer.begin(8, weights={"a": torch.ones(3)}, common=None, own=None)
+        with alone:
+            alone.begin(8, weights={"a": torch.ones(3)}, replicated=None, per_rank=None)
             raise KeyError("planted")
 
     with pytest.raises(KeyError):

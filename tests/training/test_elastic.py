@@ -23,7 +23,7 @@ import hosts as namespaces
 import pytest
 from hosts import Hosts
 
-from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training import logs
 
 pytestmark = [
@@ -181,8 +181,8 @@ def snapshot_of(run: Path, step: int) -> Path:
 
 
 def position(run: Path, step: int) -> int:
-    found = snapshot.read(snapshot_of(run, step), 0)
-    return found.common["progress"]["position"]
+    found = reader.read(snapshot_of(run, step), 0)
+    return found.replicated["progress"]["position"]
 
 
 def weights(run: Path, step: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.guards import NonFiniteLoss
@@ -69,8 +69,8 @@ def train(folder: Path, disturb: Any = None, poisoned: bool = False, **changes: 
 
 
 def state(folder: Path, step: int) -> tuple[Any, Any]:
-    read = snapshot.read(folder / "snapshots" / f"step-{step:08}")
-    return read.weights, read.common["progress"]
+    read = reader.read(folder / "snapshots" / f"step-{step:08}")
+    return read.weights, read.replicated["progress"]
 
 
 @twice
@@ -120,7 +120,7 @@ def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_run_without_a_snapshot_begins_again(folder: Path) -> None:
     with pytest.raises(NonFiniteLoss):
         train(folder / "run", poisoned=True)
-    assert snapshot.find(folder / "run" / "snapshots") is None
+    assert reader.find(folder / "run" / "snapshots") is None
     train(folder / "whole")
     warned = pytest.warns(UserWarning, match="has no snapshot yet")
     with warned if hc.rank() == 0 else contextlib.nullcontext():
@@ -134,7 +134,7 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_says_where(folder: Path) ->
     with pytest.raises(NonFiniteLoss, match=rf"^step {AT}: the loss is nan on rank {LAST}, host \S+: lower"):
         train(folder / "run", poisoned=True, snapshot_every=1)
     hc.barrier()
-    found = snapshot.find(folder / "run" / "snapshots")
+    found = reader.find(folder / "run" / "snapshots")
     assert found is not None and found.name == f"step-{AT - 1:08}"
 
 

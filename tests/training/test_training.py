@@ -13,7 +13,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.data.sampler import Sampler
-from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
@@ -80,9 +80,9 @@ def train(folder, **values):
 
 
 def final_weights(outcome):
-    found = snapshot.newest(outcome.folder / "snapshots")
+    found = reader.newest(outcome.folder / "snapshots")
     assert found is not None and found.name == f"step-{outcome.steps:08}"
-    return snapshot.read(found).weights
+    return reader.read(found).weights
 
 
 def assert_same(weights, others):
@@ -164,10 +164,10 @@ def test_a_run_that_goes_on_ends_in_the_bits_of_one_never_stopped(precision, tex
     assert outcome.folder == folder / "stopped"
     assert_same(whole, final_weights(outcome))
     ends = [
-        snapshot.read(folder / run / "snapshots" / "step-00000004", hc.rank()) for run in ("whole", "stopped")
+        reader.read(folder / run / "snapshots" / "step-00000004", hc.rank()) for run in ("whole", "stopped")
     ]
-    assert torch.equal(ends[0].own["random"]["torch"], ends[1].own["random"]["torch"])
-    assert ends[0].common["progress"] == ends[1].common["progress"]
+    assert torch.equal(ends[0].per_rank["random"]["torch"], ends[1].per_rank["random"]["torch"])
+    assert ends[0].replicated["progress"] == ends[1].replicated["progress"]
     first, second = (
         [(one["step"], one["kind"], one["loss"]) for one in read(folder / run / "log.jsonl")]
         for run in ("whole", "stopped")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_ckpt.snapshots import snapshot
+from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training import logs
 
 __all__ = ["differences", "newest_good", "unreadable"]
@@ -26,8 +26,8 @@ def unreadable(run: Path, ranks: int) -> list[str]:
     for path in sorted((run / "snapshots").glob("step-*"), reverse=True):
         try:
             for rank in range(ranks):
-                snapshot.read(path, rank)
-        except snapshot.SnapshotError as error:
+                reader.read(path, rank)
+        except reader.SnapshotError as error:
             faults.append(str(error))
     return faults
 
@@ -37,8 +37,8 @@ def newest_good(run: Path) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = snapshot.find(run / "snapshots")
-        except snapshot.SnapshotError:
+            found = reader.find(run / "snapshots")
+        except reader.SnapshotError:
             return 0
     return 0 if found is None else int(found.name.removeprefix("step-"))
 
@@ -53,18 +53,20 @@ def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
     found: list[str] = []
     try:
         for rank in range(ranks):
-            ours, theirs = (snapshot.read(folder, rank) for folder in folders)
+            ours, theirs = (reader.read(folder, rank) for folder in folders)
             if rank == 0:
                 found += _some(_differing("weights", ours.weights, theirs.weights))
                 for name in REPLICATED:
-                    found += _some(_differing(name, ours.common[name], theirs.common[name]))
-            if ours.own is None or theirs.own is None:
+                    found += _some(_differing(name, ours.replicated[name], theirs.replicated[name]))
+            if ours.per_rank is None or theirs.per_rank is None:
                 found.append(f"rank {rank} has no state in the snapshot")
                 continue
             for name in PER_RANK:
-                found += _some(_differing(f"rank {rank}'s {name}", ours.own[name], theirs.own[name]))
+                found += _some(
+                    _differing(f"rank {rank}'s {name}", ours.per_rank[name], theirs.per_rank[name])
+                )
         return [*found, *_some(_losses_differ(run, reference))]
-    except (snapshot.SnapshotError, ValueError) as error:
+    except (reader.SnapshotError, ValueError) as error:
         return [*found, str(error)]
 
 

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hvd_ckpt.snapshots import snapshot
-from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 __all__ = ["PHASES", "WRITERS", "SaveError", "SaveKill", "save_kills"]
 
@@ -118,17 +118,17 @@ class _Content:
 
     def state(self) -> dict[str, Any]:
         """The arguments of a write."""
-        common = {"number": self.number, "optimizer": self.optimizer}
-        return {"weights": self.weights, "common": common, "own": {"number": self.number}}
+        replicated = {"number": self.number, "optimizer": self.optimizer}
+        return {"weights": self.weights, "replicated": replicated, "per_rank": {"number": self.number}}
 
-    def fault(self, found: snapshot.Snapshot) -> str | None:
+    def fault(self, found: reader.Snapshot) -> str | None:
         """How a snapshot differs from this content."""
         if found.step != step_of(self.number):
             return f"write {self.number} has step {found.step} instead of {step_of(self.number)}"
-        if found.own != {"number": self.number}:
-            return f"write {self.number} has the per-rank state {str(found.own)[:60]}"
+        if found.per_rank != {"number": self.number}:
+            return f"write {self.number} has the per-rank state {str(found.per_rank)[:60]}"
         state = [*self.weights.values(), *self.optimizer]
-        saved = [*found.weights.values(), *found.common["optimizer"]]
+        saved = [*found.weights.values(), *found.replicated["optimizer"]]
         wrong = [number for number, pair in enumerate(zip(state, saved)) if not torch.equal(*pair)]
         if found.weights.keys() != self.weights.keys() or len(saved) != len(state) or wrong:
             return f"write {self.number} has other tensors than were written: {wrong}"
@@ -264,13 +264,13 @@ class _Killer:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                path = snapshot.find(self.folder)
+                path = reader.find(self.folder)
                 if path is None:
                     return "there is no snapshot", 0
-                found = snapshot.read(path, 0)
-            except snapshot.SnapshotError as error:
+                found = reader.read(path, 0)
+            except reader.SnapshotError as error:
                 return str(error), 0
-        number = found.common["number"]
+        number = found.replicated["number"]
         if warned:
             return f"a snapshot in place is damaged: {warned[0].message}", number
         if not self.returned <= number <= write:

@@ -21,7 +21,7 @@ from torch import nn
 
 from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.snapshots.background import SnapshotWriter
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 __all__ = ["WAYS", "StallRow", "measure_stall"]
 
@@ -82,7 +82,7 @@ class _Run:
         return time.perf_counter() - start - waited, waited
 
     def state(self) -> dict[str, Any]:
-        return {"weights": self.model.state_dict(), "common": self.optimizer.state_dict()}
+        return {"weights": self.model.state_dict(), "replicated": self.optimizer.state_dict()}
 
     def begin(self, way: str) -> Callable[[], bool]:
         """Write, or begin to write; returns a function that says whether the snapshot is on the disk."""
@@ -90,7 +90,7 @@ class _Run:
         place = self.folder / f"{self.number}"
         if way in self.writers:
             writer, written = self.writers[way], self.folder / way / f"step-{self.number:08d}"
-            writer.begin(self.number, **self.state(), own=None)
+            writer.begin(self.number, **self.state(), per_rank=None)
 
             def is_written() -> bool:
                 writer.check()

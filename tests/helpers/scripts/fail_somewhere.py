@@ -11,7 +11,7 @@ import torch
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.data.text import CausalText
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.snapshots import background
+from hvd_ckpt.snapshots import writer
 
 
 def fails_on_its_third_call(function: Any) -> Any:
@@ -51,7 +51,7 @@ if rank == 1:
     elif place == "data":
         CausalText.batch = fails_on_its_third_call(CausalText.batch)
     elif place == "writer":
-        background.write_content = fails_on_its_third_call(background.write_content)
+        writer.write_content = fails_on_its_third_call(writer.write_content)
     else:
         raise ValueError(f"no place '{place}'")
 sys.argv[1:] = ["train", *sys.argv[2:]]

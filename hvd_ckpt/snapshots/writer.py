@@ -1,12 +1,11 @@
 """Snapshots that are written while training goes on.
 
 A thread copies the state while the next forward and backward pass run, which only read it, and writes the copy to the disk while
-training changes the state again. The one place where training waits is before the optimizer's update, if the copy is not complete
-by then (CheckFreq, Mohan et al., FAST 2021).
+training changes the state again. Training waits only before the optimizer's update, if the copy is not complete by then (CheckFreq,
+Mohan et al., FAST 2021).
 
-The ranks' threads send no messages, which would mix with those of training: they meet in the file system
-(:mod:`hvd_ckpt.snapshots.snapshot_meeting`). When rank 0 has the parts of all ranks, it writes the manifest and gives the folder
-its name, or removes it and says why.
+The ranks' threads meet in the file system (:mod:`hvd_ckpt.snapshots.barrier`). When rank 0 has the manifests of all ranks, it
+writes that of the snapshot and gives the folder its name, or removes it and says why.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,29 +28,27 @@ from torch import Tensor
 
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.peers import host_name
-from hvd_ckpt.snapshots.hashed_file import SnapshotError
-from hvd_ckpt.snapshots.shards import OwnShard
-from hvd_ckpt.snapshots.snapshot import prune
-from hvd_ckpt.snapshots.snapshot_folder import Warn, discard, name_of, temporary_name, under_way
-from hvd_ckpt.snapshots.snapshot_meeting import await_folder, parts_of_others, send_part
-from hvd_ckpt.snapshots.snapshot_parts import (
-    Content,
-    Part,
-    check_step,
-    content_of,
-    finish,
-    make_temporary,
+from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
+from hvd_ckpt.snapshots.content import Content, complete, stage, write_content
+from hvd_ckpt.snapshots.folder import (
+    Warn,
+    discard,
+    make_folder,
+    name_of,
     reason_of,
-    write_content,
+    temporary_name,
+    under_way,
 )
-from hvd_ckpt.snapshots.staging import Copying, Staging
+from hvd_ckpt.snapshots.reader import prune
+from hvd_ckpt.snapshots.schema import MAX_STEP, SnapshotError
+from hvd_ckpt.snapshots.shards import ShardState
+from hvd_ckpt.snapshots.tensors import Staging
 
 __all__ = ["SnapshotWriter"]
 
 # That the end of the process, or an exception, waits for a snapshot under way; horovodrun gives 5 seconds in all.
 EXIT_SECONDS = 3.0
-GIVING_UP_SECONDS = 1.0  # and then until what there is of it has been removed
-SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
+GIVING_UP_SECONDS = 1.0  # and then until its files have been removed
 _TROUBLE = (OSError, Wrong, SnapshotError)
 _TOKEN = re.compile(r"[0-9a-f]{8}")
 
@@ -65,7 +61,6 @@ class _Job:
     temporary: Path
     before: Path | None  # the temporary folder of the snapshot before
     content: Content | None = None
-    copying: Copying | None = None
     fault: str = ""
     bug: Exception | None = None
     held: ExitStack = field(default_factory=ExitStack)
@@ -80,22 +75,22 @@ class SnapshotWriter:
     It is a context manager. An exception that leaves the context waits at most 3 seconds for a snapshot under way, and gives it up.
 
     Args:
-        folder: where snapshots are, such as RUN/snapshots; made if missing; all ranks must see the same one.
-        keep: the newest so many stay.
+        folder: of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
+        keep: number of snapshots that stay, the newest ones.
         token: 8 hexadecimal digits, the same on every rank, and new for each writer.
         rank, ranks: this process's rank and the number of ranks.
-        warn: is told, on rank 0, what went wrong, in one sentence for each snapshot; by the thread that calls the methods.
+        warn: called on rank 0 with one sentence for each snapshot that failed, by the thread that calls the methods.
         blocking: :meth:`begin` returns when the snapshot is on the disk, and nothing is copied.
-        written: is told, on rank 0, of each snapshot that is in its place, before older ones go; by the writer's own thread. What
-            is to be warned of it hands to its second argument.
+        written: called on rank 0 for each snapshot that is in its place, before older ones are removed, by the writer's own thread;
+            its second argument takes warnings.
 
     Attributes:
         written: on rank 0, the newest snapshot that this writer has put in place.
-        failed: why the last one was not written, until one is.
-        stalled: seconds that callers of :meth:`begin` and :meth:`before_update` were kept.
+        failed: the reason why the last snapshot was not written, until one is.
+        stalled: seconds that callers of :meth:`begin` and :meth:`before_update` were kept waiting.
 
     Raises:
-        ValueError: ``keep`` or ``token`` is none.
+        ValueError: ``keep`` or ``token`` is invalid.
     """
 
     def __init__(
@@ -120,12 +115,12 @@ class SnapshotWriter:
         self._rank, self._ranks, self._blocking = rank, ranks, blocking
         self._warn = warn
         self._warnings: deque[str] = deque()
-        self._tell_written = written
+        self._on_written = written
         self._begun = 0
         self._job: _Job | None = None
         self._before: Path | None = None
         self._bug: Exception | None = None
-        self._at_once, self._meanwhile = Staging(), Staging()
+        self._staging = Staging()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -136,35 +131,39 @@ class SnapshotWriter:
         step: int,
         *,
         weights: Mapping[str, Tensor],
-        common: Any,
-        own: Any,
+        replicated: Any,
+        per_rank: Any,
         changing: Collection[str] = (),
-        shard: OwnShard | None = None,
+        shard: ShardState | None = None,
     ) -> None:
         """Begins to write a snapshot. Returns at once, unless the one before is not on the disk yet: then it waits for that.
 
-        Weights and the tensors of ``common`` and ``shard`` must stay as they are until :meth:`before_update` returns. All values
-        that are no tensors, tensors of at most 4 KiB, and ``own`` may change at once. For trees see
-        :func:`hvd_ckpt.snapshots.snapshot.write`.
+        Weights and the tensors of ``replicated`` and ``shard`` must stay as they are until :meth:`before_update` returns. Values
+        that are not tensors, tensors of at most 4 KiB, and ``per_rank`` may change at once. State is any nesting of dict, list,
+        tuple, str, int, float, bool, None and dense tensors.
 
         Args:
             step: training steps taken.
             weights: ``model.state_dict()``; rank 0's are written.
-            common: what is the same on every rank; rank 0's is written.
-            own: what is this rank's own.
+            replicated: state that is the same on every rank; rank 0's is written.
+            per_rank: state of this rank alone.
             changing: names of weights that may change at once, such as the buffers of a batch norm.
-            shard: this rank's part of what is split over the ranks; None where nothing is.
+            shard: this rank's shard of what is sharded over the ranks; None where nothing is.
 
         Raises:
-            SnapshotError: the step is none.
+            SnapshotError: the step is not a number of steps.
             RuntimeError: the writer is closed.
             Exception: a bug in what the thread did before.
         """
         if self._closed:
             raise RuntimeError("SnapshotWriter.begin: the writer is closed: make a new one")
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise SnapshotError(
+                f"The snapshot was not written to '{self._folder}': step is {step!r}: give an integer from 0."
+            )
         start = time.perf_counter()
         try:
-            self._begin(step, partial(content_of, self._rank, weights, common, own, shard), changing)
+            self._begin(step, lambda: self._content(weights, replicated, per_rank, changing, shard))
         finally:
             self.stalled += time.perf_counter() - start
         if self._blocking:
@@ -179,7 +178,7 @@ class SnapshotWriter:
             self.stalled += time.perf_counter() - start
 
     def check(self) -> None:
-        """Hands over warnings, and raises what went wrong in the thread if it is no trouble of the file system, but a bug."""
+        """Hands over warnings, and raises what went wrong in the thread if it is a bug and not trouble with the file system."""
         while self._warnings:
             self._warn(self._warnings.popleft())
         bug, self._bug = self._bug, None
@@ -187,7 +186,7 @@ class SnapshotWriter:
             raise bug
 
     def wait(self) -> Path | None:
-        """Returns when what was begun is on the disk, or has failed.
+        """Returns when the snapshot that was begun is on the disk, or has failed.
 
         Returns:
             On rank 0 the newest snapshot's folder, None if it failed; on the other ranks None.
@@ -199,7 +198,7 @@ class SnapshotWriter:
         return self.written if self.failed is None else None
 
     def close(self) -> None:
-        """Waits for what was begun, ends the thread, and frees the memory of the copies.
+        """Waits for the snapshot that was begun, ends the thread, and frees the memory of the copies.
 
         Raises:
             Exception: as :meth:`check`.
@@ -221,7 +220,7 @@ class SnapshotWriter:
     # -------------------------------------------------------------------------------- the caller's thread
 
     def _settle(self) -> None:
-        """Waits for the snapshot under way, and says how it went."""
+        """Waits for the snapshot under way, and hands over its warnings."""
         job = self._job
         if job is not None:
             job.waited_for = True
@@ -229,11 +228,7 @@ class SnapshotWriter:
             self._job = None
         self.check()
 
-    def _begin(self, step: int, encode: Callable[[], Content], changing: Collection[str]) -> None:
-        try:
-            check_step(step)
-        except Wrong as error:
-            raise SnapshotError(f"The snapshot was not written to '{self._folder}': {error}.") from None
+    def _begin(self, step: int, make_content: Callable[[], Content]) -> None:
         self._begun += 1
         token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
         job = _Job(step, self._folder / temporary_name(name_of(step), token), self._before)
@@ -244,7 +239,11 @@ class SnapshotWriter:
             self._settle()
             if self._rank == 0 and not made:  # perhaps there is room now
                 self._makes_folder(job)
-            self._prepare(job, encode, changing)
+            if not job.fault:
+                try:
+                    job.content = make_content()
+                except _TROUBLE as error:
+                    job.fault = reason_of(error)
             if self._blocking:
                 self._run(job)
             else:
@@ -259,41 +258,16 @@ class SnapshotWriter:
 
     def _makes_folder(self, job: _Job) -> bool:
         try:
-            make_temporary(job.temporary)
+            make_folder(job.temporary.parent)
+            job.temporary.mkdir()
         except OSError as error:
             job.fault = reason_of(error)
             return False
         job.fault = ""
         return True
 
-    def _prepare(self, job: _Job, encode: Callable[[], Content], changing: Collection[str]) -> None:
-        if job.fault:
-            return
-        try:
-            job.content = encode()
-            if not self._blocking:
-                job.copying = self._staged(job.content, changing)
-        except _TROUBLE as error:
-            job.content, job.fault = None, reason_of(error)
-
-    def _staged(self, content: Content, changing: Collection[str]) -> Copying:
-        """Puts copies into the content, and copies what may change at once."""
-        now = [(content.own.tensors, name) for name in content.own.tensors]
-        later: list[tuple[dict[str, Tensor], str]] = []
-        hasty = {content.aliases.get(name, name) for name in changing}
-        for tensors in content.lasting:
-            for name, tensor in tensors.items():
-                at_once = tensor.numel() * tensor.itemsize <= SMALL
-                at_once = at_once or (tensors is content.weights and name in hasty)
-                (now if at_once else later).append((tensors, name))
-        pairs = []
-        for places, staging in ((now, self._at_once), (later, self._meanwhile)):
-            sources = [tensors[name] for tensors, name in places]
-            copies = staging.copies_of(sources)
-            for (tensors, name), copy in zip(places, copies):
-                tensors[name] = copy
-            pairs.append(list(zip(sources, copies)))
-        return Copying(*pairs)
+    def _content(self, *state: Any) -> Content:
+        return stage(self._rank, None if self._blocking else self._staging, *state)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -309,14 +283,13 @@ class SnapshotWriter:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(seconds)
-            self._given_up.set()  # the others may have died; what is left of the snapshot goes
+            self._given_up.set()  # the others may have died; the snapshot under way is removed
             self._thread.join(None if seconds is None else GIVING_UP_SECONDS)
             atexit.unregister(self._end)
             if self._thread.is_alive():
                 return
         self._thread = self._job = None
-        self._at_once.free()
-        self._meanwhile.free()
+        self._staging.free()
 
     # -------------------------------------------------------------------------------- the writer's thread
 
@@ -327,8 +300,8 @@ class SnapshotWriter:
 
     def _run(self, job: _Job) -> None:
         try:
-            part = self._part(job)
-            fault = self._whole(job, part) if self._rank == 0 else send_part(job.temporary, self._rank, part)
+            mine = self._write(job)
+            fault = self._commit(job, mine) if self._rank == 0 else send(job.temporary, self._rank, mine)
         except Exception as error:  # for the caller to raise
             job.bug, fault = error, reason_of(error)
             if self._rank == 0:
@@ -343,8 +316,8 @@ class SnapshotWriter:
             )
         job.done.set()
 
-    def _part(self, job: _Job) -> Part:
-        """Copies and writes this rank's files. A fault, too, is told in the folder, so it has to be there first."""
+    def _write(self, job: _Job) -> RankManifest:
+        """Copies and writes this rank's files. A fault is reported in the folder, too, so that has to exist first."""
         self._copy(job)
         try:
             if self._rank != 0:
@@ -356,29 +329,30 @@ class SnapshotWriter:
         except Exception as error:
             if not isinstance(error, _TROUBLE):
                 job.bug = error
-            return Part(host_name(), fault=reason_of(error))
+            return RankManifest(host=host_name(), fault=reason_of(error))
 
     def _copy(self, job: _Job) -> None:
         try:
-            if job.copying is not None:
-                job.copying.run()
+            if job.content is not None and job.content.copying is not None:
+                job.content.copying.run()
         except Exception as error:  # for the caller to raise
             job.bug, job.fault = error, reason_of(error)
         finally:
-            job.copying = None
+            if job.content is not None:
+                job.content.copying = None
             job.copied.set()
 
-    def _whole(self, job: _Job, part: Part) -> str | None:
-        """Makes all parts a snapshot; or says why it cannot, and leaves nothing of it.
+    def _commit(self, job: _Job, mine: RankManifest) -> str | None:
+        """Completes the snapshot when all ranks have written, or removes it; returns why it failed.
 
         After a failure of its own it waits for the others as well, or a rank that comes late would look for a folder that is gone.
         """
         try:
-            parts = [part, *parts_of_others(job.temporary, self._ranks, self._given_up.is_set)]
+            ranks = [mine, *collect(job.temporary, self._ranks, self._given_up.is_set)]
         except _TROUBLE as error:
             discard(job.temporary)
-            return f"rank 0: {part.fault}" if part.fault else reason_of(error)
-        fault = finish(job.temporary, job.step, parts, self._warnings.append)
+            return f"rank 0: {mine.fault}" if mine.fault else reason_of(error)
+        fault = complete(job.temporary, job.step, ranks, self._warnings.append)
         if fault is None:
             self.written = self._folder / name_of(job.step)
             self._tidy(self.written)
@@ -386,8 +360,8 @@ class SnapshotWriter:
 
     def _tidy(self, written: Path) -> None:
         try:
-            if self._tell_written is not None:
-                self._tell_written(written, self._warnings.append)
+            if self._on_written is not None:
+                self._on_written(written, self._warnings.append)
             prune(self._folder, self._keep, self._warnings.append)
         except _TROUBLE as error:
             self._warnings.append(f"Old snapshots in '{self._folder}' were not removed: {reason_of(error)}.")

@@ -1,7 +1,12 @@
-"""The folder that snapshots are in: which there are, how one gets its name, and how one goes."""
+"""The folder of a run's snapshots: which there are, and how one gets its name, is replaced and removed.
+
+Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. A snapshot of the same step that
+exists already is ``.step-00000120.old-<token>`` for the moment between two renames, and counts as a snapshot if nothing follows.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -11,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvd_ckpt.snapshots.hashed_file import SnapshotError
+from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.snapshots.schema import SnapshotError
 
 __all__ = [
     "SNAPSHOT",
@@ -23,6 +29,7 @@ __all__ = [
     "name_of",
     "names_in",
     "put_in_place",
+    "reason_of",
     "remove",
     "remove_all",
     "step_of",
@@ -41,7 +48,7 @@ _under_way: list[str] = []  # temporary folders that this process writes to, onc
 
 @contextmanager
 def under_way(temporary: Path) -> Iterator[None]:
-    """Inside, the folder is no left-over."""
+    """Within it, the folder does not count as left over by an interrupted write."""
     path = os.path.realpath(temporary)
     _under_way.append(path)
     try:
@@ -51,12 +58,12 @@ def under_way(temporary: Path) -> Iterator[None]:
 
 
 def temporary_name(name: str, token: str | None = None) -> str:
-    """A name for a snapshot that is not there yet, or no more; a new one unless 8 hexadecimal digits are given."""
+    """The name of a snapshot that is being written or removed, with a new token unless 8 hexadecimal digits are given."""
     return f".{name}.tmp-{token or secrets.token_hex(4)}"
 
 
 def is_left_over(path: Path) -> bool:
-    """Whether it has the name of what a write has begun, or was about to remove, and this process does not write to it."""
+    """Whether it has the name of a snapshot that was being written or removed, and this process does not write to it."""
     named = _TEMPORARY.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return named is not None and os.path.realpath(path) not in _under_way
 
@@ -88,7 +95,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def list_snapshots(folder: Path) -> list[Path]:
-    """All snapshots, whole or not, newest first."""
+    """All snapshots, complete or not, newest first."""
     found: dict[str, str] = {}
     for name in names_in(folder):  # those that were being replaced sort before those in place
         replaced = _REPLACED.fullmatch(name)
@@ -139,7 +146,7 @@ def remove_all(paths: Iterable[Path], warn: Warn | None = None) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Gives a snapshot the name of a left-over, which is removed sooner or later."""
+    """Gives a snapshot a temporary name, under which it is removed sooner or later."""
     return path.rename(path.with_name(temporary_name(name_of(step_of(path)))))
 
 
@@ -152,7 +159,7 @@ def _tell_kept(path: Path, error: OSError, warn: Warn | None) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Removes a folder that others may still be writing to; what cannot be removed is a left-over.
+    """Removes a folder that others may still be writing to; what cannot be removed stays under a temporary name.
 
     It loses its name first, so that whoever comes late finds no folder to write to.
     """
@@ -164,7 +171,7 @@ def discard(temporary: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, and has them on the disk."""
+    """Makes a folder and those above it, and flushes them to the disk."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -173,7 +180,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the names in a folder on the disk."""
+    """Flushes the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -182,7 +189,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(temporary: Path, place: Path, warn: Warn | None = None) -> None:
-    """Gives a whole snapshot its name; one that has the name goes, but not before.
+    """Gives a complete snapshot its name; one that has the name is removed, but not before.
 
     Args:
         warn: as in :func:`remove`.
@@ -201,3 +208,14 @@ def put_in_place(temporary: Path, place: Path, warn: Warn | None = None) -> None
         raise
     sync_folder(place.parent)
     remove(replaced, warn)
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line, with the way out."""
+    if isinstance(error, Wrong):
+        return str(error)
+    if isinstance(error, OSError) and error.errno:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        way_out = "make room" if full else "name a folder that can be written to"
+        return f"{os.strerror(error.errno)}{f' ({error.filename})' if error.filename else ''}: {way_out}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

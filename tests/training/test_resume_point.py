@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.training.commit import Commit, CommitMemory, Origin, broadcast_origin
+from hvd_ckpt.snapshots.tensors import Staging
+from hvd_ckpt.training.resume_point import MemoryCheckpoint, ResumePoint, broadcast_resume_point
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
@@ -29,10 +30,10 @@ def state(seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return weights, common
 
 
-def taken(commit: Commit) -> tuple[dict[str, Tensor], Any]:
+def taken(commit: MemoryCheckpoint) -> tuple[dict[str, Tensor], Any]:
     made = commit.snapshot()
-    assert made.own is None and made.step == commit.step
-    return made.weights, made.common
+    assert made.per_rank is None and made.step == commit.step
+    return made.weights, made.replicated
 
 
 def same(one: Any, other: Any) -> bool:
@@ -46,23 +47,25 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_every_rank_gets_what_rank_0_has() -> None:
-    assert broadcast_origin(None) is None
+    assert broadcast_resume_point(None) is None
     rank = hc.rank()
     place = Path(f"/run-{rank}")
-    assert broadcast_origin(Origin(place, place / "start")) == Origin(Path("/run-0"), Path("/run-0/start"))
-    theirs = Origin(place, commit=CommitMemory().take(rank, *state(rank)))
+    assert broadcast_resume_point(ResumePoint(place, place / "start")) == ResumePoint(
+        Path("/run-0"), Path("/run-0/start")
+    )
+    theirs = ResumePoint(place, checkpoint=MemoryCheckpoint.take(rank, *state(rank), Staging()))
     for origin in (theirs, theirs if rank == 0 else None):  # of one that was there before, and of a new rank
-        received = broadcast_origin(origin)
-        assert received is not None and received.commit is not None
-        assert received.folder == Path("/run-0") and received.commit.step == 0
-        assert same(taken(received.commit), state(0))
+        received = broadcast_resume_point(origin)
+        assert received is not None and received.checkpoint is not None
+        assert received.folder == Path("/run-0") and received.checkpoint.step == 0
+        assert same(taken(received.checkpoint), state(0))
 
 
 def test_a_commit_stays_as_it_was_taken() -> None:
     weights, common = state(1)
-    memory = CommitMemory()
-    memory.take(6, *state(2))
-    commit = memory.take(7, weights, common)
+    memory = Staging()
+    MemoryCheckpoint.take(6, *state(2), memory)
+    commit = MemoryCheckpoint.take(7, weights, common, memory)
     weights["weight"].zero_()
     common["optimizer"]["state"][0]["mean"].zero_()
     common["optimizer"]["state"].clear()

@@ -1,0 +1,177 @@
+"""A rank's files of a snapshot on their way to the disk: staged in host memory, written, and completed by rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.peers import host_name
+from hvd_ckpt.schema import first_error
+from hvd_ckpt.snapshots.barrier import RankManifest, not_shared
+from hvd_ckpt.snapshots.folder import Warn, discard, name_of, put_in_place, reason_of, sync_folder
+from hvd_ckpt.snapshots.schema import (
+    MANIFEST,
+    MODEL,
+    REPLICATED,
+    FileEntry,
+    new_manifest,
+    rank_file,
+    shard_file,
+    weights_file,
+)
+from hvd_ckpt.snapshots.shards import RankShards, ShardState, merged
+from hvd_ckpt.snapshots.tensors import (
+    AsyncCopy,
+    Staging,
+    check_tensor,
+    map_tensors,
+    save_bytes,
+    save_state,
+    save_weights,
+)
+
+__all__ = ["Content", "complete", "stage", "write_content"]
+
+SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
+
+
+@dataclass
+class Content:
+    """What a rank writes.
+
+    Attributes:
+        states: state dicts by file name.
+        weights: tensors by file name.
+        aliases: further names of weights.
+        shards: where the rank's shards are; None where nothing is sharded.
+        copying: copies the tensors into those of ``states`` and ``weights``; None where these are the tensors themselves.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    shards: RankShards | None = None
+    copying: AsyncCopy | None = None
+
+
+def stage(
+    rank: int,
+    staging: Staging | None,
+    weights: Mapping[str, Tensor],
+    replicated: Any,
+    per_rank: Any,
+    changing: Collection[str],
+    shard: ShardState | None,
+) -> Content:
+    """What a rank writes, with copies in place of tensors; those of tensors that may change at once are made.
+
+    For the arguments see :meth:`hvd_ckpt.snapshots.writer.SnapshotWriter.begin`.
+
+    Args:
+        staging: memory for the copies; None to copy nothing.
+
+    Raises:
+        Wrong: the state holds something that files do not, or there is no memory for the copies.
+    """
+    now: list[tuple[Tensor, Tensor]] = []
+    later: list[tuple[Tensor, Tensor]] = []
+
+    def staged(tensor: Tensor, place: str, at_once: bool = False) -> Tensor:
+        check_tensor(tensor, place)
+        tensor = tensor.detach()
+        if staging is None:
+            return tensor
+        copy = staging.copy_of(tensor)
+        small = tensor.numel() * tensor.itemsize <= SMALL
+        (now if small or at_once else later).append((tensor, copy))
+        return copy
+
+    content = Content()
+    if staging is not None:
+        staging.restart()
+    own = map_tensors(per_rank, "per_rank", lambda tensor, place: staged(tensor, place, True))
+    content.states[rank_file(rank)] = own
+    if rank == 0:
+        content.states[REPLICATED] = map_tensors(replicated, "replicated", staged)
+        stored, content.aliases = _without_aliases(weights)
+        hasty = {content.aliases.get(name, name) for name in changing}
+        content.weights[MODEL] = {
+            name: staged(tensor, f"weights[{name!r}]", name in hasty) for name, tensor in stored.items()
+        }
+    if shard is not None:
+        content.shards = shard.shards
+        content.states[shard_file(rank)] = map_tensors(shard.state, "shard", staged)
+        if shard.weights is not None:
+            content.weights[weights_file(rank)] = {
+                name: staged(tensor, f"weights[{name!r}]") for name, tensor in shard.weights.items()
+            }
+            content.aliases.update(shard.aliases if rank == 0 else {})
+    if staging is not None:
+        content.copying = AsyncCopy(now, later)
+    return content
+
+
+def write_content(temporary: Path, content: Content) -> RankManifest:
+    """Writes a rank's files, which are on the disk when this returns."""
+    files: dict[str, FileEntry] = {}
+    for name, state in content.states.items():
+        files[name] = save_state(temporary / name, state)
+    for name, weights in content.weights.items():
+        files[name] = save_weights(temporary / name, weights)
+    return RankManifest(host=host_name(), files=files, aliases=content.aliases, shards=content.shards)
+
+
+def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Warn) -> str | None:
+    """Completes a snapshot, on rank 0, or removes it; returns why it failed.
+
+    Args:
+        ranks: the manifests of all ranks, in their order.
+        warn: called with the reason if an older snapshot of the step cannot be removed.
+    """
+    try:
+        for rank, manifest in enumerate(ranks):
+            if manifest.fault:
+                raise Wrong(f"rank {rank}: {manifest.fault}")
+        files: dict[str, FileEntry] = {}
+        for rank, manifest in enumerate(ranks):
+            for name, entry in manifest.files.items():
+                path = temporary / name
+                if not path.is_file() or path.stat().st_size != entry.bytes:
+                    seen = f"rank 0 on host {ranks[0].host} does not see it"
+                    raise Wrong(not_shared(f"rank {rank} on host {manifest.host} wrote '{path}', and {seen}"))
+            files.update(manifest.files)
+        sharding = merged([manifest.shards for manifest in ranks])
+        manifest_of_all = new_manifest(step, len(ranks), files, ranks[0].aliases, sharding)
+        save_bytes(temporary / MANIFEST, manifest_of_all.encode())
+        sync_folder(temporary)
+        put_in_place(temporary, temporary.parent / name_of(step), warn)
+        return None
+    except Exception as error:  # the other ranks wait for an answer
+        discard(temporary)
+        if isinstance(error, ValidationError):
+            return f"the ranks' files do not fit each other: {first_error(error)}"
+        return str(error) if isinstance(error, Wrong) else f"rank 0: {reason_of(error)}"
+
+
+def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each tensor once, and the further names of those that have several."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[Any, str] = {}
+    for name, tensor in weights.items():
+        if type(name) is not str or name == "__metadata__" or not name.isprintable():
+            raise Wrong(f"weights has the name {ascii(name)[:60]}: give printable texts as names")
+        check_tensor(tensor, f"weights[{name!r}]")
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = names.setdefault(memory, name) if tensor.numel() else name
+        if first == name:
+            stored[name] = tensor
+        else:
+            aliases[name] = first
+    return stored, aliases

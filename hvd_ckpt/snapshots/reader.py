@@ -1,0 +1,282 @@
+"""Snapshots as they are read: verified by size and hash, and found, the newest first.
+
+Nothing in a snapshot is executed when it is loaded; every name, size and hash is verified, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import psutil
+import torch
+from torch import Tensor
+
+from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
+from hvd_ckpt.snapshots.folder import SNAPSHOT, Warn, is_left_over, list_snapshots, names_in, remove
+from hvd_ckpt.snapshots.schema import (
+    DAMAGED,
+    MANIFEST,
+    MODEL,
+    REPLICATED,
+    Manifest,
+    Sharding,
+    SnapshotError,
+    rank_file,
+    weights_file,
+)
+from hvd_ckpt.snapshots.tensors import hash_file, load_state, load_weights
+
+__all__ = [
+    "Snapshot",
+    "SnapshotError",
+    "SnapshotFiles",
+    "find",
+    "naming",
+    "newest",
+    "open_snapshot",
+    "prune",
+    "read",
+]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The result of :func:`read`; all tensors are on the CPU.
+
+    Attributes:
+        step: training steps taken.
+        ranks: number of ranks that wrote it.
+        weights: for ``model.load_state_dict``; tied ones are the same tensor.
+        replicated: state that is the same on every rank.
+        per_rank: state of this rank; None if fewer ranks wrote the snapshot.
+        manifest: its files, shards, and when and by which versions they were written; None if it was never on the disk.
+        path: its folder; None if it was never on the disk.
+    """
+
+    step: int
+    ranks: int
+    weights: dict[str, Tensor]
+    replicated: Any
+    per_rank: Any
+    manifest: Manifest | None
+    path: Path | None = None
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Where the ranks' shards are; None if nothing was sharded."""
+        return None if self.manifest is None else self.manifest.sharding
+
+
+@dataclass(frozen=True)
+class SnapshotFiles:
+    """A snapshot of which all files are there; its methods raise a SnapshotError that names snapshot and file."""
+
+    path: Path
+    manifest: Manifest
+
+    def verify(self, name: str) -> Path:
+        """The path of a file whose content has the hash that the manifest says."""
+        with naming(self.path, name):
+            if hash_file(self.path / name) != self.manifest.files[name]:
+                raise Wrong(
+                    f"its content is not what was written (SHA-256 differs from the manifest's): {DAMAGED}"
+                )
+        return self.path / name
+
+    def state(self, name: str, mmap: bool = False) -> Any:
+        """The state dict in a file; with ``mmap`` its tensors are mapped from the file."""
+        path = self._loadable(name)
+        with naming(self.path, name):
+            return load_state(path, mmap)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors in a safetensors file."""
+        path = self._loadable(name)
+        with naming(self.path, name):
+            return load_weights(path)
+
+    def _loadable(self, name: str) -> Path:
+        size, memory = self.manifest.files[name].bytes, psutil.virtual_memory().total
+        with naming(self.path, name):
+            if size > memory:
+                raise Wrong(
+                    f"its {size >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
+                )
+        return self.verify(name)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights and buffers, sharded or not, under all their names."""
+        weights, aliases, sharding = self.tensors(MODEL), self.manifest.aliases, self.manifest.sharding
+        with naming(self.path, MANIFEST):
+            if sharding is not None and sharding.weights is not None:
+                twice = sorted(set(weights) & set(sharding.parameters))
+                if twice:
+                    raise Wrong(f"sharding has {shown(twice[0])}, which rank 0 has whole: {DAMAGED}")
+                weights.update(self._sharded_weights(sharding))
+            for alias, name in aliases.items():
+                if alias in weights or name not in weights:
+                    raise Wrong(
+                        f"aliases has {shown(alias)} of {shown(name)}, which does not fit the weights: {DAMAGED}"
+                    )
+        return {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
+
+    def _sharded_weights(self, sharding: Sharding) -> dict[str, Tensor]:
+        flats = {
+            name: torch.empty(one.numel, dtype=one.torch_dtype) for name, one in sharding.parameters.items()
+        }
+        for rank, shards in enumerate(sharding.weights or ()):
+            name = weights_file(rank)
+            found = self.tensors(name)
+            with naming(self.path, name):
+                if set(found) != {shard.name for shard in shards}:
+                    raise Wrong(f"it has other parameters than the manifest says: {DAMAGED}")
+                for shard in shards:
+                    values = found.pop(shard.name)
+                    if values.dtype != flats[shard.name].dtype or values.shape != (shard.size,):
+                        raise Wrong(f"{shown(shard.name)} is not what the manifest says: {DAMAGED}")
+                    flats[shard.name][shard.offset : shard.stop] = values
+        return {name: one.unflatten(flats[name]) for name, one in sharding.parameters.items()}
+
+
+def read(path: Path, rank: int | None = None) -> Snapshot:
+    """Reads a snapshot, and verifies the sizes of all its files and the hashes of those that it reads.
+
+    Args:
+        rank: whose per-rank state to read: this process's by default. The other ranks' is not read.
+
+    Raises:
+        SnapshotError: there is none, or it is damaged, or not what a :class:`~hvd_ckpt.snapshots.writer.SnapshotWriter` writes.
+    """
+    if rank is None:
+        rank = hvd.rank() if hvd.is_initialized() else 0
+    files = open_snapshot(Path(path))
+    manifest = files.manifest
+    per_rank = files.state(rank_file(rank)) if rank < manifest.ranks else None
+    weights, replicated = files.weights(), files.state(REPLICATED)
+    return Snapshot(manifest.step, manifest.ranks, weights, replicated, per_rank, manifest, files.path)
+
+
+def open_snapshot(path: Path) -> SnapshotFiles:
+    """The files of a snapshot, if all are there at their sizes and no others; their content is not verified yet.
+
+    Raises:
+        SnapshotError: there is no snapshot, or it is damaged.
+    """
+    with naming(path, ""):
+        if path.is_symlink():
+            raise Wrong("it is a link: name the folder itself")
+        names = set(os.listdir(path))
+    with naming(path, MANIFEST):
+        _check_regular(path / MANIFEST)
+        with open(path / MANIFEST, "rb") as file:
+            manifest = Manifest.parse(file.read(MAX_BYTES + 1))
+        named = SNAPSHOT.fullmatch(path.name)
+        if named and int(named[1]) != manifest.step:
+            raise Wrong(f"it says step {manifest.step}: give the folder its name back")
+    with naming(path, ""):
+        odd = names ^ {*manifest.files, MANIFEST}
+        if odd:
+            raise Wrong(f"the file {shown(min(odd))} is missing or unknown: {DAMAGED}")
+    for name, entry in manifest.files.items():
+        with naming(path, name):
+            size = _check_regular(path / name)
+            if size != entry.bytes:
+                raise Wrong(f"it has {size} bytes, and the manifest says {entry.bytes}: {DAMAGED}")
+    return SnapshotFiles(path, manifest)
+
+
+def _check_regular(path: Path) -> int:
+    """The size of a file; raises Wrong if it is something else."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Wrong(f"it is a link, a folder or a device: {DAMAGED}")
+    return found.st_size
+
+
+@contextmanager
+def naming(path: Path, name: str) -> Iterator[None]:
+    """Turns an error in a file of a snapshot into one sentence, a SnapshotError."""
+    where = f"{name}: " if name else ""
+    try:
+        yield
+    except Wrong as error:
+        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{error}.") from None
+    except OSError as error:
+        reason = f"{os.strerror(error.errno) if error.errno else error}: use another snapshot"
+        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{reason}.") from None
+
+
+def find(folder: Path) -> Path | None:
+    """The newest snapshot of which every file is as it was written; None if there are no snapshots.
+
+    Warns of newer ones that are damaged. Reads all files of one snapshot.
+
+    Raises:
+        SnapshotError: there are snapshots, and all are damaged.
+    """
+    first: SnapshotError | None = None
+    for path in list_snapshots(Path(folder)):
+        try:
+            _verify(path)
+        except SnapshotError as error:
+            warnings.warn(f"{str(error)[:-1]}. Looking for the one before.", stacklevel=2)
+            first = first or error
+        else:
+            return path
+    if first is not None:
+        raise SnapshotError(f"None of the snapshots in '{folder}' can be used; of the newest: {first}")
+    return None
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest snapshot with a valid manifest and all files at their sizes; None if there is none. Content is not verified."""
+    return next((path for path in list_snapshots(Path(folder)) if _looks_whole(path)), None)
+
+
+def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
+    """Removes snapshots older than the newest ``keep`` complete ones, and what interrupted writes have left. For one rank to call.
+
+    What cannot be removed stays, with a warning. What this process is writing stays too.
+
+    Args:
+        warn: takes the warnings in place of Python's.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
+    """
+    if keep < 1:
+        raise ValueError(f"prune: keep is {keep}: keep 1 snapshot or more")
+    folder = Path(folder)
+    kept = 0
+    for path in list_snapshots(folder):
+        if kept == keep:
+            remove(path, warn)
+        else:
+            kept += _looks_whole(path)
+    standing = set(list_snapshots(folder))
+    for name in names_in(folder):
+        path = folder / name
+        if path not in standing and is_left_over(path):
+            remove(path, warn)
+
+
+def _verify(path: Path) -> None:
+    files = open_snapshot(path)
+    for name in files.manifest.files:
+        files.verify(name)
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        open_snapshot(path)
+    except SnapshotError:
+        return False
+    return True

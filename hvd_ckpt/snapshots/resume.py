@@ -1,0 +1,312 @@
+"""Validation of a snapshot's state against the model and optimizer that resume from it, and resharding of the optimizer's state.
+
+Hashes show that a snapshot is what was written, not that a run wrote it, and PyTorch loads state of another model or optimizer and
+fails in the step that follows. So names and shapes are compared before anything is used.
+
+Resharding: each rank maps the files of the ranks that had elements of its own, and copies only these elements. So a job of any size
+and stage, sharded or not, resumes from any other, and no rank holds more than it will have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from hvd_ckpt.json_file import Wrong, shown
+from hvd_ckpt.schema import Strict, first_error
+from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
+from hvd_ckpt.snapshots.schema import (
+    DAMAGED,
+    Sharding,
+    ShardMetadata,
+    SnapshotError,
+    TensorMetadata,
+    overlap,
+    shard_file,
+)
+
+__all__ = [
+    "OptimizerState",
+    "check_averages",
+    "check_optimizer",
+    "check_sharding",
+    "check_tensors",
+    "ranges_of",
+    "read_shards",
+    "state_of_shards",
+]
+
+FLAT = 7  # elements of a shard that stands for any
+OTHER_MODEL = "the snapshot is of another model"
+
+
+class OptimizerState(Strict):
+    """The structure of ``optimizer.state_dict()``."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    state: dict[int, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _is_of_its_groups(self) -> OptimizerState:
+        numbers: list[Any] = []
+        for at, group in enumerate(self.param_groups):
+            params = group.get("params")
+            if not isinstance(params, list) or not all(type(one) is int for one in params):
+                raise ValueError(
+                    f"param_groups[{at}].params is {_described(params)}, and must be a list of integers"
+                )
+            numbers += params
+        if not self.param_groups or len(set(numbers)) < len(numbers):
+            raise ValueError("param_groups do not have each parameter once")
+        for number, entries in self.state.items():
+            if number not in numbers:
+                raise ValueError(f"state[{number}] is not of a parameter of its groups")
+            for name, value in entries.items():
+                if not (value is None or isinstance(value, (Tensor, bool)) or _is_number(value)):
+                    raise ValueError(
+                        f"state[{number}].{name} is {_described(value)}, and must be a tensor or a finite number"
+                    )
+        return self
+
+
+class _ShardState(OptimizerState):
+    """The structure of a rank's shard, with a tensor for each of its shards of parameters where a run has such."""
+
+    master_weights: dict[int, Tensor] = Field(default_factory=dict)
+    averages: dict[int, Tensor] = Field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------ whole state
+
+
+def check_tensors(
+    given: Mapping[str, Tensor], known: Mapping[str, Tensor], place: str, complete: bool
+) -> None:
+    """Raises Wrong unless tensors have names, shapes and kinds of numbers of those that are known.
+
+    Args:
+        complete: whether all of the known ones must be given.
+    """
+    odd = sorted(set(given) - set(known)) or sorted(set(known) - set(given)) * complete
+    if odd:
+        there = "has no" if odd[0] in known else "has"
+        raise Wrong(f"{place} {there} {shown(odd[0])}: {OTHER_MODEL}")
+    for name, value in given.items():
+        expected = known[name]
+        floats = value.is_floating_point() and expected.is_floating_point()
+        if value.shape != expected.shape or not (floats or value.dtype == expected.dtype):
+            raise Wrong(
+                f"{place}[{shown(name)}] is {_described(value)}, and must be {_described(expected)}: {OTHER_MODEL}"
+            )
+
+
+def check_averages(averages: Mapping[str, Tensor], place: str, model: nn.Module) -> None:
+    """Raises Wrong unless averages are of the model's parameters, and of all that are trained."""
+    parameters = {
+        name: one for name, one in model.named_parameters() if one.requires_grad or name in averages
+    }
+    check_tensors(averages, parameters, place, True)
+
+
+def check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raises Wrong unless a state of valid structure fits the optimizer: its groups, and names and shapes of its entries.
+
+    Args:
+        optimizer: as it was made, not yet distributed.
+    """
+    there = state["param_groups"]
+    if [len(group["params"]) for group in optimizer.param_groups] != [
+        len(group["params"]) for group in there
+    ]:
+        counts = " and ".join(str(len(group["params"])) for group in there)
+        raise Wrong(f"optimizer has {counts} parameters in its groups: {OTHER_MODEL}")
+    numbers = [number for group in there for number in group["params"]]
+    for expected, number in zip(_after_a_step(optimizer), numbers):
+        _check_entries(state["state"].get(number), expected, f"optimizer.state[{number}]")
+
+
+def _check_entries(
+    kept: Mapping[str, Any] | None, expected: Mapping[str, Any], place: str, size: int | None = None
+) -> None:
+    """Raises Wrong unless what an optimizer keeps of a parameter, if anything, has the names and shapes that are expected.
+
+    Args:
+        size: of a shard, in place of FLAT elements.
+    """
+    for name, value in expected.items() if kept else ():
+        assert kept is not None
+        if name not in kept:
+            raise Wrong(f"{place} has no {name}, which this optimizer with its options needs")
+        if not isinstance(value, Tensor):
+            continue
+        if size is not None and value.shape == (FLAT,):
+            value = torch.empty(size, dtype=value.dtype, device="meta")
+        found = kept[name]
+        if isinstance(found, Tensor):
+            fits = found.shape == value.shape and found.is_complex() == value.is_complex()
+        else:  # a count of steps may be a number
+            fits = value.dim() == 0 and _is_number(found)
+        if not fits:
+            raise Wrong(f"{place}.{name} is {_described(found)}, and must be {_described(value)}")
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[dict[str, Any]]:
+    """What the optimizer keeps of each parameter once it has taken a step, as tensors without values.
+
+    Args:
+        flat: as if each parameter had one dimension with ``FLAT`` elements.
+    """
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    parameters = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
+        if isinstance(options.get("lr"), Tensor):
+            options["lr"] = float(options["lr"])
+        alike = [
+            torch.empty(FLAT if flat else one.shape, dtype=one.dtype, device="meta").requires_grad_()
+            for one in group["params"]
+        ]
+        for one in alike:
+            one.grad = torch.empty_like(one)
+        parameters += alike
+        twin.param_groups = [{**options, "params": alike}]
+        with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
+            type(optimizer).step(twin)
+    return [twin.state[one] for one in parameters]
+
+
+# ------------------------------------------------------------------------------------ sharded state
+
+
+def ranges_of(optimizer: Any, model: nn.Module) -> dict[str, list[tuple[int, int]]]:
+    """The elements, as first and last + 1, whose state this rank has, by parameter.
+
+    Args:
+        optimizer: a ``DistributedOptimizer``, sharded or not.
+    """
+    if not getattr(optimizer, "shard_stage", 0):
+        return {name: [(0, parameter.numel())] for name, parameter in model.named_parameters()}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for piece in optimizer.pieces:
+        found.setdefault(piece.name, []).append((piece.start, piece.stop))
+    return found
+
+
+def check_sharding(sharding: Sharding, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises Wrong unless what was sharded is the model's and the optimizer's: names, sizes, order in memory.
+
+    Args:
+        optimizer: as it was made, not yet distributed.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    stored = {shard.name for shards in sharding.optimizer for shard in shards}
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        name, here = names[parameter], TensorMetadata.of(parameter)
+        there = sharding.parameters.get(name)
+        if there is None or (parameter.numel() and name not in stored):
+            raise Wrong(f"sharding has no optimizer state of {shown(name)}: {OTHER_MODEL}")
+        if (there.size, there.stride) != (here.size, here.stride):
+            found, wanted = (f"size {list(one.size)} and strides {list(one.stride)}" for one in (there, here))
+            raise Wrong(
+                f"sharding.parameters[{shown(name)}] has {found}, and must have {wanted}: {OTHER_MODEL}"
+            )
+
+
+def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of a shard of each parameter once it has taken a step, for :func:`read_shards`.
+
+    Args:
+        optimizer: as it was made, not yet distributed.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[one]: entries for one, entries in zip(parameters, _after_a_step(optimizer, flat=True))}
+
+
+def read_shards(
+    resumed: Snapshot,
+    ranges: Mapping[str, Sequence[tuple[int, int]]],
+    expected: Mapping[str, Mapping[str, Any]],
+    groups: int,
+) -> list[dict[str, Any]]:
+    """The optimizer state of all ranks that had elements of this rank's, as their ``state_dict()``; mapped from the files.
+
+    Args:
+        resumed: a snapshot of a sharded run.
+        ranges: what :func:`ranges_of` returns.
+        expected: what :func:`state_of_shards` returns.
+        groups: parameter groups of the optimizer.
+
+    Raises:
+        SnapshotError: a shard is damaged, no longer there, or not of such an optimizer.
+    """
+    sharding, path = resumed.sharding, resumed.path
+    assert sharding is not None and path is not None
+    files = open_snapshot(path)
+    if files.manifest != resumed.manifest:
+        raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
+    ranks = [
+        rank
+        for rank, shards in enumerate(sharding.optimizer)
+        if any(overlap(shard, ranges.get(shard.name, ())) for shard in shards)
+    ]
+    parts = []
+    for rank in ranks or [0]:  # any has the parameter groups
+        shards, name = sharding.optimizer[rank], shard_file(rank)
+        part = files.state(name, mmap=True)
+        with naming(path, name):
+            try:
+                _check_shard(part, shards, expected, groups)
+            except Wrong as error:
+                raise Wrong(f"{error}: {DAMAGED}, or give the settings that the run had") from None
+        parts.append({**part, "pieces": [[shard.name, shard.offset, shard.stop] for shard in shards]})
+    return parts
+
+
+def _check_shard(
+    part: Any, shards: Sequence[ShardMetadata], expected: Mapping[str, Mapping[str, Any]], groups: int
+) -> None:
+    """Raises Wrong unless it is a rank's shard of the state of such an optimizer."""
+    try:
+        checked = _ShardState.model_validate(part)
+    except ValidationError as error:
+        raise Wrong(first_error(error)) from None
+    numbers = [number for group in checked.param_groups for number in group["params"]]
+    if len(checked.param_groups) != groups or sorted(numbers) != list(range(len(shards))):
+        raise Wrong(
+            f"param_groups are not of the {len(shards)} shards that the manifest has, in {groups} groups"
+        )
+    for number, kept in checked.state.items():
+        shard = shards[number]
+        _check_entries(kept, expected.get(shard.name, {}), f"state[{number}]", shard.size)
+    for entry, values in (("master_weights", checked.master_weights), ("averages", checked.averages)):
+        for number, value in values.items():
+            fits = number in range(len(shards)) and value.shape == (shards[number].size,)
+            if not fits or not value.is_floating_point():
+                raise Wrong(f"{entry}[{number}] is {_described(value)}, which is not that of its shard")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= 2**62 if isinstance(value, int) else math.isfinite(value)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return (
+        shown(value) if value is None or isinstance(value, (bool, int, str)) else f"a {type(value).__name__}"
+    )

@@ -1,0 +1,315 @@
+"""The files of a snapshot, and the manifest that describes them.
+
+    RUN/snapshots/step-00000120/
+        model.safetensors          weights and buffers as rank 0 has them
+        replicated.pt              the other state that is the same on every rank, written by rank 0
+        rank-00000.pt              per-rank state; one file for each rank, which writes it
+        shard-00000.pt             where the optimizer's state is sharded: this rank's shard of it
+        weights-00000.safetensors  where weights are sharded, too: this rank's shards, by parameter
+        manifest.json              step, ranks, shards, and size and SHA-256 of each file: written last, read first
+
+The manifest has a SHA-256 of its own, so that no bit of a snapshot can change unnoticed. Hashes find damage but are no signature,
+so whatever is read is also validated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+import horovod
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps, loads, shown
+from hvd_ckpt.names import one_line
+from hvd_ckpt.schema import Strict, parse_json
+from hvd_ckpt.sharding.layout import Form
+
+__all__ = [
+    "DAMAGED",
+    "MANIFEST",
+    "MODEL",
+    "REPLICATED",
+    "FileEntry",
+    "Manifest",
+    "ShardMetadata",
+    "Sharding",
+    "SnapshotError",
+    "TensorMetadata",
+    "files_of",
+    "new_manifest",
+    "overlap",
+    "rank_file",
+    "shard_file",
+    "weights_file",
+]
+
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+REPLICATED = "replicated.pt"
+
+MAX_STEP = 10**18
+MAX_RANKS = 1_000_000
+DAMAGED = "use the snapshot before it, or restore it from a copy"
+_GIVE = "give the folder of a snapshot"
+
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SnapshotError(ValueError):
+    """A snapshot cannot be written or read; one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class FileEntry(Strict):
+    """Size and SHA-256 of a file."""
+
+    bytes: Natural
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class TensorMetadata(Strict):
+    """A whole parameter: size, strides (without gaps; they give the order of its elements in memory), and dtype ("float32")."""
+
+    size: tuple[Natural, ...]
+    stride: tuple[Natural, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> TensorMetadata:
+        form = Form.of(parameter)
+        return cls(
+            size=tuple(form.shape),
+            stride=tuple(form.stride),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+        )
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """A view of all elements, in the order of memory, as the parameter."""
+        return flat.as_strided(self.size, self.stride)
+
+    @model_validator(mode="after")
+    def _is_dense(self) -> TensorMetadata:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"{shown(self.dtype)} is not a dtype of this version of PyTorch")
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride))
+        if len(self.stride) != len(self.size) or (self.numel and last != self.numel - 1):
+            raise ValueError(f"the strides {list(self.stride)} do not fit the size {list(self.size)}")
+        return self
+
+
+class ShardMetadata(Strict):
+    """A shard of a parameter: ``size`` elements from ``offset`` on, in the order of memory."""
+
+    name: str
+    offset: Natural
+    size: Annotated[int, Field(gt=0, lt=2**63)]
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.size
+
+    @classmethod
+    def of(cls, pieces: Iterable[Any]) -> tuple[ShardMetadata, ...]:
+        """From lists of name, first and last + 1 element, as sharded optimizers have them."""
+        return tuple(cls(name=name, offset=start, size=stop - start) for name, start, stop in pieces)
+
+
+Shards = tuple[tuple[ShardMetadata, ...], ...]
+
+
+class Sharding(Strict):
+    """Which elements of which parameter are in the files of which rank.
+
+    Attributes:
+        stage: 1 to 3, as in :mod:`hvd_ckpt.sharding.sharding`.
+        parameters: all of the model, by name; tied ones once.
+        optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
+        weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.
+    """
+
+    stage: Annotated[int, Field(ge=1, le=3)]
+    parameters: dict[str, TensorMetadata]
+    optimizer: Shards
+    weights: Shards | None
+
+    @model_validator(mode="after")
+    def _covers_parameters(self) -> Sharding:
+        if self.stage == 3 and self.weights is None:
+            raise ValueError("stage 3 has no shards of the weights")
+        for what, shards in (("optimizer", self.optimizer), ("weights", self.weights or ())):
+            names = self._check_shards(what, shards)
+            missing = [name for name, one in self.parameters.items() if one.numel and name not in names]
+            if what == "weights" and self.weights is not None and missing:
+                raise ValueError(f"weights have no shard of {shown(missing[0])}")
+        return self
+
+    def _check_shards(self, what: str, shards: Shards) -> set[str]:
+        """The names of the parameters in shards, which have to make up all of each."""
+        by_name: dict[str, list[ShardMetadata]] = {}
+        for of_rank in shards:
+            if len({shard.name for shard in of_rank}) < len(of_rank):
+                raise ValueError(f"{what} has two shards of a parameter on one rank")
+            for shard in of_rank:
+                by_name.setdefault(shard.name, []).append(shard)
+        for name, parts in by_name.items():
+            reached = 0
+            for shard in sorted(parts, key=lambda shard: shard.offset):
+                if shard.offset != reached:
+                    break
+                reached = shard.stop
+            if name not in self.parameters or reached != self.parameters[name].numel:
+                raise ValueError(f"the shards of {what} do not have each element of {shown(name)} once")
+        return set(by_name)
+
+
+class Manifest(Strict):
+    """The content of ``manifest.json``, but for its own hash.
+
+    Attributes:
+        step: training steps taken.
+        ranks: number of ranks that wrote the snapshot.
+        time: of writing, in UTC, such as "2030-01-31T12:00:00Z".
+        libraries: their versions.
+        files: every other file of the snapshot.
+        aliases: names of tied weights, and the name each is stored under.
+        sharding: of a run that splits state over its ranks.
+    """
+
+    format: Literal["hvd_ckpt snapshot"]
+    version: Literal[1]
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    time: str
+    libraries: dict[str, str]
+    files: dict[str, FileEntry]
+    aliases: dict[str, str]
+    sharding: Sharding | None
+
+    @model_validator(mode="after")
+    def _has_its_files(self) -> Manifest:
+        shards = () if self.sharding is None else (self.sharding.optimizer, self.sharding.weights)
+        if any(one is not None and len(one) != self.ranks for one in shards):
+            raise ValueError(f"sharding does not have shards of {self.ranks} ranks")
+        names = {MODEL, REPLICATED}
+        if len(self.files) >= self.ranks:  # or this would be long
+            weights = self.sharding is not None and self.sharding.weights is not None
+            names.update(
+                name
+                for rank in range(self.ranks)
+                for name in files_of(rank, self.sharding is not None, weights)
+            )
+        if names != set(self.files):
+            odd = min(names ^ set(self.files))
+            raise ValueError(
+                f"files are not those of a snapshot of {self.ranks} ranks: {shown(odd)} is missing or unknown"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, content: bytes) -> Manifest:
+        """The manifest in the content of its file.
+
+        Raises:
+            Wrong: it is not a manifest, or damaged.
+        """
+        document = loads(content, _GIVE, DAMAGED)
+        if not isinstance(document, dict) or document.get("format") != "hvd_ckpt snapshot":
+            raise Wrong(f'it does not say "format": "hvd_ckpt snapshot": {_GIVE}')
+        if document.pop("sha256", None) != _hash(document):
+            raise Wrong(f"its content is not what was written (its SHA-256 differs): {DAMAGED}")
+        return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED)
+
+    def encode(self) -> bytes:
+        """The content of its file.
+
+        Raises:
+            Wrong: it is larger than it may be.
+        """
+        document = self.model_dump(mode="json")
+        text = dumps({**document, "sha256": _hash(document)}).encode()
+        if len(text) > MAX_BYTES:
+            raise Wrong(f"the manifest would be larger than {MAX_BYTES >> 20} MiB: tie fewer weights")
+        return text
+
+
+def new_manifest(
+    step: int,
+    ranks: int,
+    files: Mapping[str, FileEntry],
+    aliases: Mapping[str, str],
+    sharding: Sharding | None,
+) -> Manifest:
+    """A manifest of now, by this process.
+
+    Raises:
+        pydantic.ValidationError: the files or shards are not those of so many ranks.
+    """
+    libraries = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": str(np.__version__),
+        "horovod": str(horovod.__version__),
+    }
+    return Manifest(
+        format="hvd_ckpt snapshot",
+        version=1,
+        step=step,
+        ranks=ranks,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        libraries=libraries,
+        files=dict(sorted(files.items())),
+        aliases=dict(aliases),
+        sharding=sharding,
+    )
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def shard_file(rank: int) -> str:
+    return f"shard-{rank:05d}.pt"
+
+
+def weights_file(rank: int) -> str:
+    return f"weights-{rank:05d}.safetensors"
+
+
+def files_of(rank: int, optimizer: bool, weights: bool) -> list[str]:
+    """Names of the files that each rank writes.
+
+    Args:
+        optimizer: whether the optimizer's state is sharded.
+        weights: whether weights are.
+    """
+    return [rank_file(rank)] + [shard_file(rank)] * optimizer + [weights_file(rank)] * weights
+
+
+def overlap(shard: ShardMetadata, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether any of the ranges, each first and last + 1 element, has an element of the shard."""
+    return any(shard.offset < stop and start < shard.stop for start, stop in ranges)
+
+
+def _hash(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,402 @@
+"""State as plain values and tensors: checked, copied in host memory, and in files that execute nothing when they are loaded.
+
+A *state dict* here is any nesting of dict, list, tuple, str, int, float, bool, None and dense tensors. Its file is that of
+``torch.save``, read with ``torch.load(weights_only=True)``; weights alone are safetensors files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.snapshots.schema import DAMAGED, FileEntry
+from hvd_ckpt.torch_private import foreach_copy_
+
+__all__ = [
+    "AsyncCopy",
+    "Staging",
+    "check_tensor",
+    "hash_file",
+    "load_state",
+    "load_weights",
+    "map_tensors",
+    "save_bytes",
+    "save_state",
+    "save_weights",
+]
+
+CHUNK = 1 << 20  # bytes hashed and written while they are in the CPU's cache
+MAX_DEPTH = 100
+MAX_INT_BITS = 2000  # the unpickler that executes nothing reads no larger ones
+_KEYS = "a text, an integer, a float, a bool, None, or a tuple of these"
+_SCALARS = (type(None), bool, int, float, str)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+# ------------------------------------------------------------------------------------ state dicts
+
+
+def map_tensors(value: Any, place: str, function: Callable[[Tensor, str], Tensor]) -> Any:
+    """A copy of a state dict, with each tensor replaced by what ``function(tensor, place)`` returns.
+
+    NumPy scalars become Python's and an OrderedDict a dict, as neither loads without its library's classes.
+
+    Args:
+        place: what error messages call the value.
+
+    Raises:
+        Wrong: it contains something else, or is nested more than 100 deep.
+    """
+    return _Mapping(function).map(value, place, 0)
+
+
+class _Mapping:
+    """A class and not a recursive closure, which would keep the state alive until garbage is collected."""
+
+    def __init__(self, function: Callable[[Tensor, str], Tensor]) -> None:
+        self._function = function
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def map(self, value: Any, place: str, depth: int) -> Any:
+        if isinstance(value, Tensor):
+            return self._function(value, place)
+        if isinstance(value, np.generic):
+            value = value.item()
+        kind = type(value)
+        if kind in _SCALARS:
+            if kind is int and value.bit_length() > MAX_INT_BITS:
+                raise Wrong(
+                    f"{place} has {value.bit_length()} bits: store integers of at most {MAX_INT_BITS}"
+                )
+            return value
+        if depth == MAX_DEPTH:
+            raise Wrong(
+                f"{place[:100]}... is nested more than {MAX_DEPTH} deep, or within itself: store it flat"
+            )
+        if id(value) not in self._done:  # with the value, or its number could become another one's
+            self._done[id(value)] = value, self._container(value, place, depth)
+        return self._done[id(value)][1]
+
+    def _container(self, value: Any, place: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in (dict, OrderedDict):
+            for key in value:
+                if not _is_key(key):
+                    raise Wrong(
+                        f"{place} has the key {ascii(key)[:60]} of {type(key).__name__}, and a key must be {_KEYS}"
+                    )
+            return {key: self.map(one, _entry(place, key), depth + 1) for key, one in value.items()}
+        if kind in (list, tuple):
+            return kind([self.map(one, f"{place}[{number}]", depth + 1) for number, one in enumerate(value)])
+        way_out = "a tensor" if kind is np.ndarray else "numbers, texts, lists, dicts or tensors"
+        raise Wrong(
+            f"{place} is a {kind.__module__}.{kind.__qualname__}, which snapshots do not hold: store {way_out}"
+        )
+
+
+def check_tensor(tensor: Any, place: str) -> None:
+    """Raises Wrong unless it is a plain tensor with values."""
+    if not isinstance(tensor, Tensor):
+        raise Wrong(f"{place} is a {type(tensor).__name__}, not a tensor: store it as replicated state")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise Wrong(
+            f"{place} is a {type(tensor).__name__}, and snapshots hold plain tensors: store the plain tensor in it"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise Wrong(f"{place} is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts")
+    if tensor.is_meta:
+        raise Wrong(f"{place} is on the device 'meta', where tensors have no values: store one that has")
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_key(one) for one in key)
+    return key is None or type(key) in (str, int, float, bool)
+
+
+def _entry(place: str, key: Any) -> str:
+    plain = (
+        isinstance(key, str) and 0 < len(key) < 60 and key.replace(".", "_").replace("-", "_").isidentifier()
+    )
+    return f"{place}.{key}" if plain else f"{place}[{ascii(key)[:60]}]"
+
+
+# ------------------------------------------------------------------------------------ copies in host memory
+
+
+class Staging:
+    """Host memory for the copies of one snapshot, used again for the next: getting fresh pages costs more than the copying.
+
+    Copies of CUDA tensors are in pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+        self._layouts: list[Any] = []
+        self._used = 0
+
+    def restart(self) -> None:
+        """Begins the next snapshot: the copies handed out so far are used again."""
+        self._used = 0
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """A tensor on the CPU, with the same strides, that can take the values of this one.
+
+        Raises:
+            Wrong: there is no memory for it.
+        """
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+        if self._used == len(self._copies) or self._layouts[self._used] != layout:
+            del self._copies[self._used :], self._layouts[self._used :]
+            try:
+                with torch.inference_mode(False):
+                    copy = torch.empty_like(
+                        tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False
+                    )
+            except RuntimeError as error:
+                size, reason = tensor.numel() * tensor.itemsize >> 20, str(error).splitlines()[0][:200]
+                raise Wrong(
+                    f"there is no memory for a copy of {size} MiB of state ({reason}): let snapshots be blocking"
+                ) from None
+            self._copies.append(copy)
+            self._layouts.append(layout)
+        self._used += 1
+        return self._copies[self._used - 1]
+
+    def free(self) -> None:
+        """Gives the memory back once no copy is used any more."""
+        self._copies, self._layouts, self._used = [], [], 0
+
+
+class AsyncCopy:
+    """Copies of tensors, some made at once, the others by a thread while their tensors do not change.
+
+    Copies from a CUDA device that are made at once go through its current stream, which changes nothing before they are complete;
+    the others go through a stream of their own, beside training.
+
+    Args:
+        now: pairs of tensor and copy; the tensors may change when this returns.
+        later: pairs of tensor and copy; the tensors stay as they are until :meth:`run` has returned.
+    """
+
+    def __init__(self, now: Sequence[tuple[Tensor, Tensor]], later: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._later = list(later)
+        _copy(now)
+        devices = {source.device for source, _ in (*now, *later) if source.is_cuda}
+        self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+    def run(self) -> None:
+        """Copies, and drops the tensors; all copies are complete when this returns."""
+        later, self._later = self._later, []
+        streams = [torch.cuda.Stream(device) for device in self._ready]  # type: ignore[no-untyped-call]
+        for stream, ready in zip(streams, self._ready.values()):
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                _copy([pair for pair in later if pair[0].device == stream.device])
+        _copy([pair for pair in later if not pair[0].is_cuda])
+        for stream in streams:
+            stream.synchronize()
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies in one call, which leaves Python to other threads; from a CUDA device in its current stream, without waiting."""
+    if pairs:
+        with torch.no_grad():
+            foreach_copy_([copy for _, copy in pairs], [source for source, _ in pairs], non_blocking=True)
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def save_state(path: Path, state: Any) -> FileEntry:
+    """Writes a state dict that :func:`map_tensors` has passed; it is on the disk when this returns.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+    with open(path, "xb", buffering=0) as file:
+        hashed = _HashedFile(file)
+        writable: Any = hashed
+        # What torch.save writes of a tensor is all memory that it is a view of.
+        torch.save(map_tensors(state, "state", lambda tensor, _: _alone(tensor)), writable)
+        if hashed.error is not None:
+            raise hashed.error
+        os.fsync(file.fileno())
+    return FileEntry(bytes=hashed.bytes, sha256=hashed.sha256.hexdigest())
+
+
+def save_bytes(path: Path, content: bytes) -> None:
+    """Writes a file, which is on the disk when this returns.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> FileEntry:
+    """Writes tensors as a safetensors file; it is on the disk when this returns.
+
+    Raises:
+        Wrong: the format does not hold one of them.
+        OSError: the file cannot be written.
+    """
+    plain = {name: _values(tensor).contiguous() for name, tensor in weights.items()}
+    end = 0
+    for name, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:  # the library refuses tensors that share memory
+            plain[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.numel() * tensor.itemsize)
+    try:
+        safetensors.torch.save_file(plain, path, {"format": "pt"})
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise Wrong(f"weights cannot be stored: {error}") from None
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    except (KeyError, ValueError) as error:
+        raise Wrong(
+            f"weights cannot be stored ({error}): store them in types of numbers that safetensors has"
+        ) from None
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return hash_file(path)
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file.
+
+    Raises:
+        OSError: it cannot be read, or is a link.
+    """
+    digest, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(CHUNK))
+    with open(
+        os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0
+    ) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def load_state(path: Path, mmap: bool = False) -> Any:
+    """The state dict in a file, with its tensors on the CPU; nothing in it is executed.
+
+    Args:
+        mmap: map the tensors from the file, so that only the parts that are used take memory.
+
+    Raises:
+        Wrong: it is not a file that :func:`save_state` writes.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(
+                one.compress_type != zipfile.ZIP_STORED or one.file_size > size for one in archive.infolist()
+            ):
+                raise Wrong(f"it is compressed: {DAMAGED}")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (Wrong, OSError):
+        raise
+    except Exception as error:  # whatever the two readers stumble over
+        reason = " ".join(str(error).split())[:100]
+        raise Wrong(f"it is not a state dict ({type(error).__name__}: {reason}): {DAMAGED}") from None
+
+    def checked(tensor: Tensor, place: str) -> Tensor:
+        check_tensor(tensor, place)
+        storage = tensor.untyped_storage().nbytes()
+        if tensor.numel() * tensor.itemsize > storage or storage > size:
+            raise Wrong(f"{place} has more elements than the file has room for")
+        _check_bool(tensor, place)
+        return tensor.detach()
+
+    try:
+        return map_tensors(state, "it", checked)
+    except Wrong as error:
+        raise Wrong(f"{error}: {DAMAGED}") from None
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped from it.
+
+    Raises:
+        Wrong: it is not a safetensors file.
+        OSError: it cannot be read.
+    """
+    try:
+        weights = safetensors.torch.load_file(path)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        raise Wrong(f"it is not a safetensors file ({type(error).__name__}: {reason}): {DAMAGED}") from None
+    for name, tensor in weights.items():
+        _check_bool(tensor, _entry("it", name))
+    return weights
+
+
+class _HashedFile:
+    """A file for ``torch.save`` that is hashed while it is written; an error is kept, since C++ code calls :meth:`write`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256, self.bytes = hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view) if self.error is None else 0, CHUNK):
+                part = view[start : start + CHUNK]
+                self.sha256.update(part)
+                while part:  # a write to a raw file may be a partial one
+                    part = part[self._file.write(part) :]
+        except OSError as error:
+            self.error = error
+        self.bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: every write goes to the file at once."""
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same values and strides, in a storage of exactly their size; without a copy on the CPU if the values have no gaps."""
+    tensor = _values(tensor)
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize:
+        return tensor
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    if not tensor.permute(order).is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return torch.from_numpy(flat.numpy()).view(tensor.dtype).as_strided(tensor.shape, strides)
+
+
+def _check_bool(tensor: Tensor, place: str) -> None:
+    if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+        raise Wrong(f"{place} has bools that are neither true nor false: {DAMAGED}")

@@ -1,0 +1,43 @@
+"""Snapshots as tests write and forge them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.writer import SnapshotWriter
+
+
+def write(
+    folder: Path,
+    step: int = 1,
+    replicated: Any = None,
+    per_rank: Any = None,
+    weights: dict[str, Any] | None = None,
+    keep: int = 100,
+) -> Path:
+    """A snapshot of one rank, on the disk when this returns; raises SnapshotError where it cannot be written."""
+    told: list[str] = []
+    with SnapshotWriter(folder, keep, "0123abcd", 0, 1, told.append, blocking=True) as writer:
+        writer.begin(step, weights=weights or {}, replicated=replicated, per_rank=per_rank)
+        written = writer.wait()
+    if written is None:
+        raise SnapshotError(told[0])
+    return written
+
+
+def sign(path: Path, **changes: Any) -> None:
+    """Makes the manifest fit the files and the changes, as somebody who means harm would."""
+    document = json.loads((path / "manifest.json").read_bytes()) | changes
+    document.pop("sha256", None)
+    for name, entry in document["files"].items() if isinstance(document.get("files"), dict) else ():
+        file = path / name
+        if isinstance(entry, dict) and file.is_file() and not file.is_symlink():
+            content = file.read_bytes()
+            entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(document))
