@@ -11,8 +11,8 @@ import torch
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.buckets import MEBIBYTE, Placement
-from hvd_ckpt.reduction.communicator import Wire
+from hvd_ckpt.reduction.buckets import MEBIBYTE, BucketAssignment
+from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_options,
@@ -144,7 +144,7 @@ def DistributedOptimizer(
             named = sharding.all_parameters(named)
             check_not_split(named)
             check_memory(named, () if sharding.model is None else sharding.model.named_parameters())
-    except Exception as exception:  # whatever it is, this rank must not miss the meeting below
+    except Exception as exception:  # whatever it is, this rank must not miss the resynchronization below
         error, named = exception, []
     options = {
         "op": op,
@@ -173,8 +173,8 @@ def DistributedOptimizer(
         shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
     if (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or is_elastic()):
         new._reducer = Reducer(
-            Placement(named, bucket_cap_mb * MEBIBYTE, groups),
-            Wire(
+            BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups),
+            Communicator(
                 "",
                 op,
                 prescale_factor=prescale,

@@ -10,14 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# When is a parameter's gradient final?
-#
 # A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
-# accumulations ("fires") between two synchronizations is learned, and a parameter is ready once it has fired that often.
+# accumulations between two synchronizations is learned, and a gradient is ready after as many.
 
 
-class FireCounts:
-    """Learns how often each of ``n`` parameters fires between two synchronizations.
+class AccumulationCounts:
+    """Learns how many accumulations each of ``n`` gradients takes between two synchronizations.
 
     A count rises at once; it falls only after two equal lower steps, so that one short step (the last, shorter accumulation
     group of an epoch, say) does not make the next full one late. ``expected`` is a plain list so that the hook which runs once
@@ -25,50 +23,55 @@ class FireCounts:
     """
 
     def __init__(self, n: int) -> None:
-        self.fired: list[int] = [0] * n
+        self.arrived: list[int] = [0] * n
         self.expected: list[int] = [0] * n
-        self.last_fire: list[int] = [
+        self.last_arrival = [
             0
-        ] * n  # position in this step's sequence of fires, from 1; 0 if it did not fire
+        ] * n  # position in this step's sequence of accumulations, from 1; 0 without one
         self._lower: list[int] = [-1] * n
         self._clock = 0
         self.learned = False
 
     def extend(self, n: int) -> None:
-        """Adds ``n`` parameters that never fired."""
-        for counts, value in ((self.fired, 0), (self.expected, 0), (self.last_fire, 0), (self._lower, -1)):
+        """Adds ``n`` parameters that never arrived."""
+        for counts, value in (
+            (self.arrived, 0),
+            (self.expected, 0),
+            (self.last_arrival, 0),
+            (self._lower, -1),
+        ):
             counts.extend([value] * n)
 
-    def fire(self, index: int) -> int:
-        """Counts one accumulation; returns how often the parameter has fired in this step."""
+    def count(self, index: int) -> int:
+        """Counts one accumulation; returns how often the parameter has arrived in this step."""
         self._clock += 1
-        self.last_fire[index] = self._clock
-        self.fired[index] += 1
-        return self.fired[index]
+        self.last_arrival[index] = self._clock
+        self.arrived[index] += 1
+        return self.arrived[index]
 
     def forget(self, indices: Iterable[int]) -> None:
-        """Forgets this step's fires of some parameters."""
+        """Forgets this step's accumulations of some parameters."""
         for index in indices:
-            self.fired[index] = self.last_fire[index] = 0
-        self._clock *= any(self.fired)
+            self.arrived[index] = self.last_arrival[index] = 0
+        self._clock *= any(self.arrived)
 
     def close_step(self, learn: bool = True) -> None:
-        """Learns from this step's fires (unless told not to) and starts the next step."""
+        """Learns from this step's accumulations (unless told not to) and starts the next step."""
         if learn and self._clock:
             if not self.learned:
-                self.expected = list(self.fired)
+                self.expected = list(self.arrived)
                 self.learned = True
-            elif self.fired != self.expected:
-                for index, (fired, expected) in enumerate(zip(self.fired, self.expected)):
-                    if fired < expected and fired != self._lower[index]:
-                        self._lower[index] = fired
+            elif self.arrived != self.expected:
+                for index, (arrived, expected) in enumerate(zip(self.arrived, self.expected)):
+                    if arrived < expected and arrived != self._lower[index]:
+                        self._lower[index] = arrived
                     else:
-                        self.expected[index] = fired
+                        self.expected[index] = arrived
                         self._lower[index] = -1
             elif max(self._lower) >= 0:
                 self._lower = [-1] * len(self._lower)
-        self.fired = [0] * len(self.fired)
-        self.last_fire = [0] * len(self.last_fire)
+        self.arrived = [0] * len(self.arrived)
+        self.last_arrival = [0] * len(self.last_arrival)
         self._clock = 0
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
@@ -77,15 +80,13 @@ class FireCounts:
         return {"counts": dict(zip(names, self.expected)) if self.learned else None, "lower_counts": lower}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Loads what was learned; a parameter that the state does not name has never fired."""
+        """Loads what was learned; a parameter that the state does not name has never arrived."""
         counts, lower = state["counts"], state["lower_counts"]
         self.learned = counts is not None
         self.expected = [int((counts or {}).get(name, 0)) for name in names]
         self._lower = [int(lower.get(name, -1)) for name in names]
 
 
-# Where autograd tells the reducer about a gradient, and which reducer that is.
-#
 # Two hooks per parameter: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates
 # nothing), one after. They hold the reducer weakly, since they live as long as the parameters.
 #

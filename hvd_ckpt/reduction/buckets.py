@@ -22,7 +22,7 @@ LAST_BUCKET_BYTES = MEBIBYTE
 
 
 @dataclass
-class Slot:
+class GradientEntry:
     """The place of one parameter in its bucket."""
 
     index: int
@@ -63,16 +63,16 @@ class Bucket:
     Args:
         position: the bucket's place in the order of launches.
         dtype, device: of the storage, and of every parameter in it when it was laid out.
-        words: extra elements at the end that carry control words (see :mod:`.reducer`).
+        flags: extra elements at the end that carry control flags (see :mod:`.reducer`).
     """
 
     position: int
     dtype: torch.dtype
     device: torch.device
-    slots: list[Slot] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # of the slots
+    entries: list[GradientEntry] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of the entries
     numel: int = 0
-    words: int = 0
+    flags: int = 0
     flat: torch.Tensor | None = None
 
     # State of the current step.
@@ -82,71 +82,75 @@ class Bucket:
     version: int = 0
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
-        self.slots.append(Slot(index, parameter, self.numel, parameter.shape, parameter.stride()))
+        self.entries.append(GradientEntry(index, parameter, self.numel, parameter.shape, parameter.stride()))
         self.indices.append(index)
         self.numel += parameter.numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients in it, control words not counted."""
+        """Bytes of the gradients in it, control flags not counted."""
         return self.numel * self.dtype.itemsize
 
     def allocate(self) -> torch.Tensor:
         """The storage, made if need be and cut into views."""
         if self.flat is None:
-            self.flat = torch.empty(self.numel + self.words, dtype=self.dtype, device=self.device)
-        for slot in self.slots:
-            view = slot.view
-            if view is None or view.data_ptr() != slot.pointer or view.dtype is not self.dtype:
-                self.view(slot)
+            self.flat = torch.empty(self.numel + self.flags, dtype=self.dtype, device=self.device)
+        for entry in self.entries:
+            view = entry.view
+            if view is None or view.data_ptr() != entry.pointer or view.dtype is not self.dtype:
+                self.view(entry)
         return self.flat
 
-    def view(self, slot: Slot) -> torch.Tensor:
-        """The part of the storage that belongs to a slot."""
-        flat, view = self.flat, slot.view
+    def view(self, entry: GradientEntry) -> torch.Tensor:
+        """The part of the storage that belongs to an entry."""
+        flat, view = self.flat, entry.view
         if flat is None:
             flat = self.allocate()
-        expected = flat.data_ptr() + slot.offset * self.dtype.itemsize
+        expected = flat.data_ptr() + entry.offset * self.dtype.itemsize
         # A conversion of the model (``Module.to``) moves the view object itself.
         if view is None or view.data_ptr() != expected or view.dtype is not self.dtype:
-            view = slot.view = _view(flat, slot)
-            slot.pointer = view.data_ptr()
+            view = entry.view = _view(flat, entry)
+            entry.pointer = view.data_ptr()
         return view
 
     def free(self) -> None:
         """Forgets the storage; it lives on while some parameter's ``grad`` is still a view into it."""
         self.flat = None
-        for slot in self.slots:
-            slot.view = None
+        for entry in self.entries:
+            entry.view = None
 
     def fits_parameters(self) -> bool:
         """False if a parameter changed its dtype, device, size or layout since the bucket was laid out."""
         dtype, device = self.dtype, self.device
         return all(
-            slot.parameter.dtype is dtype
-            and slot.parameter.device == device
-            and slot.parameter.shape == slot.shape
-            and slot.parameter.stride() == slot.stride
-            for slot in self.slots
+            entry.parameter.dtype is dtype
+            and entry.parameter.device == device
+            and entry.parameter.shape == entry.shape
+            and entry.parameter.stride() == entry.stride
+            for entry in self.entries
         )
 
     def has_graph(self) -> bool:
         """True if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph."""
-        gradients = (slot.parameter.grad for slot in self.slots)
+        gradients = (entry.parameter.grad for entry in self.entries)
         return any(gradient is not None and gradient.requires_grad for gradient in gradients)
 
-    def adopt(self, slot: Slot) -> None:
+    def adopt(self, entry: GradientEntry) -> None:
         """Brings the gradient of one parameter into the storage, if it can lie there, and makes it its ``grad``."""
-        gradient = slot.parameter.grad
+        gradient = entry.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             return
-        if gradient.dtype is not self.dtype or gradient.device != self.device or gradient.shape != slot.shape:
+        if (
+            gradient.dtype is not self.dtype
+            or gradient.device != self.device
+            or gradient.shape != entry.shape
+        ):
             return
-        if not slot.holds(gradient):
-            view = self.view(slot)
+        if not entry.holds(gradient):
+            view = self.view(entry)
             view.detach().copy_(gradient)
             copied(gradient, view)
-            slot.parameter.grad = view
+            entry.parameter.grad = view
 
     def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.
@@ -154,25 +158,25 @@ class Bucket:
         A gradient that arrived elsewhere (after ``zero_grad(set_to_none=True)``, say) is copied in and let go.
 
         Returns:
-            The storage: 1-D, control words at the end.
+            The storage: 1-D, control flags at the end.
         """
         flat = self.allocate()
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
-        for slot in self.slots:
-            gradient, view = slot.parameter.grad, slot.view
+        for entry in self.entries:
+            gradient, view = entry.parameter.grad, entry.view
             assert view is not None
-            slot.filled = gradient is not None
+            entry.filled = gradient is not None
             if gradient is view:
                 continue  # in its place: allocate() has looked
             if gradient is None:
                 missing.append(view)
-            elif not slot.holds(gradient):
+            elif not entry.holds(gradient):
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
                 copied(gradient, view)
-                slot.parameter.grad = view
+                entry.parameter.grad = view
         with torch.no_grad():
             if targets:
                 foreach_copy_(targets, sources)
@@ -181,12 +185,12 @@ class Bucket:
         return flat
 
 
-def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A slot's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say)."""
+def _view(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
+    """An entry's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say)."""
     with torch.no_grad():
-        if slot.numel and _is_dense(slot.shape, slot.stride):
-            return flat.as_strided(slot.shape, slot.stride, slot.offset)
-        return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if entry.numel and _is_dense(entry.shape, entry.stride):
+            return flat.as_strided(entry.shape, entry.stride, entry.offset)
+        return flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -283,7 +287,7 @@ def _group_keys(
 VERSION = 2
 
 
-class Placement:
+class BucketAssignment:
     """The places of the parameters. One has none until it is first used.
 
     Attributes:
@@ -292,7 +296,7 @@ class Placement:
         sparse: those whose gradients are sparse, with their number of sparse dimensions; gathered, in no bucket.
         densified: those whose gradients are sparse but travel dense, in a bucket; with their number of sparse dimensions.
         buckets: in launch order.
-        bucket_of, slot_of: the bucket of each parameter and its place in it, or None.
+        bucket_of, entry_of: the bucket of each parameter and its place in it, or None.
     """
 
     def __init__(
@@ -323,24 +327,24 @@ class Placement:
         self.names.append(name)
         self.parameters.append(parameter)
         self.bucket_of.append(None)
-        self.slot_of.append(None)
+        self.entry_of.append(None)
         return index
 
     def has(self, index: int) -> bool:
         """True if the parameter has a place."""
         return index in self.sparse or self.bucket_of[index] is not None
 
-    def facts(self, fresh: Sequence[int], last_fire: Sequence[int] | None) -> torch.Tensor:
+    def facts(self, fresh: Sequence[int], last_arrival: Sequence[int] | None) -> torch.Tensor:
         """What a rank adds to the ranks' sum about parameters without a place, [3, n], for :meth:`extend`.
 
         Args:
-            last_fire: of all parameters, on the leader: places in its sequence of gradients.
+            last_arrival: of all parameters, on the leader: places in its sequence of gradients.
         """
         facts = torch.zeros(3, len(fresh), dtype=torch.float64)
         for column, index in enumerate(fresh):
             gradient = self.parameters[index].grad
-            if last_fire is not None:
-                facts[0, column] = last_fire[index]
+            if last_arrival is not None:
+                facts[0, column] = last_arrival[index]
             if gradient is not None and gradient.is_sparse:
                 facts[1, column] = 1
                 facts[2, column] = gradient.sparse_dim()
@@ -351,9 +355,9 @@ class Placement:
     ) -> tuple[list[int], list[int]]:
         """Takes parameters that are used for the first time into the order; returns the dense ones, in order, and the sparse ones.
 
-        The order is the leader's. What did not fire there comes last, later layers first.
+        The order is the leader's. What has no gradient there comes last, later layers first.
         """
-        last_fire, sparse_ranks, sparse_dims = facts
+        last_arrival, sparse_ranks, sparse_dims = facts
         dims = {
             index: round(total / ranks)
             for index, ranks, total in zip(fresh, sparse_ranks, sparse_dims)
@@ -364,8 +368,10 @@ class Placement:
             dims = {}
         self.sparse.update(dims)
         never = float("inf")
-        fires = sorted((last or never, -index) for index, last in zip(fresh, last_fire) if index not in dims)
-        dense = [-negative for _, negative in fires]
+        accumulations = sorted(
+            (last or never, -index) for index, last in zip(fresh, last_arrival) if index not in dims
+        )
+        dense = [-negative for _, negative in accumulations]
         self.order.extend(dense)
         return dense, list(dims)
 
@@ -379,11 +385,11 @@ class Placement:
             groups = [[known[id(one)] for one in group if id(one) in known] for group in self.groups]
         self.buckets: list[Bucket] = lay_out(self.order, self.parameters, self.cap_bytes, groups)
         self.bucket_of: list[Bucket | None] = [None] * len(self.parameters)
-        self.slot_of: list[Slot | None] = [None] * len(self.parameters)
+        self.entry_of: list[GradientEntry | None] = [None] * len(self.parameters)
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                self.bucket_of[slot.index] = bucket
-                self.slot_of[slot.index] = slot
+            for entry in bucket.entries:
+                self.bucket_of[entry.index] = bucket
+                self.entry_of[entry.index] = entry
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as plain data, by name."""

@@ -42,7 +42,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
 
 
 @dataclass
-class Flight:
+class Work:
     """A bucket on its way: ``wire`` travels, and is written back to ``flat`` on arrival."""
 
     bucket: Bucket
@@ -53,7 +53,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Wire:
+class Communicator:
     """How tensors are reduced.
 
     Attributes:
@@ -101,16 +101,16 @@ class Wire:
             leave_own_part(parameter.grad, self.process_set, self.is_leader)
 
     def carries_words(self, bucket: Bucket) -> bool:
-        """True if control words, which are float32 and summed, can travel in the bucket's own storage."""
+        """True if control flags, which are float32 and summed, can travel in the bucket's own storage."""
         as_is = travels_as_is(bucket.dtype, self.compression)
         return self.linear and bucket.dtype is torch.float32 and as_is
 
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> Flight:
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches a bucket's allreduce."""
         wire, context = encode(flat, self.compression)
-        return Flight(bucket, self._allreduce(wire, f"bucket.{bucket.position}"), flat, wire, context)
+        return Work(bucket, self._allreduce(wire, f"bucket.{bucket.position}"), flat, wire, context)
 
-    def receive(self, flight: Flight) -> None:
+    def receive(self, flight: Work) -> None:
         """Waits for a bucket's allreduce."""
         wait(flight.handle, f"{self.name}.bucket.{flight.bucket.position}", GRADIENTS)
         with torch.no_grad():
@@ -153,7 +153,7 @@ class Wire:
         return handle
 
 
-# Wire formats: what a bucket looks like while it travels.
+# Communicator formats: what a bucket looks like while it travels.
 #
 # Horovod's ``Compression.none`` and ``Compression.fp16`` (and any class with their two static methods) apply to whole buckets.
 # On top of that every dtype that Horovod cannot reduce is given one that it can: bfloat16 travels as float32, complex numbers
@@ -244,9 +244,9 @@ def adasum_step(
         named_parameters: all parameters, in the same order on every rank.
         local_step: the wrapped optimizer's own step on this rank's gradients; its result is returned.
     """
-    words = torch.tensor([float(parameter.grad is not None) for _, parameter in named_parameters])
+    flags = torch.tensor([float(parameter.grad is not None) for _, parameter in named_parameters])
     used = mpi_ops.synchronize(
-        mpi_ops.allreduce_async_(words, name=f"hvd_ckpt.{identity}.adasum.words", op=Sum)
+        mpi_ops.allreduce_async_(flags, name=f"hvd_ckpt.{identity}.adasum.flags", op=Sum)
     ).tolist()
     moving = [(name, parameter) for (name, parameter), ranks in zip(named_parameters, used) if ranks]
     with torch.no_grad():

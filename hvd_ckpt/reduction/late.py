@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters
-from hvd_ckpt.reduction.buckets import Bucket, Placement, Slot
-from hvd_ckpt.reduction.communicator import Wire, empty_sparse_like
+from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, GradientEntry
+from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
-# The meeting: what ranks tell each other when something has changed that buckets cannot express.
+# The resynchronization: what ranks tell each other when something has changed that buckets cannot express.
 #
 # A rank that has new parameters, whose model was converted to another dtype or device, or whose gradients were replaced by hand
-# while in flight, asks for a meeting through a control word. All ranks then gather their reports and either go on in the same
-# way or raise the same error.
+# while in flight, asks for it through a control flag. All ranks then gather their reports and either continue in the same way or
+# raise the same error.
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Report:
     """What one rank has to say.
 
     Attributes:
-        wanted: this rank asks for the meeting.
+        wanted: this rank asks for the resynchronization.
         error: a sentence that must be raised on every rank.
         void: names of parameters whose bucket was sent empty, because the model was converted.
         replaced: names of parameters whose gradient was replaced by hand while its bucket was in flight.
@@ -39,7 +39,7 @@ class Report:
     used: list[bool] = field(default_factory=list)
 
 
-class Meeting:
+class Resynchronization:
     """The reports of all ranks, in rank order."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
@@ -81,31 +81,31 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class SingleReductions:
-    """Reduces gradients of a placement one by one. Every rank calls the same methods with the same indices.
+class UnbucketedGradients:
+    """Reduces gradients of a assignment one by one. Every rank calls the same methods with the same indices.
 
     Attributes:
-        placement, wire: the parameters, and how tensors reach the other ranks.
+        assignment, wire: the parameters, and how tensors reach the other ranks.
         done: takes the name of each parameter that is reduced.
     """
 
-    placement: Placement
-    wire: Wire
+    assignment: BucketAssignment
+    wire: Communicator
     done: list[str]
 
     def reduce(self, index: int) -> None:
         """Reduces one dense gradient; a missing one counts as zero."""
-        parameter = self.placement.parameters[index]
+        parameter = self.assignment.parameters[index]
         self.wire.leave_own_part(parameter)
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         reduced = self._reduced(index, gradient)
-        dims = self.placement.densified.get(index)
+        dims = self.assignment.densified.get(index)
         parameter.grad = reduced if dims is None else reduced.to_sparse(dims)
 
     def add_late_parts(self, late: Sequence[int], parts: Mapping[int, torch.Tensor]) -> None:
         """Reduces what came after a bucket had left, and adds it: averaging is linear."""
         for index in late:
-            parameter = self.placement.parameters[index]
+            parameter = self.assignment.parameters[index]
             part = parts.get(index)
             reduced = self._reduced(index, torch.zeros_like(parameter) if part is None else part)
             if parameter.grad is None:
@@ -117,8 +117,8 @@ class SingleReductions:
     def reduce_sparse(self, indices: Sequence[int]) -> None:
         """Gathers sparse gradients, in the order of the indices; a missing one counts as empty."""
         for index in sorted(indices):
-            parameter = self.placement.parameters[index]
-            sparse_dim = self.placement.sparse[index]
+            parameter = self.assignment.parameters[index]
+            sparse_dim = self.assignment.sparse[index]
             self.wire.leave_own_part(parameter)
             gradient = parameter.grad
             if gradient is None:
@@ -126,10 +126,10 @@ class SingleReductions:
             elif gradient.layout is torch.strided:
                 gradient = gradient.to_sparse(sparse_dim)
             parameter.grad = self.wire.reduce_sparse(index, gradient)
-            self.done.append(self.placement.names[index])
+            self.done.append(self.assignment.names[index])
 
     def _reduced(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        self.done.append(self.placement.names[index])
+        self.done.append(self.assignment.names[index])
         return self.wire.reduce_single(index, gradient)
 
 
@@ -141,7 +141,7 @@ class SingleReductions:
 
 
 @dataclass(frozen=True)
-class HiddenGradients:
+class ModifiedGradients:
     """Parameters whose ``grad`` is not the view into their bucket for a reason that the reducer knows.
 
     Attributes:
@@ -155,31 +155,31 @@ class HiddenGradients:
     cleared: Set[int]
 
 
-def find_changes(placement: Placement, hidden: HiddenGradients) -> tuple[list[int], str | None]:
+def find_changes(assignment: BucketAssignment, hidden: ModifiedGradients) -> tuple[list[int], str | None]:
     """The parameters whose gradient was replaced or dropped in flight, and an error if one was changed in place."""
     replaced: list[int] = []
     error = None
-    for bucket in placement.buckets:
+    for bucket in assignment.buckets:
         if not bucket.launched or bucket.void:
             continue
         if bucket.flat is not None and bucket.flat._version != bucket.version:
-            first, last = (placement.names[slot.index] for slot in (bucket.slots[0], bucket.slots[-1]))
+            first, last = (assignment.names[entry.index] for entry in (bucket.entries[0], bucket.entries[-1]))
             error = (
                 f"a gradient was changed in place between backward() and synchronize(), while it was being reduced "
                 f"(one of '{first}' to '{last}'); to clip, call hvd_ckpt.clip_grad_norm_ in place of torch's; for other changes "
                 f"call optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
             )
-        replaced.extend(slot.index for slot in bucket.slots if _is_replaced(slot, bucket, hidden))
+        replaced.extend(entry.index for entry in bucket.entries if _is_replaced(entry, bucket, hidden))
     return replaced, error
 
 
-def _is_replaced(slot: Slot, bucket: Bucket, hidden: HiddenGradients) -> bool:
-    if slot.index in hidden.cleared:
+def _is_replaced(entry: GradientEntry, bucket: Bucket, hidden: ModifiedGradients) -> bool:
+    if entry.index in hidden.cleared:
         return True
-    if slot.is_home() or slot.index in hidden.late:
+    if entry.is_home() or entry.index in hidden.late:
         return False
-    gradient = slot.parameter.grad
+    gradient = entry.parameter.grad
     if gradient is None:
-        return slot.filled and slot.index not in hidden.diverted
-    same_kind = slot.parameter.dtype is bucket.dtype  # else the model was converted, and its gradients moved
-    return bool(slot.numel) and same_kind and not slot.holds(gradient)
+        return entry.filled and entry.index not in hidden.diverted
+    same_kind = entry.parameter.dtype is bucket.dtype  # else the model was converted, and its gradients moved
+    return bool(entry.numel) and same_kind and not entry.holds(gradient)

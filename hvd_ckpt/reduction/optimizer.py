@@ -86,9 +86,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _gradients_since(self) -> bool:
         """Whether any rank has had new gradients since the last synchronization: a second one need not reduce again."""
         assert self._reducer is not None
-        word = torch.tensor([float(self._reducer.active)])
+        flag = torch.tensor([float(self._reducer.active)])
         name = f"hvd_ckpt.{self._identity}.again"
-        handle = mpi_ops.allreduce_async_(word, name=name, op=Sum, process_set=self._process_set)
+        handle = mpi_ops.allreduce_async_(flag, name=name, op=Sum, process_set=self._process_set)
         return bool(mpi_ops.synchronize(handle).item() > 0)
 
     @contextmanager
@@ -170,7 +170,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         reducer.take_turn()
         reducer.hook_parameters()
         adasum_step(
-            list(zip(reducer.placement.names, reducer.placement.parameters)),
+            list(zip(reducer.assignment.names, reducer.assignment.parameters)),
             lambda: self._local_step(None),
             self._identity,
             self._compression,

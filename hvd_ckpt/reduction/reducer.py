@@ -4,17 +4,17 @@ The protocol, which every rank follows whatever its own gradients do:
 
 * Bucket *i* + 1 is never launched before bucket *i*. In the backward pass a rank launches as far as its gradients are
   final; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in the same order.
-* The last bucket leaves in ``synchronize()`` and carries control words: for each parameter whether it is used, and
-  whether a gradient came late; one word by which a rank asks for a meeting (:mod:`.meeting`); and one that is the caller's
-  own (:attr:`Reducer.notice`). They travel in the bucket's own storage where that is float32, uncompressed and summed, and as
+* The last bucket leaves in ``synchronize()`` and carries control flags: for each parameter whether it is used and whether a
+  gradient came late, one by which a rank asks for a resynchronization (:mod:`.late`), and one for the caller
+  (:attr:`Reducer.notice`). They travel in the bucket's own storage where that is float32, uncompressed and summed, and as
   a reduction of their own otherwise.
-* After the control words all ranks know the same, and go through the rest together: late parts, sparse gradients,
-  the meeting, parameters that are used for the first time.
+* After the control flags all ranks know the same, and go through the rest together: late parts, sparse gradients,
+  the resynchronization, parameters that are used for the first time.
 
-The first step has no buckets: it learns in which order gradients become final on rank 0, places the parameters, and
-reduces at the end. A parameter gets a place when it is first used, so an unused one costs nothing and keeps
-``grad is None``. Within a step everything but a meeting and sparse gradients is an allreduce (nothing is broadcast), so
-ranks that have called ``join()`` can be absent.
+The first step has no buckets: it learns in which order gradients become ready on rank 0, assigns the parameters to buckets, and
+reduces at the end. A parameter is assigned when it is first used, so an unused one costs nothing and keeps ``grad is None``.
+Within a step everything but a resynchronization and sparse gradients is an allreduce (nothing is broadcast), so ranks that have
+called ``join()`` can be absent.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction.accumulation import FireCounts, GradientHooks
+from hvd_ckpt.reduction.accumulation import AccumulationCounts, GradientHooks
 from hvd_ckpt.reduction.agreement import ParameterFacts
-from hvd_ckpt.reduction.buckets import Bucket, Placement
-from hvd_ckpt.reduction.communicator import Flight, Wire
-from hvd_ckpt.reduction.late import HiddenGradients, Meeting, Report, SingleReductions, find_changes
+from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
+from hvd_ckpt.reduction.communicator import Communicator, Work
+from hvd_ckpt.reduction.late import (
+    ModifiedGradients,
+    Report,
+    Resynchronization,
+    UnbucketedGradients,
+    find_changes,
+)
 from hvd_ckpt.reduction.ownership import TurnTaker
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 
 class Reducer(TurnTaker):
-    """Reduces the gradients of all parameters of a placement, once per call of :meth:`synchronize`.
+    """Reduces the gradients of all parameters of a assignment, once per call of :meth:`synchronize`.
 
     Args:
-        placement: the parameters, the same on every rank and in the same order; frozen ones included.
+        assignment: the parameters, the same on every rank and in the same order; frozen ones included.
         wire: how tensors are reduced.
         identity: a number that no other live optimizer on these ranks has.
         sparse_as_dense: reduce sparse gradients in buckets.
@@ -53,18 +59,23 @@ class Reducer(TurnTaker):
     """
 
     def __init__(
-        self, placement: Placement, wire: Wire, identity: int, sparse_as_dense: bool, keep_buckets: bool
+        self,
+        assignment: BucketAssignment,
+        wire: Communicator,
+        identity: int,
+        sparse_as_dense: bool,
+        keep_buckets: bool,
     ) -> None:
-        self.placement = placement
+        self.assignment = assignment
         self.stats = ReductionStats()
         self.active = False
         self.notice = self.noticed = False
-        self._wire = wire
+        self._communicator = wire
         self.rename(identity, generation=0)
         self._sparse_as_dense = sparse_as_dense
         self._keep_buckets = keep_buckets
-        self._counts = FireCounts(len(placement.parameters))
-        self._known = len(placement.parameters)  # parameters whose facts all ranks have compared
+        self._counts = AccumulationCounts(len(assignment.parameters))
+        self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
         self._shared: set[int] = set()  # parameters that optimizers take turns with
         self._late: set[int] = set()
@@ -72,11 +83,11 @@ class Reducer(TurnTaker):
         self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
         self._late_parts: dict[int, torch.Tensor] = {}
         self._departed: set[int] = set()  # parameters whose bucket has left
-        self._flights: list[Flight] = []
+        self._in_flight: list[Work] = []
         self._next = 0
         self._step = StepStats()
         self._report = Report()
-        self._hooks = GradientHooks(self, placement.parameters, self._departed)
+        self._hooks = GradientHooks(self, assignment.parameters, self._departed)
         self._watch_sums()
 
     # ---------------------------------------------------------------------------------- parameters come and go
@@ -88,7 +99,7 @@ class Reducer(TurnTaker):
     def add_parameters(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Takes in parameters added to the optimizer; the ranks compare them at the next synchronization."""
         for name, parameter in named_parameters:
-            index = self.placement.add(name, parameter)
+            index = self.assignment.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
                 self._hooks.add([index])
@@ -98,14 +109,14 @@ class Reducer(TurnTaker):
 
     def before_accumulation(self, index: int) -> None:
         """Keeps a late gradient out of the buffer in flight: it goes to a fresh tensor. Keeps what is summed already, too."""
-        self._wire.keep_sum(self.placement.parameters[index])
-        bucket = self.placement.bucket_of[index]
+        self._communicator.keep_sum(self.assignment.parameters[index])
+        bucket = self.assignment.bucket_of[index]
         if bucket is None or not bucket.launched or index in self._diverted or index in self._cleared:
             return
         with self._lock:
-            slot, parameter = self.placement.slot_of[index], self.placement.parameters[index]
-            assert slot is not None
-            if slot.filled and (parameter.grad is None or not slot.holds(parameter.grad)):
+            entry, parameter = self.assignment.entry_of[index], self.assignment.parameters[index]
+            assert entry is not None
+            if entry.filled and (parameter.grad is None or not entry.holds(parameter.grad)):
                 self._cleared.add(index)
             else:
                 self._diverted.add(index)
@@ -115,25 +126,25 @@ class Reducer(TurnTaker):
         """Counts the accumulation and launches what has become final."""
         with self._lock:
             self.active = True
-            fired = self._counts.fire(index)
-            bucket, slot = self.placement.bucket_of[index], self.placement.slot_of[index]
-            if bucket is None or slot is None:
+            arrived = self._counts.count(index)
+            bucket, entry = self.assignment.bucket_of[index], self.assignment.entry_of[index]
+            if bucket is None or entry is None:
                 return
             if bucket.launched:
                 if index not in self._cleared:
                     self._late.add(index)
-            elif fired == self._counts.expected[index]:
+            elif arrived == self._counts.expected[index]:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._complete(bucket)
-            elif fired == 1:
+            elif arrived == 1:
                 # More parts are to come: accumulate them in the bucket rather than beside it.
-                bucket.adopt(slot)
+                bucket.adopt(entry)
 
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of the bucket have arrived: launch what can leave, and keep it in its storage if it cannot."""
-        buckets = self.placement.buckets
-        may_leave = self._counts.learned and self._wire.linear
+        buckets = self.assignment.buckets
+        may_leave = self._counts.learned and self._communicator.linear
         while may_leave and self._next < len(buckets) - 1 and buckets[self._next].waiting == 0:
             if buckets[self._next].has_graph():
                 break
@@ -150,15 +161,15 @@ class Reducer(TurnTaker):
 
     def _watch_sums(self) -> None:
         """Hears of gradients before more is added to what is summed already, where this rank must not bring it again."""
-        if self._wire.sums_once and not self._wire.is_leader:
-            self._departed.update(range(len(self.placement.parameters)))
+        if self._communicator.sums_once and not self._communicator.is_leader:
+            self._departed.update(range(len(self.assignment.parameters)))
 
     def lose(self, indices: Sequence[int]) -> None:
         """Parameters belong to another optimizer now; taken back, their buckets leave in :meth:`synchronize`."""
         with self._lock:
             self._shared.update(indices)
             self._counts.forget(indices)
-            self.active = any(self._counts.fired)
+            self.active = any(self._counts.arrived)
             self._prepare_buckets()
 
     def have_alone(self) -> None:
@@ -167,7 +178,7 @@ class Reducer(TurnTaker):
 
     def settle(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
-        if self._sum(torch.tensor([float(bool(self._flights))]), "settle")[0] > 0:
+        if self._sum(torch.tensor([float(bool(self._in_flight))]), "settle")[0] > 0:
             self.synchronize()
 
     # ---------------------------------------------------------------------------------- synchronization
@@ -187,74 +198,74 @@ class Reducer(TurnTaker):
             raise
 
     def _synchronize(self) -> None:
-        placement = self.placement
+        assignment = self.assignment
         self._hooks.attach()
-        hidden = HiddenGradients(self._late, self._diverted, self._cleared)
-        replaced, self._report.error = find_changes(placement, hidden)
+        hidden = ModifiedGradients(self._late, self._diverted, self._cleared)
+        replaced, self._report.error = find_changes(assignment, hidden)
         self._report.wanted |= self._report.error is not None
-        self._report.wanted |= bool(replaced) or len(placement.parameters) != self._known
-        words = self._reduce_buckets()
+        self._report.wanted |= bool(replaced) or len(assignment.parameters) != self._known
+        flags = self._reduce_buckets()
 
         count = self._known
-        self.noticed, self.notice = words[2 * count + 1] > 0, False
-        used = [index for index, word in enumerate(words[:count]) if word > 0]
-        late = [index for index, word in enumerate(words[count : 2 * count]) if word > 0]
+        self.noticed, self.notice = flags[2 * count + 1] > 0, False
+        used = [index for index, flag in enumerate(flags[:count]) if flag > 0]
+        late = [index for index, flag in enumerate(flags[count : 2 * count]) if flag > 0]
         self._hand_out(set(used), keep=set(replaced))
-        self._singles.add_late_parts(late, self._late_parts)
-        self._singles.reduce_sparse([index for index in used if index in placement.sparse])
-        if words[2 * count] > 0:
-            used = self._meet(replaced)
-        self._place([index for index in used if not placement.has(index)])
-        self._wire.remember_sums(placement.parameters[index] for index in used)
-        self._step.late_gradients = [placement.names[index] for index in late]
+        self._unbucketed.add_late_parts(late, self._late_parts)
+        self._unbucketed.reduce_sparse([index for index in used if index in assignment.sparse])
+        if flags[2 * count] > 0:
+            used = self._resynchronize(replaced)
+        self._place([index for index in used if not assignment.has(index)])
+        self._communicator.remember_sums(assignment.parameters[index] for index in used)
+        self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)
 
     def _reduce_buckets(self) -> list[float]:
-        """Launches the buckets that have not left yet, waits for all, and returns the summed control words."""
-        buckets = self.placement.buckets
+        """Launches the buckets that have not left yet, waits for all, and returns the summed control flags."""
+        buckets = self.assignment.buckets
         while self._next < len(buckets) - 1:
             self._launch()
-        riding = bool(buckets) and buckets[-1].words > 0
+        riding = bool(buckets) and buckets[-1].flags > 0
         if buckets:
             self._launch(with_words=riding)
         if riding:
             return self._arrive()
-        words: list[float] = self._sum(self._control_words(), "words")
+        flags: list[float] = self._sum(self._control_flags(), "flags")
         self._arrive()
-        return words
+        return flags
 
-    def _control_words(self) -> torch.Tensor:
-        """This rank's words, float32: [is used] * n + [has a late gradient] * n + [wants a meeting] + [has a notice]."""
+    def _control_flags(self) -> torch.Tensor:
+        """This rank's flags, float32: [is used] * n + [has a late gradient] * n + [wants a resynchronization] + [has a notice]."""
         count = self._known
-        words = [float(parameter.grad is not None) for parameter in self.placement.parameters[:count]]
-        words.extend([0.0] * (count + 2))
+        flags = [float(parameter.grad is not None) for parameter in self.assignment.parameters[:count]]
+        flags.extend([0.0] * (count + 2))
         for index in self._diverted:  # their gradients are in flight, but hidden from ``grad``
-            words[index] = 1.0
+            flags[index] = 1.0
         for index in self._late:
-            words[count + index] = 1.0
-        words[2 * count] = float(self._report.wanted)
-        words[2 * count + 1] = float(self.notice)
-        return torch.tensor(words, dtype=torch.float32)
+            flags[count + index] = 1.0
+        flags[2 * count] = float(self._report.wanted)
+        flags[2 * count + 1] = float(self.notice)
+        return torch.tensor(flags, dtype=torch.float32)
 
     def _launch(self, with_words: bool = False) -> None:
         """Fills the next bucket and sends it on its way."""
-        bucket = self.placement.buckets[self._next]
+        bucket = self.assignment.buckets[self._next]
         bucket.void = not bucket.fits_parameters()
         if bucket.void:
             # The model has been converted since. The other ranks (which should find the same) still expect this
-            # bucket; its true gradients are reduced after the meeting that this asks for.
+            # bucket; its true gradients are reduced after the resynchronization that this asks for.
             self._report.wanted = True
-            self._report.void.extend(self.placement.names[slot.index] for slot in bucket.slots)
-            flat = torch.zeros(bucket.numel + bucket.words, dtype=bucket.dtype, device=bucket.device)
+            self._report.void.extend(self.assignment.names[entry.index] for entry in bucket.entries)
+            flat = torch.zeros(bucket.numel + bucket.flags, dtype=bucket.dtype, device=bucket.device)
         else:
-            for slot in bucket.slots if self._wire.sums_once else ():
-                self._wire.leave_own_part(slot.parameter)
+            for entry in bucket.entries if self._communicator.sums_once else ():
+                self._communicator.leave_own_part(entry.parameter)
             flat = bucket.gather()
-        if bucket.words:
+        if bucket.flags:
             with torch.no_grad():
                 tail = flat[bucket.numel :]
-                tail.copy_(self._control_words()) if with_words else tail.zero_()
-        self._flights.append(self._wire.send(bucket, flat))
+                tail.copy_(self._control_flags()) if with_words else tail.zero_()
+        self._in_flight.append(self._communicator.send(bucket, flat))
         bucket.launched = True
         self._departed.update(bucket.indices)
         bucket.version = flat._version
@@ -262,24 +273,24 @@ class Reducer(TurnTaker):
         self._next += 1
 
     def _arrive(self) -> list[float]:
-        """Waits for all buckets, in order; returns the control words if the last one carried them."""
-        words: list[float] = []
-        while self._flights:
-            flight = self._flights.pop(0)
-            self._wire.receive(flight)
-            if flight.bucket.words:
-                words = flight.flat[flight.bucket.numel :].tolist()
-        return words
+        """Waits for all buckets, in order; returns the control flags if the last one carried them."""
+        flags: list[float] = []
+        while self._in_flight:
+            flight = self._in_flight.pop(0)
+            self._communicator.receive(flight)
+            if flight.bucket.flags:
+                flags = flight.flat[flight.bucket.numel :].tolist()
+        return flags
 
     def _hand_out(self, used: set[int], keep: set[int]) -> None:
         """Makes each ``grad``, but for those to ``keep``, what has arrived in its bucket; puts late parts aside."""
-        usual = not (self._late or keep or self.placement.densified)
-        for bucket in self.placement.buckets:
+        usual = not (self._late or keep or self.assignment.densified)
+        for bucket in self.assignment.buckets:
             if bucket.void:
                 continue
-            for slot in bucket.slots:
-                index, parameter = slot.index, slot.parameter
-                if usual and index in used and slot.is_home():
+            for entry in bucket.entries:
+                index, parameter = entry.index, entry.parameter
+                if usual and index in used and entry.is_home():
                     continue
                 gradient = parameter.grad
                 if index in self._late and gradient is not None:
@@ -288,21 +299,21 @@ class Reducer(TurnTaker):
                     continue
                 if index not in used:
                     parameter.grad = None
-                elif index in self.placement.densified:
-                    parameter.grad = bucket.view(slot).to_sparse(self.placement.densified[index])
-                elif gradient is None or gradient is not slot.view or not slot.holds(gradient):
+                elif index in self.assignment.densified:
+                    parameter.grad = bucket.view(entry).to_sparse(self.assignment.densified[index])
+                elif gradient is None or gradient is not entry.view or not entry.holds(gradient):
                     # Where the model was converted after the bucket had left, the gradient follows.
-                    parameter.grad = bucket.view(slot).to(dtype=parameter.dtype, device=parameter.device)
+                    parameter.grad = bucket.view(entry).to(dtype=parameter.dtype, device=parameter.device)
             if not self._keep_buckets:
                 bucket.free()
 
     @property
-    def _singles(self) -> SingleReductions:
-        return SingleReductions(self.placement, self._wire, self._step.single_reductions)
+    def _unbucketed(self) -> UnbucketedGradients:
+        return UnbucketedGradients(self.assignment, self._communicator, self._step.unbucketed_gradients)
 
     def _sum(self, values: torch.Tensor, what: str) -> Any:
         self._step.control_messages += 1
-        return self._wire.sum(values, what)
+        return self._communicator.sum(values, what)
 
     # ---------------------------------------------------------------------------------- agreeing on something new
 
@@ -314,30 +325,32 @@ class Reducer(TurnTaker):
         """
         if not fresh:
             return
-        facts = self.placement.facts(fresh, self._counts.last_fire if self._wire.is_leader else None)
-        first = not self.placement.order
-        dense, sparse = self.placement.extend(fresh, self._sum(facts, "place"), self._sparse_as_dense)
-        self._singles.reduce_sparse(sparse)
+        facts = self.assignment.facts(
+            fresh, self._counts.last_arrival if self._communicator.is_leader else None
+        )
+        first = not self.assignment.order
+        dense, sparse = self.assignment.extend(fresh, self._sum(facts, "place"), self._sparse_as_dense)
+        self._unbucketed.reduce_sparse(sparse)
         if first:
             self._make_buckets()
-            while self._next < len(self.placement.buckets):
+            while self._next < len(self.assignment.buckets):
                 self._launch()
             self._arrive()
             self._hand_out(set(dense), keep=set())
         else:
             for index in dense:
-                self._singles.reduce(index)
+                self._unbucketed.reduce(index)
             self._make_buckets()
 
     def _make_buckets(self) -> None:
-        self.placement.make_buckets()
+        self.assignment.make_buckets()
         self._next = 0
-        if self.placement.buckets and self._wire.carries_words(self.placement.buckets[-1]):
-            self.placement.buckets[-1].words = 2 * self._known + 2
+        if self.assignment.buckets and self._communicator.carries_words(self.assignment.buckets[-1]):
+            self.assignment.buckets[-1].flags = 2 * self._known + 2
 
-    def _meet(self, replaced: Sequence[int]) -> list[int]:
+    def _resynchronize(self, replaced: Sequence[int]) -> list[int]:
         """All ranks compare what has changed, and raise or go on together; returns the parameters in use."""
-        names, parameters = self.placement.names, self.placement.parameters
+        names, parameters = self.assignment.names, self.assignment.parameters
         report = self._report
         facts = (ParameterFacts.of(name, parameter) for name, parameter in zip(names, parameters))
         report.table = [
@@ -345,18 +358,18 @@ class Reducer(TurnTaker):
         ]  # ranks may freeze differently
         report.replaced = [names[index] for index in replaced]
         report.used = [parameter.grad is not None for parameter in parameters]
-        meeting = Meeting(self._wire.gather(report, "meeting"))
-        meeting.check()
+        resynchronization = Resynchronization(self._communicator.gather(report, "resynchronization"))
+        resynchronization.check()
         self._known = len(parameters)
-        used = meeting.used()
+        used = resynchronization.used()
         for index, name in enumerate(names):
-            if name in meeting.to_reduce:
+            if name in resynchronization.to_reduce:
                 if used[index]:
-                    self._singles.reduce(index)
+                    self._unbucketed.reduce(index)
                 else:
                     parameters[index].grad = None
         self._make_buckets()
-        return [index for index, word in enumerate(used) if word]
+        return [index for index, flag in enumerate(used) if flag]
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -370,23 +383,23 @@ class Reducer(TurnTaker):
         self._diverted.clear()
         self._cleared.clear()
         self._late_parts.clear()
-        self._flights.clear()
+        self._in_flight.clear()
         self._departed.clear()
         self._watch_sums()
         self._next = 0
         self.active = False
-        for bucket in self.placement.buckets:
+        for bucket in self.assignment.buckets:
             bucket.launched = bucket.void = False
         self._prepare_buckets()
 
     def _prepare_buckets(self) -> None:
         """Sets what each bucket waits for; one of parameters that optimizers take turns with, for :meth:`synchronize`."""
-        for bucket in self.placement.buckets:
+        for bucket in self.assignment.buckets:
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
     def forget_step(self) -> None:
-        """Forgets the fires of a step whose gradients are reduced elsewhere."""
+        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
         self._end_step(learn=False)
 
     def abandon(self) -> None:
@@ -394,10 +407,10 @@ class Reducer(TurnTaker):
 
         What is in flight goes on in memory and under names that are not used again.
         """
-        for flight in self._flights:
+        for flight in self._in_flight:
             mpi_ops._handle_map.pop(flight.handle, None)
             flight.bucket.free()
-        for parameter in self.placement.parameters:
+        for parameter in self.assignment.parameters:
             parameter.grad = None
         self._generation += 1
         self.rename(self._identity, self._generation)
@@ -406,7 +419,7 @@ class Reducer(TurnTaker):
     def rename(self, identity: int, generation: int) -> None:
         """Names this optimizer's tensors; the same on every rank."""
         self._identity, self._generation = identity, generation
-        self._wire = dataclasses.replace(self._wire, name=f"hvd_ckpt.{identity}.{generation}")
+        self._communicator = dataclasses.replace(self._communicator, name=f"hvd_ckpt.{identity}.{generation}")
 
     @property
     def naming(self) -> tuple[int, int]:
@@ -416,13 +429,13 @@ class Reducer(TurnTaker):
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""
         self.abandon()
-        self.placement.forget()
-        self._counts = FireCounts(len(self.placement.parameters))
-        self._known = len(self.placement.parameters)
+        self.assignment.forget()
+        self._counts = AccumulationCounts(len(self.assignment.parameters))
+        self._known = len(self.assignment.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Order, layout and learned counts, as plain data; the counts are this rank's own."""
-        return {**self.placement.state_dict(), **self._counts.state_dict(self.placement.names)}
+        return {**self.assignment.state_dict(), **self._counts.state_dict(self.assignment.names)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up order, layout and counts, so that the next step is reduced as if training had never stopped.
@@ -430,14 +443,14 @@ class Reducer(TurnTaker):
         Raises:
             ValueError: the state names a parameter that is not here, or is of another version.
         """
-        self.placement.load_state_dict(state)
+        self.assignment.load_state_dict(state)
         self.abandon()
-        self._known = len(self.placement.parameters)
-        self._counts = FireCounts(self._known)
-        self._counts.load_state_dict(state, self.placement.names)
+        self._known = len(self.assignment.parameters)
+        self._counts = AccumulationCounts(self._known)
+        self._counts.load_state_dict(state, self.assignment.names)
         self._make_buckets()
         self._end_step(learn=False)
 
     def follow(self, state: dict[str, Any]) -> None:
         """Takes up another rank's order and layout, and keeps this rank's counts."""
-        self.load_state_dict({**state, **self._counts.state_dict(self.placement.names)})
+        self.load_state_dict({**state, **self._counts.state_dict(self.assignment.names)})

@@ -12,15 +12,15 @@ class StepStats:
     Attributes:
         launch_order: indices of the buckets, in the order in which this rank launched them.
         launches_in_backward: how many of them left before the backward pass was over.
-        late_gradients: names of the parameters that fired after their bucket had left (on any rank).
-        single_reductions: names of the tensors that were reduced outside the buckets (late parts, new or sparse parameters).
-        control_messages: reductions that carried control words alone.
+        late_gradients: names of the parameters that arrived after their bucket had left (on any rank).
+        unbucketed_gradients: names of the tensors that were reduced outside the buckets (late parts, new or sparse parameters).
+        control_messages: reductions that carried control flags alone.
     """
 
     launch_order: list[int] = field(default_factory=list)
     launches_in_backward: int = 0
     late_gradients: list[str] = field(default_factory=list)
-    single_reductions: list[str] = field(default_factory=list)
+    unbucketed_gradients: list[str] = field(default_factory=list)
     control_messages: int = 0
 
     @property
@@ -40,8 +40,8 @@ class ReductionStats:
         steps: completed synchronizations.
         launches: launches per bucket index since the start.
         launches_in_backward: launches that left before the backward pass was over, since the start.
-        late_gradients: parameters that fired after their bucket had left, since the start.
-        single_reductions: tensors reduced outside the buckets, since the start.
+        late_gradients: parameters that arrived after their bucket had left, since the start.
+        unbucketed_gradients: tensors reduced outside the buckets, since the start.
         last: the :class:`StepStats` of the last step.
     """
 
@@ -49,7 +49,7 @@ class ReductionStats:
     launches: dict[int, int] = field(default_factory=dict)
     launches_in_backward: int = 0
     late_gradients: int = 0
-    single_reductions: int = 0
+    unbucketed_gradients: int = 0
     last: StepStats = field(default_factory=StepStats)
 
     def close_step(self, step: StepStats) -> None:
@@ -59,5 +59,5 @@ class ReductionStats:
             self.launches[bucket] = self.launches.get(bucket, 0) + 1
         self.launches_in_backward += step.launches_in_backward
         self.late_gradients += len(step.late_gradients)
-        self.single_reductions += len(step.single_reductions)
+        self.unbucketed_gradients += len(step.unbucketed_gradients)
         self.last = step

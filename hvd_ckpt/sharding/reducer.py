@@ -153,7 +153,7 @@ class ShardReducer(TurnTaker):
         with self._lock:
             self.active = True
             self._flights.poll()
-            if not self._rounds.fire(index):
+            if not self._rounds.count(index):
                 return
             while ready := self._rounds.ready():
                 for _ in range(ready):
@@ -202,24 +202,24 @@ class ShardReducer(TurnTaker):
         pending = [index for index in range(count) if parameters[index].grad is not None]
         unsteady = bool(pending) or rounds.position < self._agreed
         self._go_on_to(self._agreed)
-        words = self._meet(unsteady)
-        states, needs, last_fires = (
-            words[:count],
-            words[count : count + len(groups)],
-            words[count + len(groups) : -4],
+        flags = self._resynchronize(unsteady)
+        states, needs, last_arrivals = (
+            flags[:count],
+            flags[count : count + len(groups)],
+            flags[count + len(groups) : -4],
         )
-        self.noticed, self.notice = words[-4] > 0, False
-        self._check_converted(round(words[-3]))
-        self._go_on_to(round(words[-2]))
+        self.noticed, self.notice = flags[-4] > 0, False
+        self._check_converted(round(flags[-3]))
+        self._go_on_to(round(flags[-2]))
         self._send_rest(needs)
         self._flights.land_all()
         used = [state > 0 for state in states]
         self._step.late_gradients = [name for name, state in zip(self._layout.names, states) if state == LATE]
         whole_rounds = max(1, rounds.position // max(1, len(rounds.order)))
         self._end_step(learn=True)
-        rounds.arrange(used, last_fires)
+        rounds.arrange(used, last_arrivals)
         self._agreed = whole_rounds * len(rounds.order)
-        self._may_wait = words[-1] == 0
+        self._may_wait = flags[-1] == 0
         self.used = [now or before for now, before in zip(used, self.used)]
 
     def _go_on_to(self, position: int) -> None:
@@ -229,10 +229,10 @@ class ShardReducer(TurnTaker):
             self._flights.make_room(group)
             self._launch(group)
 
-    def _meet(self, unsteady: bool) -> list[float]:
-        """Tells the ranks what this one knows; returns the greatest of each word.
+    def _resynchronize(self, unsteady: bool) -> list[float]:
+        """Tells the ranks what this one knows; returns the greatest of each flag.
 
-        The words: per parameter 0, USED or LATE; per group how many launches it needs; per group where it was completed on rank 0;
+        The flags: per parameter 0, USED or LATE; per group how many launches it needs; per group where it was completed on rank 0;
         has a notice; number of a parameter that was converted; position; had to launch in ``synchronize``.
         """
         rounds, layout = self._rounds, self._layout
@@ -248,11 +248,11 @@ class ShardReducer(TurnTaker):
             if last >= 0:
                 states[index] = LATE if last >= due else USED
         leads = self._exchange.rank == 0
-        last_fires = [float(leads and rounds.last_fire(group)) for group in layout.groups]
+        last_arrivals = [float(leads and rounds.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not self._packer.fits(index)]
         rest = [float(self.notice), float(max(converted, default=0)), float(rounds.position), float(unsteady)]
         self._step.control_messages += 1
-        return self._exchange.maximum(torch.tensor(states + needs + last_fires + rest), "words")
+        return self._exchange.maximum(torch.tensor(states + needs + last_arrivals + rest), "flags")
 
     def _check_converted(self, number: int) -> None:
         if number:
@@ -301,7 +301,7 @@ class ShardReducer(TurnTaker):
         self.active = False
 
     def forget_step(self) -> None:
-        """Forgets the fires of a step whose gradients are reduced elsewhere."""
+        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
         self._end_step(learn=False)
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """When does a group of gradients leave?
 
 A *round* sends each active group once, in one order that all ranks share; rounds follow one another. So what leaves in a step is
-one sequence, and each rank is at some position of it. A group is complete once every parameter that is expected to has fired as
+one sequence, and each rank is at some position of it. A group is complete once every parameter that is expected to has arrived as
 often as it does in a round. How often that is, is learned from the last steps.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hvd_ckpt.reduction.accumulation import FireCounts
+from hvd_ckpt.reduction.accumulation import AccumulationCounts
 from hvd_ckpt.sharding.layout import Group, Layout
 
 __all__ = ["Rounds"]
@@ -43,7 +43,7 @@ class Rounds:
     def set_passes(self, passes: int) -> None:
         """Another number of backward passes in a round, from the next step on."""
         self._passes = passes
-        if not any(self._fired):
+        if not any(self._arrived):
             self.begin_step()
 
     def reset(self) -> None:
@@ -51,15 +51,15 @@ class Rounds:
         groups = self._layout.groups
         self.order = [group.position for group in groups if group.requires_grad]
         self.ordered = False
-        self._counts = FireCounts(len(self._layout.parameters))
+        self._counts = AccumulationCounts(len(self._layout.parameters))
         self._idle = [0] * len(groups)
         self.begin_step()
 
     def grow(self) -> None:
         """The layout has grown. New groups become active when they are first used."""
-        fresh = len(self._layout.parameters) - len(self._fired)
+        fresh = len(self._layout.parameters) - len(self._arrived)
         self._counts.extend(fresh)
-        self._fired.extend([0] * fresh)
+        self._arrived.extend([0] * fresh)
         self._expected.extend([0] * fresh)
         for counts in (self.launched, self._idle, self._expecting, self._waiting):
             counts.extend([0] * (len(self._layout.groups) - len(counts)))
@@ -76,11 +76,11 @@ class Rounds:
 
     # ---------------------------------------------------------------------------------- in a step
 
-    def fire(self, index: int) -> bool:
+    def count(self, index: int) -> bool:
         """Counts one accumulation; returns whether the parameter's group is complete with it."""
-        self._counts.fire(index)
-        fired = self._fired[index] = self._fired[index] + 1
-        if fired != self._expected[index]:
+        self._counts.count(index)
+        arrived = self._arrived[index] = self._arrived[index] + 1
+        if arrived != self._expected[index]:
             return False
         position = self._layout.group_of[index].position
         self._waiting[position] -= 1
@@ -103,38 +103,38 @@ class Rounds:
         return self._layout.groups[self.order[self.position % len(self.order)]]
 
     def has_left(self, group: Group, in_sequence: bool) -> None:
-        """A group has been launched: what fires from now on belongs to its next round."""
+        """A group has been launched: what accumulations from now on belongs to its next round."""
         self.position += in_sequence
         self.launched[group.position] += 1
         self._waiting[group.position] = self._expecting[group.position]
         for index in group.indices:
-            self._fired[index] = 0
+            self._arrived[index] = 0
 
     @property
     def has_begun(self) -> bool:
         """A gradient has arrived in this step."""
-        return any(self._counts.fired)
+        return any(self._counts.arrived)
 
     @property
     def due(self) -> int:
-        """Rounds that this rank's backward passes should take: their number is the commonest one of fires."""
+        """Rounds that this rank's backward passes should take: their number is the commonest one of accumulations."""
         return max(1, -(-self._passes_done() // self._passes))
 
-    def last_fire(self, group: Group) -> int:
+    def last_arrival(self, group: Group) -> int:
         """Place of the group's last accumulation in this step's sequence of them, from 1; 0 if there was none."""
-        return max((self._counts.last_fire[index] for index in group.indices), default=0)
+        return max((self._counts.last_arrival[index] for index in group.indices), default=0)
 
     # ---------------------------------------------------------------------------------- between steps
 
     def _passes_done(self) -> int:
-        fires = Counter(fired for fired in self._counts.fired if fired)
-        return min(fires, key=lambda fired: (-fires[fired], fired), default=0)
+        accumulations = Counter(arrived for arrived in self._counts.arrived if arrived)
+        return min(accumulations, key=lambda arrived: (-accumulations[arrived], arrived), default=0)
 
     def close_step(self, learn: bool = True) -> None:
-        """Learns from this step's fires (unless told not to) and starts the next step."""
+        """Learns from this step's accumulations (unless told not to) and starts the next step."""
         done = self._passes_done()
         if done:
-            self._counts.fired = [fired // done for fired in self._counts.fired]
+            self._counts.arrived = [arrived // done for arrived in self._counts.arrived]
         self._counts.close_step(learn)
         self.begin_step()
 
@@ -143,7 +143,7 @@ class Rounds:
         layout = self._layout
         self.position = 0
         self.launched = [0] * len(layout.groups)
-        self._fired = [0] * len(layout.parameters)
+        self._arrived = [0] * len(layout.parameters)
         if self._counts.learned:
             self._expected = [count * self._passes for count in self._counts.expected]
         else:
@@ -155,12 +155,12 @@ class Rounds:
             self._expecting[position] += 1
         self._waiting = list(self._expecting)
 
-    def arrange(self, used: Sequence[bool], leaders_last_fires: Sequence[float]) -> None:
+    def arrange(self, used: Sequence[bool], leaders_last_arrivals: Sequence[float]) -> None:
         """Settles the order of the next step, from what all ranks know.
 
         Args:
             used: of each parameter, whether any rank had a gradient for it.
-            leaders_last_fires: :meth:`last_fire` of each group on rank 0.
+            leaders_last_arrivals: :meth:`last_arrival` of each group on rank 0.
         """
         active = set(self.order)
         any_used = any(used)
@@ -176,9 +176,9 @@ class Rounds:
                 self._idle[position] += any_used
                 if self._idle[position] >= IDLE_STEPS and position in active:
                     self.order.remove(position)
-        if not self.ordered and any(leaders_last_fires):
+        if not self.ordered and any(leaders_last_arrivals):
             never = float("inf")
-            self.order.sort(key=lambda position: leaders_last_fires[position] or never)
+            self.order.sort(key=lambda position: leaders_last_arrivals[position] or never)
             self.ordered = True
 
     # ---------------------------------------------------------------------------------- training state

@@ -31,7 +31,7 @@ def test_gradients_are_held_once() -> None:
     """Above one process: at most one bucket, in the first step and later ones."""
     alone_first, _ = peaks(distributed=False)
     first, later = peaks(distributed=True)
-    slack = BUCKET + BUCKET // 4  # the last bucket and its control words, activations
+    slack = BUCKET + BUCKET // 4  # the last bucket and its control flags, activations
     assert first <= alone_first + slack
     # Kept buckets are allocated before the measurement starts, so a later step allocates little beyond one bucket.
     assert later <= 2 * slack

@@ -87,7 +87,7 @@ def test_in_a_process_set() -> None:
     hc.remove_process_set(some)
 
 
-def test_empty_tensors_meet() -> None:
+def test_empty_tensors_resynchronize() -> None:
     nothing = [torch.empty(0), torch.empty(0, 2), torch.empty(0)]
     results = [
         *hc.grouped_allreduce(nothing, name="empty.reduced", op=hc.Sum),

@@ -186,7 +186,7 @@ class ForwardWithoutGrad:
 
 
 class ExplicitParameters:
-    """CheckpointFunction: the parameters are arguments, so a tied layer fires once per segment."""
+    """CheckpointFunction: the parameters are arguments, so a tied layer accumulations once per segment."""
 
     build = staticmethod(Tied.build)
 
@@ -380,7 +380,7 @@ def test_equals_one_process(case: Any, reentrant: bool) -> None:
             assert stats.last.launches_in_backward == len(stats.last.launch_order) - 1 >= 1
             assert stats.last.control_messages == 0
         if hc.size() > 1 and case is Frozen:  # unfrozen layers are in a bucket and waited for, as all others
-            assert stats.last.single_reductions == [] and stats.last.control_messages == 0
+            assert stats.last.unbucketed_gradients == [] and stats.last.control_messages == 0
 
 
 @pytest.mark.parametrize("clear", ["none", "zero", "model", "never"])
@@ -460,10 +460,10 @@ def test_late_gradients_heal_and_are_learned(reentrant: bool) -> None:
     if hc.size() == 1:
         pytest.skip("one rank reduces nothing")
     stats = check(make(LateOnOneRank, reentrant, steps=4), bucket_cap_mb=MANY_BUCKETS).reduction_stats
-    assert stats.last.late_gradients == ["5.0.weight", "5.0.bias"] == stats.last.single_reductions
+    assert stats.last.late_gradients == ["5.0.weight", "5.0.bias"] == stats.last.unbucketed_gradients
     stats = check(make(LateOnOneRank, reentrant, steps=5), bucket_cap_mb=MANY_BUCKETS).reduction_stats
     assert stats.late_gradients == 2
-    assert stats.last.late_gradients == [] == stats.last.single_reductions
+    assert stats.last.late_gradients == [] == stats.last.unbucketed_gradients
 
 
 def test_unused_parameter_keeps_no_gradient_and_no_storage() -> None:

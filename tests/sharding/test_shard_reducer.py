@@ -71,7 +71,7 @@ def train_split(scenario: Scenario, **options: Any) -> tuple[nn.Module, Any, lis
 
 
 class Tied(nn.Module):
-    """One layer used in three segments: its hook fires once per segment when they are recomputed by the reentrant variant."""
+    """One layer used in three segments: it accumulates once per segment when they are recomputed by the reentrant variant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class MeetInBackward(torch.autograd.Function):
         return gradient, None
 
 
-class Meeting(nn.Module):
+class Resynchronization(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
@@ -266,7 +266,7 @@ def test_no_hang_where_the_backward_pass_has_other_collectives(monkeypatch: pyte
     """A rank that leaves a layer out sends nothing until the end, and the others must meet it before."""
     monkeypatch.setattr("hvd_ckpt.sharding.flights.PATIENCE_SECONDS", 0.2)
     torch.manual_seed(7)
-    model = Meeting()
+    model = Resynchronization()
     optimizer = split(model)
     for step in range(3):
         model.left_out = 3 if step == 1 and hc.rank() == 0 else None
