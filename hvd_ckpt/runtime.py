@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt import stall, uncaught
+from hvd_ckpt import uncaught, watchdog
 from hvd_ckpt.environment import check_environment, whole_in
 from hvd_ckpt.install.extras import explain_import_error
 
@@ -106,7 +106,7 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     """
     uncaught.install()
     if stall_timeout is not None:
-        stall.check_timeout(stall_timeout)
+        watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
         _watch(stall_timeout)
         return
@@ -139,9 +139,9 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
 
 
 def _watch(stall_timeout: float | None) -> None:
-    stall.watch(stall_timeout)
-    if stall_timeout is not None and not stall.have_met():
-        stall.meet()
+    watchdog.watch(stall_timeout)
+    if stall_timeout is not None and not watchdog.have_met():
+        watchdog.meet()
 
 
 def repeatable() -> bool:

@@ -25,9 +25,9 @@ import horovod
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt import stall
+from hvd_ckpt import watchdog
+from hvd_ckpt.hosts import host_name
 from hvd_ckpt.launchers import launched_rank
-from hvd_ckpt.peers import host_name
 
 __all__ = ["install"]
 
@@ -69,7 +69,7 @@ def _line_for(error: Exception, trace: TracebackType | None) -> str:
     if getattr(error, "raised_elsewhere", False):
         return f"{_who()}: ended with the others: {text}"
     if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
-        lost = stall.lost_hosts()
+        lost = watchdog.lost_hosts()
         reason = lost or ("" if "has been shut down" in text else text)
         return (
             f"{_who()}: ended{_place(trace)}, because another rank has ended or gone{reason and ': '}{reason}"

@@ -178,7 +178,7 @@ def run(config: Config) -> None:
     """
     import horovod.torch as hvd
 
-    from hvd_ckpt import runtime, stall
+    from hvd_ckpt import runtime, watchdog
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
     from hvd_ckpt.training.ending import leave, one_ending
@@ -187,7 +187,7 @@ def run(config: Config) -> None:
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with one_ending(Path(folder) if folder else None):
-        stall.end_with_parent()
+        watchdog.end_with_parent()
         try:
             runtime.init(stall_timeout=config.stall_timeout)
         except ValueError as error:  # of the environment, or Horovod's own

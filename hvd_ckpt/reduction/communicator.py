@@ -34,7 +34,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     Horovod's looks without a pause, on a core that the thread which does the work may need.
 
     Args:
-        name, awaited: of the tensor, and in words what is waited for: the watchdog (``stall``) reads them from the stack.
+        name, awaited: of the tensor, and in words what is waited for: the watchdog reads them from the stack.
     """
     while not mpi_ops.poll(handle):
         time.sleep(POLL_SECONDS)

@@ -17,7 +17,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.peers import host_name, ranks_text
+from hvd_ckpt.hosts import host_name, ranks_text
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.unmaterialized import is_absent
 

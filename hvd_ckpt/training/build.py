@@ -10,7 +10,7 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch import nn
 
-from hvd_ckpt import stall
+from hvd_ckpt import watchdog
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.images import open_images
@@ -99,7 +99,7 @@ def assemble(config: Config) -> Assembly:
     return Assembly(model, OBJECTIVES[entry.kind](), train, test)
 
 
-@stall.unlimited()
+@watchdog.unlimited()
 def assemble_in_turn(config: Config) -> Assembly:
     """:func:`assemble` on all ranks: the first of each machine encodes the text, the others find its tokens. Collective.
 
@@ -287,7 +287,7 @@ def apply_plan(
     return made, broadcast_from(text, 0, global_process_set, "hvd_ckpt.train.plan_text")
 
 
-@stall.unlimited()
+@watchdog.unlimited()
 def _make_plan(
     model: nn.Module, config: Config, train: Dataset, objective: Objective, device: torch.device
 ) -> Plan:

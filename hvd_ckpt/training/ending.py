@@ -18,9 +18,9 @@ from typing import NoReturn
 
 import horovod.torch as hvd
 
-from hvd_ckpt import stall
+from hvd_ckpt import watchdog
+from hvd_ckpt.hosts import host_name
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.peers import host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere
 from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.snapshots.reader import SnapshotError
@@ -67,7 +67,7 @@ def one_ending(folder: Path | None = None) -> Iterator[None]:
         _say(f"{_who()}: ended with the others: {error}")
         leave(1)
     except hvd.HorovodInternalError:
-        lost = stall.lost_hosts()
+        lost = watchdog.lost_hosts()
         _say(f"{_who()}: ended, because another rank has gone{': ' if lost else ''}{lost}")
         leave(1)
     except BaseException as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor
 
-from hvd_ckpt.peers import host_name
+from hvd_ckpt.hosts import host_name
 from hvd_ckpt.reduction.agreement import allgather_objects
 
 __all__ = ["CannotGoOn", "NonFiniteLoss", "Notice", "gather", "is_finite", "loss_fault", "stop_reason"]

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt import stall
-from hvd_ckpt.stall import end_with_parent
+from hvd_ckpt import watchdog
+from hvd_ckpt.watchdog import end_with_parent
 
 CASE = sys.argv[1]
 AT_STEP = 2
@@ -52,7 +52,7 @@ for step in range(100_000):
     if CASE == "orphans":
         time.sleep(0.05)
     if CASE == "alone" and step == AT_STEP:
-        stall.NOTICE_SECONDS = 1.0
+        watchdog.NOTICE_SECONDS = 1.0
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()

@@ -31,8 +31,8 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
+from hvd_ckpt.hosts import Peer, describe_silent, diagnose, host_name, silent_hosts
 from hvd_ckpt.launchers import has_broken, launched_rank, launcher_chain
-from hvd_ckpt.peers import Peer, describe_silent, diagnose, host_name, silent_hosts
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
@@ -196,7 +196,7 @@ def meet() -> None:
     with contextlib.suppress(
         hvd.HorovodInternalError
     ):  # of use to nobody yet; the next collective raises it again
-        _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.peers")
+        _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.hosts")
 
 
 def have_met() -> bool:

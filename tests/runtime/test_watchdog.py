@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 
-from hvd_ckpt import peers, stall
+from hvd_ckpt import hosts, watchdog
+from hvd_ckpt.hosts import Peer
 from hvd_ckpt.launchers import RANK_VARIABLES, has_broken, launcher_chain
-from hvd_ckpt.peers import Peer
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, "10", True, [1]])
 def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
     with pytest.raises(ValueError, match="stall_timeout must be a number of seconds above zero"):
-        stall.check_timeout(seconds)
+        watchdog.check_timeout(seconds)
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    preamble = "import threading, time, hvd_ckpt as hc\nfrom hvd_ckpt import stall\n"
+    preamble = "import threading, time, hvd_ckpt as hc\nfrom hvd_ckpt import watchdog\n"
     # MPI, once it runs in this process, tells its children a rank.
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return subprocess.run(
@@ -44,12 +44,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_long_wait_without_a_limit_is_announced_once() -> None:
     result = run("""
-        stall.NOTICE_SECONDS = 0.5
+        watchdog.NOTICE_SECONDS = 0.5
         hc.init()
-        stall._noted(time.sleep, "a test to end")(3.5)
-        with stall.unlimited():
-            stall._noted(time.sleep, "work")(2)
-        stall._noted(time.sleep, "another one")(2)
+        watchdog._noted(time.sleep, "a test to end")(3.5)
+        with watchdog.unlimited():
+            watchdog._noted(time.sleep, "work")(2)
+        watchdog._noted(time.sleep, "another one")(2)
     """)
     assert result.returncode == 0, result.stderr
     announced = re.findall(
@@ -63,12 +63,12 @@ def test_the_watchdog_is_one_thread_that_outlives_a_new_start() -> None:
         import torch
         from horovod.torch import mpi_ops
         hc.init()
-        assert threading.active_count() == 2 and stall._dog.timeout is None
+        assert threading.active_count() == 2 and watchdog._dog.timeout is None
         try:
             hc.init(stall_timeout=0)
         except ValueError as error:
             assert "not 0" in str(error)
-        assert not stall.end_with_parent()  # no launcher
+        assert not watchdog.end_with_parent()  # no launcher
         assert threading.active_count() == 2
         hc.init(stall_timeout=60)
         for _ in range(2):
@@ -80,12 +80,12 @@ def test_the_watchdog_is_one_thread_that_outlives_a_new_start() -> None:
         while not hc.poll(handle):
             time.sleep(0.001)
         hc.synchronize(handle)
-        assert not stall._dog.waits and not stall._dog.polls
+        assert not watchdog._dog.waits and not watchdog._dog.polls
         assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdog") == 1
         hc.init(stall_timeout=1)
         print("waits", flush=True)
         mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
-        stall._noted(time.sleep, "a test to end")(60)
+        watchdog._noted(time.sleep, "a test to end")(60)
     """)
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
@@ -93,15 +93,15 @@ def test_the_watchdog_is_one_thread_that_outlives_a_new_start() -> None:
 
 
 def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall._dog, "timeout", 0.001)
+    monkeypatch.setattr(watchdog._dog, "timeout", 0.001)
 
     def late() -> bool:
         time.sleep(0.01)
-        return stall._dog._late() is not None
+        return watchdog._dog._late() is not None
 
-    waits = stall._noted(late, "a test to end")
-    with stall.unlimited():
-        with stall.unlimited():
+    waits = watchdog._noted(late, "a test to end")
+    with watchdog.unlimited():
+        with watchdog.unlimited():
             assert not waits()
         assert not waits()
     assert waits()
@@ -159,22 +159,22 @@ def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(set(addresses))
         return up
 
-    monkeypatch.setattr(peers, "answering_addresses", answering)
+    monkeypatch.setattr(hosts, "answering_addresses", answering)
     up = {"10.0.0.3", "172.17.0.1"}
-    assert peers.diagnose(everyone, own).startswith(
+    assert hosts.diagnose(everyone, own).startswith(
         "host b (10.0.0.2, 172.17.0.1; ranks 1-2) does not answer: it is down or cut off; see to it, then start again"
     )
     assert asked == [{"10.0.0.2", "10.0.0.3"}]  # not the address that this host has, too
     up = set()
-    assert "do not answer: no other host does, so this one may be cut off" in peers.diagnose(everyone, own)
+    assert "do not answer: no other host does, so this one may be cut off" in hosts.diagnose(everyone, own)
     up = {"10.0.0.2", "10.0.0.3"}
-    assert peers.diagnose(everyone, own).startswith("all hosts answer, so a rank is stuck")
+    assert hosts.diagnose(everyone, own).startswith("all hosts answer, so a rank is stuck")
     gone = dataclasses.replace(own, rank=4, started=own.started - 1)
-    assert peers.diagnose([*everyone, gone], own).startswith(
+    assert hosts.diagnose([*everyone, gone], own).startswith(
         f"rank 4 (process {own.pid} on host {own.host}) has ended"
     )
-    assert peers.ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
+    assert hosts.ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
 
 
 def test_a_machine_that_refuses_answers_and_one_that_is_not_there_does_not() -> None:
-    assert peers.answering_addresses(["127.0.0.1", "255.255.255.255"]) == {"127.0.0.1"}
+    assert hosts.answering_addresses(["127.0.0.1", "255.255.255.255"]) == {"127.0.0.1"}
