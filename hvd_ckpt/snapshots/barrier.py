@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.hosts import host_name
+from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.schema import Strict, parse_json
 from hvd_ckpt.snapshots.folder import names_in, reason_of
 from hvd_ckpt.snapshots.schema import FileEntry, files_of

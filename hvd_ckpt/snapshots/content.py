@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.hosts import host_name
+from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.schema import first_error
 from hvd_ckpt.snapshots.barrier import RankManifest, not_shared
 from hvd_ckpt.snapshots.folder import Warn, discard, name_of, put_in_place, reason_of, sync_folder
