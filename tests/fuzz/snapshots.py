@@ -19,7 +19,7 @@ from fuzzing import Finding, Kind
 from mutations import changed, odd_value, replace, spoil
 from torch import Tensor, nn
 
-from hvd_ckpt.reduction.buckets import Placement
+from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
@@ -305,12 +305,12 @@ class Resumed(Kind):
                 for name, value in resumed.per_rank["buffers"].items():
                     buffers[name].copy_(value)
             if resumed.per_rank["reduction"]:
-                placement = Placement(list(model.named_parameters()), 25 << 20, None)
+                assignment = BucketAssignment(list(model.named_parameters()), 25 << 20, None)
                 try:
-                    placement.load_state_dict(resumed.per_rank["reduction"])
+                    assignment.load_state_dict(resumed.per_rank["reduction"])
                 except ValueError as error:  # as the trainer
                     raise ConfigError(str(error)) from None
-                assert sum(len(bucket.slots) for bucket in placement.buckets) == len(placement.order)
+                assert sum(len(bucket.slots) for bucket in assignment.buckets) == len(assignment.order)
             loss, weight = resumed.per_rank["logged"]
             assert loss / weight if weight else True
             set_random_state(resumed.per_rank["random"])
