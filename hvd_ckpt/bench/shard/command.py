@@ -1,68 +1,40 @@
-"""``hvd-ckpt bench shard``: options, progress, tables, exit status.
+"""``hvd-ckpt bench shard``.
 
-Exit status 0 if this library did all that it was asked for, 1 if not, 2 for a bad argument. With ``--check`` it
-is 1, too, if a figure that is wanted is not met.
+Exit status 0 if this library did all that it was asked for, 1 if not, 2 for a bad argument.
 """
 
 from __future__ import annotations
 
-import shlex
-import signal
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option
+from hvd_ckpt.bench.harness.report import Report
 from hvd_ckpt.bench.shard.contenders import ENGINES, OURS, Contender, contenders
-from hvd_ckpt.command_line import (
-    BadArgument,
-    OneLineErrors,
-    check_controller,
-    console_for_tables,
-    job_options,
-    output_folder,
-    progress_bar,
-    split_names,
-)
-from hvd_ckpt.json_file import write_json, write_text
+from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
 from hvd_ckpt.machine import machine_facts
 
 if TYPE_CHECKING:
-    from hvd_ckpt.bench.shard.report import Report
     from hvd_ckpt.bench.shard.results import Result, Results
+    from hvd_ckpt.bench.shard.training import Training
 
 __all__ = ["shard"]
 
-WIDTH = 200  # of the tables where the output is not a terminal
 PEERS = tuple(name for name in ENGINES if name != OURS)
 NOBODY = "none"
 RANKS, QUICK_RANKS = 4, 2
+ROUNDS, QUICK_ROUNDS = 5, 2
+STEPS, QUICK_STEPS = 300, 10
+PASSES, QUICK_PASSES = 4, 2
+FULL = {"width": 256, "layers": 6, "heads": 8, "length": 128, "passes": PASSES, "bucket_mb": 4.0}
+QUICK = {"width": 64, "layers": 2, "heads": 2, "length": 32, "passes": QUICK_PASSES, "bucket_mb": 0.25}
+FOR_WIRE = {"width": 128, "layers": 4, "heads": 4, "length": 64, "passes": 1, "bucket_mb": 1.0}
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is done: ``passes`` are micro-batches of a step, ``rounds`` timed steps, ``steps`` those of a run in one format."""
-
-    width: int
-    layers: int
-    heads: int
-    length: int
-    passes: int
-    bucket_mb: float
-    rounds: int
-    steps: int
-
-
-FULL = Scale(256, 6, 8, 128, 4, 4.0, 5, 300)
-QUICK = Scale(64, 2, 2, 32, 2, 0.25, 2, 10)
-FOR_WIRE = Scale(128, 4, 4, 64, 1, 1.0, 0, 300)
-
-
-@click.command("shard", cls=OneLineErrors)
+@bench_command("shard", width=200)
 @click.option(
     "--np",
     "ranks",
@@ -76,42 +48,34 @@ FOR_WIRE = Scale(128, 4, 4, 64, 1, 1.0, 0, 300)
     show_default=True,
     help="What is split: 1 optimizer state, 2 gradients, 3 parameters.",
 )
-@click.option("--peers", default=",".join(PEERS), show_default=True, help=f"Beside whom, or {NOBODY}.")
+@click.option("--peers", default=",".join(PEERS), show_default=True, help=f"Other engines, or {NOBODY}.")
 @click.option(
     "--accumulate",
     type=click.IntRange(1),
     default=None,
-    help=f"Micro-batches of a step.  [default: {FULL.passes}; with --quick {QUICK.passes}]",
+    help=f"Micro-batches of a step.  [default: {PASSES}; with --quick {QUICK_PASSES}]",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(1),
     default=None,
-    help=f"Timed steps of each.  [default: {FULL.rounds}; with --quick {QUICK.rounds}]",
+    help=f"Timed steps of each.  [default: {ROUNDS}; with --quick {QUICK_ROUNDS}]",
 )
 @click.option(
     "--text",
     metavar="FILE",
     default=None,
-    help="What is learned.  [default: the source text of Python's library]",
+    help="Training text.  [default: the source text of Python's library]",
 )
 @click.option(
-    "--quick",
-    is_flag=True,
-    help="A tiny model, and everything in one job: shows that it runs, measures little.",
-)
-@click.option(
-    "--wire",
-    is_flag=True,
-    help="Train with each format on the wire instead, and compare losses, errors and bytes.",
+    "--wire", is_flag=True, help="Train with each wire format instead, and compare losses, errors and bytes."
 )
 @click.option(
     "--steps",
     type=click.IntRange(1),
     default=None,
-    help=f"With --wire: of each run.  [default: {FOR_WIRE.steps}; with --quick {QUICK.steps}]",
+    help=f"With --wire: of each run.  [default: {STEPS}; with --quick {QUICK_STEPS}]",
 )
-@click.option("--check", is_flag=True, help="Exit status 1 if a figure that is wanted is not met.")
 @click.option(
     "--chart",
     metavar="FILE",
@@ -119,142 +83,112 @@ FOR_WIRE = Scale(128, 4, 4, 64, 1, 1.0, 0, 300)
     default=None,
     help="For the picture, beside the report's own.",
 )
+@quick_option("A tiny model, and everything in one job: shows that it runs, measures little.")
 @job_options
-@click.option(
-    "--output", metavar="FOLDER", default=None, help="For the report.  [default: runs/bench-shard-<time>]"
-)
 def shard(
+    run: BenchRun,
     ranks: int | None,
     stages: str,
     peers: str,
     accumulate: int | None,
     rounds: int | None,
     text: str | None,
-    quick: bool,
     wire: bool,
     steps: int | None,
-    check: bool,
     chart: Path | None,
+    quick: bool,
     controller: str,
     timeout: float,
-    output: str | None,
 ) -> None:
     """Measure what splitting a model over the ranks saves and costs, beside PyTorch's and DeepSpeed's.
 
     A GPT-lite is trained at each stage, with and without recomputation: time of a step, memory of each rank by kind, bytes sent.
     Run it on a machine that does nothing else.
     """
-    from hvd_ckpt.bench.shard.model import Samples
+    from hvd_ckpt.bench.shard.training import Samples, Training
 
     size = ranks or (QUICK_RANKS if quick else RANKS)
     chosen = [int(name) for name in split_names("--stages", stages, [str(stage) for stage in range(4)])]
     beside = () if peers == NOBODY else split_names("--peers", peers, PEERS)
-    scale = QUICK if quick else FOR_WIRE if wire else FULL
+    training = Training(**(QUICK if quick else FOR_WIRE if wire else FULL), text=text)  # type: ignore[arg-type]
+    training = dataclasses.replace(training, passes=accumulate or training.passes)
     if chart is not None and not chart.parent.is_dir():
         raise BadArgument(f"--chart: there is no folder '{chart.parent}'")
-    carrier = check_controller(controller)
+    launcher = _Launcher(run, check_controller(controller), timeout, size, training)
     try:
-        Samples(text, scale.length, 1, 0, 1)  # also encodes the text, once for all ranks
+        Samples(training, 0, 1)  # also encodes the text, once for all ranks
     except ValueError as error:
         raise BadArgument(f"--text: {error}") from None
-    run = Run(
-        output_folder(output, "bench-shard"), size, text, scale, accumulate, rounds, steps, carrier, timeout
-    )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running ranks are ended on the way out
     if wire:
-        sys.exit(0 if run.wire() else 1)
-    report = run.report()
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=1 if quick else 1 + len({OURS, *beside}))
-
-        def show(what: str) -> None:
-            progress.update(task, description=what)
-            progress.advance(task)
-
-        run.measure(report.results, contenders(chosen, beside), quick, show)
-    report.seconds = run.seconds
-    report.save(run.folder, chart)
-    report.print(console_for_tables(WIDTH))
-    click.echo(f"Report: {run.folder / 'shard.md'}")
-    met = all(verdict.met for verdict in report.results.verdicts())
-    sys.exit(0 if report.results.sound and (met or not check) else 1)
+        launcher.wire(steps or (QUICK_STEPS if quick else STEPS))
+    launcher.stages(contenders(chosen, beside), rounds or (QUICK_ROUNDS if quick else ROUNDS), quick, chart)
 
 
-class Run:
-    """One call of the command."""
+@dataclasses.dataclass
+class _Launcher:
+    """The jobs of one call of the command."""
 
-    def __init__(
-        self,
-        folder: Path,
-        size: int,
-        text: str | None,
-        scale: Scale,
-        accumulate: int | None,
-        rounds: int | None,
-        steps: int | None,
-        controller: str,
-        timeout: float,
-    ) -> None:
-        self.folder, self.size, self.text, self.scale = folder, size, text, scale
-        self.passes = accumulate or scale.passes
-        self.rounds = rounds or scale.rounds
-        self.steps = steps or scale.steps
-        self.controller, self.timeout = controller, timeout
-        self._start = time.monotonic()
+    run: BenchRun
+    controller: str
+    timeout: float
+    size: int
+    training: Training
 
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._start
-
-    def report(self) -> Report:
-        """One without results."""
-        from hvd_ckpt.bench.shard.report import Report
-        from hvd_ckpt.bench.shard.results import Results
-
-        scale = self.scale
-        settings = {
-            "ranks": f"{self.size} over {self.controller}",
-            "sizes": f"width {scale.width}, layers {scale.layers}, heads {scale.heads}, length {scale.length}",
-            "step": f"{self.passes} micro-batches of 1 sample on each rank; buckets of {scale.bucket_mb:g} MiB",
-            "rounds": str(self.rounds),
-        }
-        command = shlex.join(["hvd-ckpt", "bench", "shard", *sys.argv[3:]])
-        return Report(command, machine_facts(), settings, Results(self.size, self.passes))
-
-    def measure(
-        self, results: Results, everyone: list[Contender], quick: bool, listener: Callable[[str], object]
-    ) -> None:
-        """Looks at the memory of each engine in a job of its own, then times all that have not failed; ``quick``: in one job."""
-        from hvd_ckpt.bench.shard.results import Result
-
-        results.all = [Result(contender) for contender in everyone]
-        if quick:
-            listener("memory and time")
-            self._take(results, results.all, "quick", memory=True, rounds=self.rounds)
-            return
-        for engine in ENGINES:
-            chosen = [one for one in results.all if one.contender.engine == engine]
-            if chosen:
-                listener(f"memory of {ENGINES[engine][0]}")
-                self._take(results, chosen, engine, memory=True, rounds=0)
-        listener("time")
-        self._take(
-            results, [one for one in results.all if one.ranks], "time", memory=False, rounds=self.rounds
+    def facts(self) -> dict[str, str]:
+        training = self.training
+        sizes = f"width {training.width}, layers {training.layers}, heads {training.heads}, length {training.length}"
+        step = (
+            f"{training.passes} micro-batches of 1 sample on each rank; buckets of {training.bucket_mb:g} MiB"
         )
+        return {
+            **machine_facts(), "ranks": f"{self.size} over {self.controller}", "sizes": sizes, "step": step
+        }  # fmt: skip
+
+    def stages(self, everyone: list[Contender], rounds: int, quick: bool, chart: Path | None) -> None:
+        """Measure the memory of each engine in a job of its own, then time all that have not failed; ``quick``: in one job."""
+        from hvd_ckpt.bench.shard.results import NOTES, PICTURE, Result, Results
+
+        results = Results(self.size, self.training.passes, [Result(contender) for contender in everyone])
+        engines = list(dict.fromkeys(contender.engine for contender in everyone))
+        with self.run.progress(1 if quick else 1 + len(engines)) as progress:
+            if quick:
+                progress.start("memory and time")
+                self._take(results, results.all, "quick", memory=True, rounds=rounds)
+            else:
+                for engine in engines:
+                    progress.start(f"memory of {ENGINES[engine][0]}")
+                    mine = [one for one in results.all if one.contender.engine == engine]
+                    self._take(results, mine, engine, memory=True, rounds=0)
+                progress.start("time")
+                self._take(results, results.shown, "time", memory=False, rounds=rounds)
+
+        def draw(folder: Path) -> list[str]:
+            for path in filter(None, (chart,)):
+                results.draw(path)
+            return [results.draw(folder / PICTURE)]
+
+        model = {"model": f"{results.elements} parameters", "threads per rank": str(results.threads)}
+        report = Report(
+            "Sharding beside PyTorch's and DeepSpeed's",
+            {**self.facts(), "rounds": str(rounds), **model},
+            [results.time_table(), results.memory_table()],
+            results.for_programs(),
+            results.remarks(),
+            NOTES,
+            draw=draw,
+        )
+        self.run.finish(report, results.sound)
 
     def _take(self, results: Results, chosen: list[Result], name: str, *, memory: bool, rounds: int) -> None:
-        from hvd_ckpt.bench.harness.jobs import JobError
-        from hvd_ckpt.bench.shard.job import Job, run_job
+        from hvd_ckpt.bench.harness.jobs import JobError, run_job
+        from hvd_ckpt.bench.shard.worker import Answer, ShardJob
+        from hvd_ckpt.runtime import threads_per_rank
 
-        names = tuple(one.contender.name for one in chosen)
-        scale = self.scale
-        job = Job(
-            self.folder / "jobs" / name, self.size, names, self.text, scale.width, scale.layers, scale.heads, scale.length,
-            self.passes, scale.bucket_mb, memory, rounds,
-        )  # fmt: skip
+        everyone = tuple(one.contender for one in chosen)
+        job = ShardJob(self.run.jobs / name, self.size, everyone, self.training, memory, rounds)
         try:
-            answers = run_job(job, self.controller, self.timeout)
+            threads = threads_per_rank(self.size)
+            answers = run_job(job, Answer, self.controller, self.timeout, threads=threads)
         except JobError as error:
             if rounds:
                 results.failure = str(error)
@@ -262,29 +196,22 @@ class Run:
                 for one in chosen:
                     one.failure = str(error)
             return
-        results.take(answers, names, memory=memory, time=rounds > 0)
+        results.take(answers, chosen, memory=memory)
 
-    def wire(self) -> bool:
-        """Trains in each format and tells of it; whether it could."""
-        from hvd_ckpt.bench.harness.jobs import JobError
-        from hvd_ckpt.bench.shard.wire import FORMATS, STAGES, WireJob, run_wire_job, wire_table
+    def wire(self, steps: int) -> None:
+        """Train in each wire format."""
+        from hvd_ckpt.bench.harness.jobs import JobError, run_job
+        from hvd_ckpt.bench.shard.wire import FORMATS, STAGES, Runs, WireJob, wire_table
+        from hvd_ckpt.runtime import threads_per_rank
 
-        scale = self.scale
-        job = WireJob(
-            self.folder / "jobs" / "wire", self.size, self.text, scale.width, scale.layers, scale.heads, scale.length,
-            self.passes, scale.bucket_mb, self.steps,
-        )  # fmt: skip
-        with progress_bar() as progress:
-            progress.add_task(f"{len(FORMATS) * len(STAGES)} runs", total=None)
+        job = WireJob(self.run.jobs / "wire", self.size, self.training, steps)
+        report = Report("Wire formats", self.facts(), [])
+        with self.run.progress(1) as progress:
+            progress.start(f"{len(FORMATS) * len(STAGES)} runs")
             try:
-                courses = run_wire_job(job, self.controller, self.timeout)
+                threads = threads_per_rank(self.size)
+                runs = run_job(job, Runs, self.controller, self.timeout, threads=threads)[0].runs
+                report.tables, report.results = [wire_table(runs)], runs
             except JobError as error:
-                click.echo(f"no result: {error}")
-                return False
-        table, report = wire_table(courses), self.report()
-        report.seconds = self.seconds
-        table.print(console_for_tables(WIDTH))
-        write_text("\n".join([*report.head(), "", *table.markdown()]), self.folder / "wire.md")
-        write_json([vars(course) for course in courses], self.folder / "wire.json")
-        click.echo(f"Report: {self.folder / 'wire.md'}")
-        return True
+                report.remarks.append(f"no result: {error}")
+        self.run.finish(report, bool(report.tables))

@@ -1,4 +1,4 @@
-"""Who takes part: this library's stages, and PyTorch's and DeepSpeed's beside them."""
+"""The contenders: this library's stages, and PyTorch's and DeepSpeed's beside them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ ENGINES: dict[str, tuple[str, tuple[int, ...]]] = {
     "deepspeed": ("DeepSpeed", (1, 2, 3)),
 }
 """Their titles and stages."""
-
-_RECOMPUTE, _OFFLOAD = "recompute", "offload"
 
 
 @dataclass(frozen=True)
@@ -43,28 +41,21 @@ class Contender:
     @property
     def name(self) -> str:
         """Unique, of letters that a file's name may have."""
-        parts = [self.engine, str(self.stage)]
-        return "-".join(parts + [_OFFLOAD] * self.offload + [_RECOMPUTE] * self.recompute)
+        parts = [self.engine, str(self.stage), *["offload"] * self.offload, *["recompute"] * self.recompute]
+        return "-".join(parts)
 
     @property
     def title(self) -> str:
         """For people, without the recomputation."""
         return f"{ENGINES[self.engine][0]}, stage {self.stage}{' + offload' * self.offload}"
 
-    @classmethod
-    def of(cls, name: str) -> Contender:
-        """The contender that has this :attr:`name`."""
-        engine, stage, *flags = name.split("-")
-        return cls(engine, int(stage), _RECOMPUTE in flags, _OFFLOAD in flags)
-
 
 def contenders(stages: Collection[int], peers: Collection[str]) -> list[Contender]:
     """This library and its ``peers`` at these stages, with and without recomputation; at stage 3 with its offload, too."""
     found = []
     for stage in sorted(stages):
-        found += [Contender(OURS, stage, recompute) for recompute in (False, True)]
-        if stage == 3:
-            found += [Contender(OURS, stage, recompute, offload=True) for recompute in (False, True)]
+        for offload in (False, True) if stage == 3 else (False,):
+            found += [Contender(OURS, stage, recompute, offload) for recompute in (False, True)]
         for engine, (_, known) in ENGINES.items():
             if stage in known and engine in peers:
                 found += [Contender(engine, stage, recompute) for recompute in (False, True)]
@@ -72,11 +63,8 @@ def contenders(stages: Collection[int], peers: Collection[str]) -> list[Contende
 
 
 def rivals(contender: Contender, all_of_them: Collection[Contender]) -> list[Contender]:
-    """Peers that do the same as this library's contender. Nobody is compared with its offload."""
+    """Peers that do the same as this library's contender; its offload has none."""
     if not contender.ours or contender.offload:
         return []
-    return [
-        one
-        for one in all_of_them
-        if not one.ours and (one.stage, one.recompute) == (contender.stage, contender.recompute)
-    ]
+    same = (contender.stage, contender.recompute)
+    return [one for one in all_of_them if not one.ours and (one.stage, one.recompute) == same]

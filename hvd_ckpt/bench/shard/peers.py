@@ -1,8 +1,7 @@
-"""PyTorch's and DeepSpeed's sharding, as their documentation tells their users to write it."""
+"""PyTorch's and DeepSpeed's sharding, used as their documentation says."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from hvd_ckpt.bench.shard.contenders import OURS, Contender
-from hvd_ckpt.bench.shard.model import LEARNING_RATE, blocks, loss
-from hvd_ckpt.bench.shard.sessions import Ours, Session, Tensors, local, state_tensors, tensors_of
+from hvd_ckpt.bench.shard.engines import Ours, Session, Tensors, local, state_tensors, tensors_of
+from hvd_ckpt.bench.shard.training import LEARNING_RATE, blocks, loss
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.gpt import GPTBlock
 from hvd_ckpt.reduction.buckets import MEBIBYTE
@@ -27,7 +26,7 @@ Adam = torch.optim.Adam
 
 
 def join(folder: Path, rank: int, size: int) -> None:
-    """Lets ``torch.distributed`` join the other ranks over Gloo, beside Horovod; DeepSpeed finds it there."""
+    """Initialize ``torch.distributed`` over Gloo, beside Horovod; DeepSpeed uses it, too."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.distributed.init_process_group(
@@ -47,66 +46,42 @@ class DDP(Session):
 
     model: nn.parallel.DistributedDataParallel
 
-    def __init__(
-        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
-    ) -> None:
-        super().__init__(model, contender, passes, bucket_mb, folder)
+    def wrap(self, model: Chain) -> None:
         self.model = nn.parallel.DistributedDataParallel(
-            _recomputed(model, contender), bucket_cap_mb=bucket_mb
+            _recomputed(model, self.contender), bucket_cap_mb=self.training.bucket_mb
         )
-        self.optimizer = self._optimizer()
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return Adam(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = Adam(self.model.parameters(), lr=LEARNING_RATE)
 
     def accumulate(self, samples: Sequence[Tensor]) -> float:
         self.optimizer.zero_grad()
-        mean = 0.0
-        for number, sample in enumerate(samples, start=1):
-            with contextlib.nullcontext() if number == len(samples) else self.model.no_sync():
-                mean += self.backward(sample)
-        return mean
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def tensors(self) -> Tensors:
-        return tensors_of(self.model.parameters(), self.optimizer)
+        with self.model.no_sync():
+            mean = sum(self.backward(sample) for sample in samples[:-1])
+        return mean + self.backward(samples[-1])
 
 
 class Zero(DDP):
     """ZeroRedundancyOptimizer with DistributedDataParallel: the optimizer's state is split, a parameter as a whole."""
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=Adam, lr=LEARNING_RATE)
+    def wrap(self, model: Chain) -> None:
+        super().wrap(model)
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class=Adam, lr=LEARNING_RATE
+        )
 
     def tensors(self) -> Tensors:
-        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
         return tensors_of(self.model.parameters(), self.optimizer.optim)
 
 
 class FSDP2(Session):
     """``fully_shard``: at stage 3 parameters are split again after forward, at stage 2 not before the end of backward."""
 
-    def __init__(
-        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
-    ) -> None:
-        super().__init__(model, contender, passes, bucket_mb, folder)
-        self.model = _recomputed(model, contender)
+    def wrap(self, model: Chain) -> None:
+        split = self.contender.stage == 3
+        self.model = _recomputed(model, self.contender)
         for block in blocks(model):
-            fully_shard(block, reshard_after_forward=contender.stage == 3)
-        fully_shard(model, reshard_after_forward=None if contender.stage == 3 else False)
+            fully_shard(block, reshard_after_forward=split)
+        fully_shard(model, reshard_after_forward=None if split else False)
         self.optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
-
-    def accumulate(self, samples: Sequence[Tensor]) -> float:
-        self.optimizer.zero_grad()
-        return sum(self.backward(sample) for sample in samples)
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def tensors(self) -> Tensors:
-        return tensors_of(self.model.parameters(), self.optimizer)
 
 
 class DeepSpeed(Session):
@@ -115,21 +90,18 @@ class DeepSpeed(Session):
     Its defaults for stage 3 are for models of billions of parameters: it would hardly split one that is smaller.
     """
 
-    def __init__(
-        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
-    ) -> None:
+    def wrap(self, model: Chain) -> None:
         import deepspeed
 
-        super().__init__(model, contender, passes, bucket_mb, folder)
-        bucket = int(bucket_mb * MEBIBYTE) // 4
+        bucket = int(self.training.bucket_mb * MEBIBYTE) // 4
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": passes,
+            "gradient_accumulation_steps": self.training.passes,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
-                "stage": contender.stage,
+                "stage": self.contender.stage,
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
                 "stage3_prefetch_bucket_size": bucket,
@@ -138,8 +110,7 @@ class DeepSpeed(Session):
                 "stage3_param_persistence_threshold": 10_000,
             },
         }
-        _recomputed(model, contender)
-        self._stage = contender.stage
+        _recomputed(model, self.contender)
         self.engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=Adam(model.parameters(), lr=LEARNING_RATE),
@@ -155,14 +126,14 @@ class DeepSpeed(Session):
             self.engine.backward(part)
             if number < len(samples):
                 self.engine.step()
-            mean += part.item() / self.passes
+            mean += part.item() / self.training.passes
         return mean
 
     def update(self) -> None:
         self.engine.step()
 
     def tensors(self) -> Tensors:
-        """Those that its optimizer has under these names; whatever it holds elsewhere counts among the buffers."""
+        """Tensors that its optimizer has under these names; what it holds elsewhere counts among the buffers."""
         optimizer: Any = self.engine.optimizer
         parameters = [local(getattr(one, "ds_tensor", one).detach()) for one in self.engine.parameters()]
         masters = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")

@@ -1,25 +1,56 @@
-"""What the ranks of all jobs say of each contender, and what follows from it."""
+"""The results of all ranks, the tables and the picture."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, ratios
+from hvd_ckpt.bench.harness.report import Table, plain, save_figure
+from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.shard.contenders import OURS, Contender, rivals
-from hvd_ckpt.bench.shard.job import Answer, Findings
-from hvd_ckpt.bench.shard.theory import shared_bytes, state_bytes
+from hvd_ckpt.bench.shard.worker import Answer, Findings
 
-__all__ = ["MIB", "Result", "Results", "Verdict"]
+__all__ = ["MIB", "NOTES", "Result", "Results"]
 
 MIB = 1 << 20
-WANTED_STATE = 1.05
-WANTED_TIME = 0.95
-WANTED_LOSS = 1e-4
 ITEM = 4  # bytes of a parameter
+PICTURE = "shard.png"
+TIME_COLUMNS = (
+    "contender", "recomputed", "step ms", "samples/s", "of the best peer", "counted MiB", "of the model", "loss differs"
+)  # fmt: skip
+MEMORY_COLUMNS = (
+    "contender", "recomputed", "parameters", "gradients", "optimizer state", "on disk", "buffers", "activations", "peak",
+    "bytes per parameter",
+)  # fmt: skip
+NOTES = (
+    "All contenders train the same GPT-lite from the same start on the same samples: Adam in float32, micro-batches of one sample. "
+    "Steps take turns in the same processes (A B C, then C B A); a step's time is the slowest rank's; median and quartiles "
+    "over rounds.",
+    "Stages 0 and 1 reduce the sum of all micro-batches once; stages 2 and 3 reduce-scatter after each, so that no rank holds "
+    "whole gradients.",
+    "of the best peer: time as a ratio to that peer of the same stage and recomputation whose median is least, round by round.",
+    "counted MiB: what each rank must send in a step: by this library's own count, and for peers by the collectives of "
+    "torch.distributed that they call, each done in the best way: an allreduce of n ranks sends 2 (n - 1) / n of its bytes, "
+    "all others (n - 1) / n. of the model: in units of gathering the model once. loss differs: the greatest difference of a rank's "
+    "loss in a step to this library's first contender.",
+    "Memory, mean over ranks: parameters, gradients and optimizer state are tensors held when the gradients are ready; peak: the "
+    "most that PyTorch's allocator has given out in a step, on the training thread and autograd's; activations: the peak of a "
+    "micro-batch of the bare model above its parameters and gradients; buffers: the rest up to the peak of a step. Blocks that "
+    "Gloo's threads free for FSDP2 are estimated, which makes its buffers uncertain.",
+    "bytes per parameter: of parameters, gradients and optimizer state in memory, on the rank that holds the most.",
+)
+KINDS = {
+    "parameters": ("parameters", "#1b6ca8"),
+    "gradients": ("gradients", "#66a182"),
+    "state": ("optimizer state", "#edae49"),
+    "buffers": ("buckets and other buffers", "#b8b8b8"),
+    "activations": ("activations", "#d1495b"),
+}
+OUR_COLOR, OTHER_COLOR = "#1b6ca8", "#9aa5b1"
 
 
 @dataclass
@@ -27,9 +58,9 @@ class Result:
     """One contender.
 
     Attributes:
-        contender: who.
-        ranks: what each rank has found out, in rank order; empty if its job has failed.
-        failure: why there is not everything, in one line.
+        contender: which.
+        ranks: the findings of each rank, in rank order; empty if its job has failed.
+        failure: why results are missing, in one line.
     """
 
     contender: Contender
@@ -38,75 +69,46 @@ class Result:
 
     @property
     def title(self) -> str:
-        """For people."""
         return self.contender.title + ", recomputed" * self.contender.recompute
 
     @property
     def seconds(self) -> list[float]:
         """Of each round, on the slowest rank."""
-        return [max(times) for times in zip(*(found.seconds for found in self.ranks))]
+        return slowest(found.seconds for found in self.ranks)
 
     @property
     def step(self) -> Quartiles | None:
         """Seconds of a step over the rounds."""
         return quartiles(self.seconds) if self.seconds else None
 
-    def most(self, attribute: str) -> int | None:
-        """The greatest of all ranks' findings, if each has one."""
-        found: int | None = self._of(attribute, max)
-        return found
-
-    def mean(self, attribute: str) -> float | None:
-        """The mean of all ranks' findings, if each has one."""
-        found: float | None = self._of(attribute, statistics.fmean)
-        return found
-
-    def _of(self, attribute: str, combine: Callable[[Iterable[Any]], Any]) -> Any:
-        values = [getattr(found, attribute) for found in self.ranks]
-        return combine(values) if values and None not in values else None
+    def mean(self, attribute: str) -> float:
+        """The mean of all ranks' findings."""
+        return statistics.fmean(getattr(found, attribute) for found in self.ranks)
 
     @property
-    def states(self) -> int | None:
+    def states(self) -> int:
         """Bytes of parameters, gradients and optimizer state in memory, on the rank that holds the most."""
-        if not self.ranks or not self.ranks[0].parameters:
-            return None
         return max(found.parameters + found.gradients + found.state for found in self.ranks)
 
     def kinds(self) -> dict[str, float]:
-        """Mean bytes of a rank at the peak of a step, by kind. What is neither model state nor activations is a buffer: buckets,
-        parameters gathered for a while, and what libraries hold."""
-        if self.states is None:
-            return {}
-        held = {name: self.mean(name) or 0.0 for name in ("parameters", "gradients", "state")}
-        peak, activations = self.mean("peak"), self.mean("activations") or 0.0
-        passing = max(0.0, (peak - sum(held.values())) if peak is not None else activations)
-        activations = min(activations, passing)
+        """Mean bytes of a rank at the peak of a step, by kind; buffers are what is neither model state nor activations: buckets,
+        parameters gathered for a while, copies."""
+        held = {name: self.mean(name) for name in ("parameters", "gradients", "state")}
+        passing = max(0.0, self.mean("peak") - sum(held.values()))
+        activations = min(self.mean("activations"), passing)
         return {**held, "buffers": passing - activations, "activations": activations}
-
-    def loss_difference(self, reference: Result) -> float | None:
-        """The greatest difference of a rank's loss in a step to another contender's."""
-        pairs = [zip(one.losses, other.losses) for one, other in zip(self.ranks, reference.ranks)]
-        return max((abs(one - other) for pair in pairs for one, other in pair), default=None)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a figure is what was wanted."""
-
-    what: str
-    met: bool
 
 
 @dataclass
 class Results:
-    """Everyone.
+    """All contenders.
 
     Attributes:
         size: number of ranks.
         passes: micro-batches of a step.
         all: in the order of the tables.
         elements: of all parameters; ``threads``: of each rank.
-        failure: why nobody's time is known, in one line.
+        failure: why there are no times, in one line.
     """
 
     size: int
@@ -116,100 +118,144 @@ class Results:
     threads: int = 0
     failure: str | None = None
 
-    def take(self, answers: Sequence[Answer], names: Iterable[str], *, memory: bool, time: bool) -> None:
-        """Takes in what a job has found out about contenders: of ``memory``, of ``time``, or of both."""
+    def take(self, answers: Sequence[Answer], chosen: Iterable[Result], *, memory: bool) -> None:
+        """Add the answers of a job about some contenders: everything, or without ``memory`` the times."""
         self.elements, self.threads = answers[0].elements, answers[0].threads
-        for result in self.all:
-            if result.contender.name not in names:
-                continue
+        for result in chosen:
             found = [answer.findings[result.contender.name] for answer in answers]
             failures = [one.failure for one in found if one.failure is not None]
             if failures:
                 result.failure = failures[0]
             elif memory:
                 result.ranks = found
-            elif time:
+            else:
                 result.ranks = [
                     dataclasses.replace(before, seconds=now.seconds, losses=now.losses)
                     for before, now in zip(result.ranks, found)
                 ]
 
     @property
+    def shown(self) -> list[Result]:
+        """The contenders that have been measured."""
+        return [one for one in self.all if one.ranks]
+
+    @property
     def sound(self) -> bool:
         """Whether this library has done all that it was asked for."""
         return self.failure is None and all(one.failure is None for one in self.all if one.contender.ours)
 
-    @property
-    def reference(self) -> Result | None:
-        """This library's first result, whose losses the others must follow."""
-        return next((one for one in self.all if one.contender.engine == OURS and one.ranks), None)
-
-    def best_rival(self, result: Result) -> Result | None:
-        """The peer that does the same in the least time."""
-        names = [one.name for one in rivals(result.contender, [other.contender for other in self.all])]
-        timed = [(one.step.median, one) for one in self.all if one.contender.name in names and one.step]
-        return min(timed, key=lambda pair: pair[0])[1] if timed else None
-
     def of_best_rival(self, result: Result) -> Quartiles | None:
-        """The time of a step as a ratio to the best peer's of the same round, over the rounds."""
-        rival = self.best_rival(result)
-        values = ratios(result.seconds, rival.seconds) if rival is not None else []
-        return quartiles(values) if values else None
-
-    def states_of_theory(self, result: Result) -> float | None:
-        """Bytes of model states as a ratio to those there should be."""
-        contender = result.contender
-        wanted = state_bytes(contender.stage, self.size, contender.offload) * self.elements
-        return None if result.states is None or not wanted else result.states / wanted
+        """The time of a step as a ratio to the fastest peer's that does the same, over the rounds."""
+        same = rivals(result.contender, [other.contender for other in self.all])
+        timed = [(one.step.median, one.seconds) for one in self.all if one.contender in same and one.step]
+        return quartiles_of_ratios(result.seconds, min(timed)[1]) if timed else None
 
     def model_volumes(self, result: Result) -> float | None:
         """Counted bytes of a step as a multiple of gathering the model once."""
-        counted, once = result.mean("counted"), shared_bytes(self.elements * ITEM, self.size)
-        return None if counted is None or not once else counted / once
+        once = self.elements * ITEM * (self.size - 1) / self.size
+        return result.mean("counted") / once if once else None
 
     def samples_per_second(self, result: Result) -> float | None:
         """Over all ranks."""
         return None if result.step is None else self.size * self.passes / result.step.median
 
     def loss_difference(self, result: Result) -> float | None:
-        """To the reference, as :meth:`Result.loss_difference`."""
-        return None if self.reference is None else result.loss_difference(self.reference)
+        """The greatest difference of a rank's loss in a step to that of this library's first result."""
+        first = next((one for one in self.shown if one.contender.engine == OURS), None)
+        if first is None:
+            return None
+        pairs = [zip(one.losses, other.losses) for one, other in zip(result.ranks, first.ranks)]
+        return max((abs(one - other) for pair in pairs for one, other in pair), default=None)
 
-    def verdicts(self) -> list[Verdict]:
-        """Every figure that was wanted."""
-        found = [*self._losses(), *self._messages()]
-        for one in self.all:
-            if not one.contender.ours:
-                continue
-            states, time, rival = self.states_of_theory(one), self.of_best_rival(one), self.best_rival(one)
-            if states is not None:
-                text = f"{one.title}: model states are {states:.3f} of theory, wanted at most {WANTED_STATE}"
-                found.append(Verdict(text, states <= WANTED_STATE))
-            if time is not None and rival is not None:
-                text = f"{one.title}: {time.median:.3f} of the step of {rival.contender.title}, wanted at most {WANTED_TIME}"
-                found.append(Verdict(text, time.median <= WANTED_TIME))
-        return found
+    def time_table(self) -> Table:
+        """Time and messages."""
+        rows: list[tuple[str, ...]] = []
+        for one in self.shown:
+            step, ratio = one.step, self.of_best_rival(one)
+            rows.append((
+                *_who(one),
+                "-" if step is None else f"{Quartiles(1000 * step.median, 1000 * step.low, 1000 * step.high):.0f}",
+                _number(self.samples_per_second(one), ".1f"),
+                "-" if ratio is None else f"{ratio:.2f}",
+                _mebibytes(one.mean("counted")),
+                _number(self.model_volumes(one), ".2f"),
+                _number(self.loss_difference(one), ".1e"),
+            ))  # fmt: skip
+        return Table(TIME_COLUMNS, rows, "Time and messages", left=TIME_COLUMNS[:2])
 
-    def _losses(self) -> list[Verdict]:
-        """Whether all train the same."""
-        others = [(self.loss_difference(one), one.title) for one in self.all if one is not self.reference]
-        told = [(difference, title) for difference, title in others if difference is not None]
-        if not told or self.reference is None:
-            return []
-        worst, title = max(told)
-        text = (
-            f"losses follow those of {self.reference.title}, the furthest by {worst:.1e} ({title}), "
-            f"wanted at most {WANTED_LOSS:.0e}"
-        )
-        return [Verdict(text, worst <= WANTED_LOSS)]
+    def memory_table(self) -> Table:
+        """Memory of a rank."""
+        rows = []
+        for one in self.shown:
+            kinds, on_disk = one.kinds(), one.mean("on_disk")
+            states = (_mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state"))
+            passing = (
+                _mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))
+            )
+            each = f"{one.states / self.elements:.2f}"
+            rows.append((*_who(one), *states, _mebibytes(on_disk) if on_disk else "-", *passing, each))
+        return Table(MEMORY_COLUMNS, rows, "Memory of a rank, MiB", left=MEMORY_COLUMNS[:2])
 
-    def _messages(self) -> list[Verdict]:
-        """Whether recomputation adds no message at stage 3."""
-        counted = {one.contender: one.most("counted") for one in self.all if one.contender.ours and one.ranks}
-        found = []
-        for contender, sent in counted.items():
-            other = counted.get(dataclasses.replace(contender, recompute=True))
-            if contender.stage == 3 and not contender.recompute and sent is not None and other is not None:
-                text = f"{contender.title}: sends {other} bytes in a step with recomputation and {sent} without, wanted the same"
-                found.append(Verdict(text, other == sent))
-        return found
+    def remarks(self) -> list[str]:
+        """What is missing, and why."""
+        missing = [f"{one.title}: left out: {one.failure}" for one in self.all if one.failure]
+        return missing + ([f"No times: {self.failure}"] if self.failure is not None else [])
+
+    def for_programs(self) -> list[dict[str, Any]]:
+        """All results with the findings of every rank."""
+        return [
+            {
+                "contender": one.contender.name,
+                **dataclasses.asdict(one.contender),
+                "seconds": one.seconds,
+                "of_best_peer": plain(self.of_best_rival(one)),
+                "model_volumes": self.model_volumes(one) if one.ranks else None,
+                "loss_difference": self.loss_difference(one),
+                "kinds": one.kinds() if one.ranks else {},
+                "ranks": plain(one.ranks),
+                "failure": one.failure,
+            }
+            for one in self.all
+        ]
+
+    def draw(self, path: Path) -> str:
+        """Memory of a rank by kind, and throughput: a bar for each contender, stage by stage."""
+        from matplotlib.figure import Figure
+
+        shown = self.shown
+        figure = Figure(figsize=(13, 1.6 + 0.3 * len(shown)), layout="constrained")
+        memory, speed = figure.subplots(1, 2, sharey=True)
+        stages = sorted({one.contender.stage for one in shown})
+        rows = [number + 0.6 * stages.index(one.contender.stage) for number, one in enumerate(shown)]
+        left = [0.0] * len(shown)
+        for kind, (label, color) in KINDS.items():
+            widths = [one.kinds()[kind] / MIB for one in shown]
+            memory.barh(rows, widths, left=left, color=color, label=label, height=0.8)
+            left = [begun + width for begun, width in zip(left, widths)]
+        speeds = [self.samples_per_second(one) or 0.0 for one in shown]
+        colors = [OUR_COLOR if one.contender.ours else OTHER_COLOR for one in shown]
+        bars = speed.barh(rows, speeds, color=colors, height=0.8)
+        speed.bar_label(bars, [f"{value:.1f}" for value in speeds], fontsize=7, padding=2)
+        memory.set_yticks(rows, [one.title for one in shown], fontsize=8)
+        memory.invert_yaxis()
+        memory.set_xlabel("peak memory of a rank, MiB")
+        speed.set_xlabel(f"samples per second, {self.size} ranks")
+        handles = memory.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=len(KINDS), fontsize=8, frameon=False)
+        speed.margins(x=0.1)
+        for axes in (memory, speed):
+            axes.grid(axis="x", alpha=0.3)
+            axes.set_axisbelow(True)
+        return save_figure(figure, path)
+
+
+def _who(one: Result) -> tuple[str, str]:
+    return one.contender.title, "yes" if one.contender.recompute else "no"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _mebibytes(value: float) -> str:
+    return f"{value / MIB:.1f}"

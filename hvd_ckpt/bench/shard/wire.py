@@ -1,41 +1,31 @@
-"""Formats on the wire: a run of training in each, with the losses that it comes to, and the error and bytes of what travels.
+"""Wire formats: a run of training in each, with its losses, and the error and bytes of what is sent.
 
 One job trains all of them, one after the other. Run by the launcher as ``python -m hvd_ckpt.bench.shard.wire JOB``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import os
 import statistics
-import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.bench.rank_job import RankJob
+import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.report import Table
 from hvd_ckpt.bench.shard.contenders import OURS, Contender
-from hvd_ckpt.bench.shard.job import start
-from hvd_ckpt.bench.shard.model import Samples, Size, build, loss
-from hvd_ckpt.bench.shard.report import Table
-from hvd_ckpt.bench.shard.results import MIB
-from hvd_ckpt.bench.shard.sessions import Ours
-from hvd_ckpt.json_file import write_json
-from hvd_ckpt.runtime import init
+from hvd_ckpt.bench.shard.engines import Ours
+from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
 from hvd_ckpt.sharding.formats import wire_format
 
-__all__ = ["FORMATS", "STAGES", "Course", "WireJob", "run_wire_job", "wire_table"]
+__all__ = ["FORMATS", "STAGES", "Run", "Runs", "WireJob", "wire_table"]
 
-MODULE = "hvd_ckpt.bench.shard.wire"
 FORMATS = ("fp32", "fp16", "bf16", "int8")
 STAGES = (2, 3)
-LAST = 20  # steps whose losses are told
+LAST = 20  # steps whose mean loss is the final one
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,33 +33,22 @@ class WireJob(RankJob):
     """One model, trained from the same start with each format at stages 2 and 3.
 
     Attributes:
-        text: what the samples are of; None for the source text of the Python standard library.
-        width, layers, heads, length: the model's size.
-        passes: samples of a step on each rank, each a backward pass.
-        bucket_mb: largest bucket of gradients, in MiB.
+        training: the model and its steps.
         steps: of each run.
     """
 
-    text: str | None
-    width: int
-    layers: int
-    heads: int
-    length: int
-    passes: int
-    bucket_mb: float
-    steps: int
+    worker = "hvd_ckpt.bench.shard.wire"
 
-    @property
-    def model_size(self) -> Size:
-        return Size(self.width, self.layers, self.heads, self.length)
+    training: Training
+    steps: int
 
 
 @dataclass(frozen=True)
-class Course:
+class Run:
     """One run, on one rank.
 
     Attributes:
-        stage, format: what was split, and how gradients and parameters travelled.
+        stage, format: what was split, and the wire format of gradients and parameters.
         losses: of each step, the mean over all ranks; None where it was not finite.
         sent: bytes that a rank sent in the last step, by the library's own count.
         gradient_error, weight_error: what the format changes of the first gradient and of the weights at the start: the root of
@@ -86,83 +65,58 @@ class Course:
     @property
     def final(self) -> float | None:
         """The mean loss of the last steps."""
-        last = [loss for loss in self.losses[-LAST:] if loss is not None]
-        return statistics.fmean(last) if len(last) == len(self.losses[-LAST:]) else None
+        last = self.losses[-LAST:]
+        finite = [loss for loss in last if loss is not None]
+        return statistics.fmean(finite) if len(finite) == len(last) else None
 
 
-def run_wire_job(job: WireJob, controller: str, timeout: float) -> list[Course]:
-    """Launch ``job`` over ``controller``; what it has come to.
+@dataclass(frozen=True)
+class Runs:
+    """All runs of a rank."""
 
-    Raises:
-        JobError: a rank failed, or the job took longer than ``timeout`` seconds.
-    """
-    start(MODULE, job, controller, timeout, {})
-    return [Course(**course) for course in json.loads(job.answer_file(0).read_text(encoding="utf-8"))]
+    runs: list[Run]
 
 
-def wire_table(courses: Sequence[Course]) -> Table:
+def wire_table(runs: Sequence[Run]) -> Table:
     """A row for each run; differences are to the run in fp32 at the same stage."""
-    exact = {course.stage: course.final for course in courses if course.format == FORMATS[0]}
-    return Table(
-        f"Formats on the wire: loss after {len(courses[0].losses)} steps",
-        (
-            "stage",
-            "format",
-            "final loss",
-            "to fp32",
-            "error of gradients",
-            "error of weights",
-            "MiB a step",
-            "of fp32",
-        ),
-        [_row(course, exact.get(course.stage), _sent_in_fp32(course, courses)) for course in courses],
-    )
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        exact = next(one for one in runs if (one.stage, one.format) == (run.stage, FORMATS[0]))
+        final = "not finite" if run.final is None else f"{run.final:.4f}"
+        to_fp32 = "-" if run.final is None or exact.final is None else f"{run.final - exact.final:+.4f}"
+        errors = (f"{run.gradient_error:.1e}", f"{run.weight_error:.1e}")
+        of_fp32 = f"{run.sent / exact.sent:.3f}" if exact.sent else "-"
+        rows.append((str(run.stage), run.format, final, to_fp32, *errors, f"{run.sent / MIB:.2f}", of_fp32))
+    columns = (
+        "stage", "format", "final loss", "to fp32", "error of gradients", "error of weights", "MiB a step", "of fp32"
+    )  # fmt: skip
+    return Table(columns, rows, f"Wire formats: loss after {len(runs[0].losses)} steps", left=columns[:2])
 
 
-def _row(course: Course, exact: float | None, sent: int | None) -> tuple[str, ...]:
-    return (
-        str(course.stage),
-        course.format,
-        "not finite" if course.final is None else f"{course.final:.4f}",
-        "-" if course.final is None or exact is None else f"{course.final - exact:+.4f}",
-        f"{course.gradient_error:.1e}",
-        f"{course.weight_error:.1e}",
-        f"{course.sent / MIB:.2f}",
-        "-" if not sent else f"{course.sent / sent:.3f}",
-    )
-
-
-def _sent_in_fp32(course: Course, courses: Sequence[Course]) -> int | None:
-    return next((one.sent for one in courses if (one.stage, one.format) == (course.stage, FORMATS[0])), None)
-
-
-# ---------------------------------------------------------------------------------------------------------------- on a rank
-
-
-def measure(job: WireJob) -> list[Course]:
-    """All runs of a job, on one rank; Horovod runs, with the job's number of ranks."""
-    samples = Samples(job.text, job.length, job.passes, hvd.rank(), hvd.size())
-    courses = []
+def measure(job: WireJob) -> Runs:
+    """One rank's part of a job."""
+    hc.init()
+    samples = Samples(job.training, hc.rank(), hc.size())
+    runs = []
     for stage in STAGES:
         for name in FORMATS:
             gradient_error, weight_error = _errors(job, samples, name)
-            model = build(job.model_size)
-            session = Ours(model, Contender(OURS, stage), job.passes, job.bucket_mb, job.folder, wire=name)
+            session = Ours(build(job.training), Contender(OURS, stage), job.training, job.folder, wire=name)
             losses, sent = [], 0
             for number in range(job.steps):
                 before = session.sent()
                 losses.append(session.step(samples.step(number)))
                 sent = session.sent() - before
-            means = hvd.allreduce(
-                torch.tensor(losses, dtype=torch.float64), name=f"losses.{stage}.{name}"
-            ).tolist()
-            told = [mean if math.isfinite(mean) else None for mean in means]
-            courses.append(Course(stage, name, told, sent, gradient_error, weight_error))
-    return courses
+            every = torch.tensor(losses, dtype=torch.float64)
+            means = hc.allreduce(every, name=f"losses.{stage}.{name}").tolist()
+            finite = [mean if math.isfinite(mean) else None for mean in means]
+            runs.append(Run(stage, name, finite, sent, gradient_error, weight_error))
+    hc.shutdown()
+    return Runs(runs)
 
 
 def _errors(job: WireJob, samples: Samples, name: str) -> tuple[float, float]:
-    model = build(job.model_size)
+    model = build(job.training)
     loss(model, samples.sample(0)).backward()  # type: ignore[no-untyped-call]
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     return _error(gradients, name), _error([one.detach() for one in model.parameters()], name)
@@ -174,18 +128,5 @@ def _error(tensors: Sequence[torch.Tensor], name: str) -> float:
     return float((rounded - flat).norm() / flat.norm())
 
 
-def main(job_file: str) -> None:
-    """Join the job's other ranks, train, leave."""
-    job = WireJob.load(Path(job_file))
-    init()
-    try:
-        write_json([dataclasses.asdict(course) for course in measure(job)], job.answer_file(hvd.rank()))
-        hvd.shutdown()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a clean exit would wait for ranks that are not coming
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_rank(WireJob, measure)

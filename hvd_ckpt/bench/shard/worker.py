@@ -1,7 +1,6 @@
-"""One rank of a job: what each contender holds and sends, one after the other; then how long their steps take, in turn.
+"""One rank of a job: what each contender holds and sends, one after the other; then the time of their steps, in turn.
 
-Run by the launcher as ``python -m hvd_ckpt.bench.shard.worker JOB`` under ``horovodrun``, where JOB is the file that
-describes the job.
+Run by the launcher as ``python -m hvd_ckpt.bench.shard.worker JOB``.
 """
 
 from __future__ import annotations
@@ -12,47 +11,108 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-import horovod.torch as hvd
+import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from hvd_ckpt.bench.harness.jobs import reason
-from hvd_ckpt.bench.shard import counting
+import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
+from hvd_ckpt.bench.harness.stats import alternating
 from hvd_ckpt.bench.shard.contenders import Contender
-from hvd_ckpt.bench.shard.job import Answer, Findings, Job
-from hvd_ckpt.bench.shard.model import Samples, build, loss
-from hvd_ckpt.bench.shard.peers import SESSIONS, join
-from hvd_ckpt.bench.shard.sessions import Session
-from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.runtime import init
+from hvd_ckpt.bench.shard.engines import Session
+from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
+from hvd_ckpt.memory import measure_peak, recording_marks
 
-__all__ = ["measure"]
+__all__ = ["Answer", "Findings", "ShardJob", "asked", "storage_bytes"]
 
 SETTLE = 2  # steps, after which every contender has made the buffers that it keeps
-DELIVERY = 0.05  # seconds in which the last message of a step is acknowledged
+ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
+
+
+@dataclass(frozen=True)
+class ShardJob(RankJob):
+    """Contenders on one model.
+
+    Attributes:
+        contenders: in this order.
+        training: the model and its steps.
+        memory: measure the memory and the messages of each contender by itself.
+        rounds: timed steps of each contender, in turn; 0 for none.
+    """
+
+    worker = "hvd_ckpt.bench.shard.worker"
+
+    contenders: tuple[Contender, ...]
+    training: Training
+    memory: bool
+    rounds: int
+
+
+@dataclass
+class Findings:
+    """The results of one contender on one rank, in bytes.
+
+    Attributes:
+        losses: of each step, the mean over this rank's samples.
+        parameters, gradients, state, on_disk: held for training when the gradients are ready, the last in mapped files.
+        peak: the most that PyTorch's allocator has given out at a time in the third step, since before the model was built.
+        activations: peak of a micro-batch of the bare model above its parameters and gradients.
+        counted: sent in a step by the contender's own count, or by the collectives of ``torch.distributed`` that it calls.
+        seconds: of each timed step.
+        failure: why there is no more, in one line.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    on_disk: int = 0
+    peak: int = 0
+    activations: int = 0
+    counted: int = 0
+    seconds: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass
+class Answer:
+    """The result of one rank.
+
+    Attributes:
+        threads: CPU threads that PyTorch used.
+        elements: of all parameters of the model.
+        findings: by the contender's name.
+    """
+
+    threads: int
+    elements: int
+    findings: dict[str, Findings]
 
 
 class Bench:
-    """What a rank needs for all contenders."""
+    """One rank's model, samples and findings."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ShardJob) -> None:
         self.job = job
-        self.samples = Samples(job.text, job.length, job.passes, hvd.rank(), hvd.size())
-        self.findings = {name: Findings() for name in job.contenders}
+        self.samples = Samples(job.training, hc.rank(), hc.size())
+        self.findings = {contender.name: Findings() for contender in job.contenders}
         self._activations: dict[bool, int] = {}
-        self._warm: set[str] = set()
 
     def session(self, contender: Contender) -> Session:
         """The contender, ready for its first step. Collective."""
-        job = self.job
-        folder = job.folder / contender.name
-        return SESSIONS[contender.engine](build(job.model_size), contender, job.passes, job.bucket_mb, folder)
+        from hvd_ckpt.bench.shard.peers import SESSIONS
+
+        training = self.job.training
+        folder = self.job.folder / contender.name
+        return SESSIONS[contender.engine](build(training), contender, training, folder)
 
     def activations(self, recompute: bool) -> int:
         """Peak bytes of a micro-batch of the bare model, above its parameters and gradients."""
         if recompute not in self._activations:
-            model = build(self.job.model_size)
+            model = build(self.job.training)
             model.checkpoint_interval = int(recompute)
             sample = self.samples.sample(0)
             loss(model, sample).backward()  # type: ignore[no-untyped-call]
@@ -61,126 +121,131 @@ class Bench:
         return self._activations[recompute]
 
     def examine(self, contender: Contender) -> None:
-        """What the contender holds and sends in its third step."""
+        """Measure what the contender holds and sends in its third step."""
+        if contender.engine == "deepspeed":
+            importlib.import_module("deepspeed")
         found = self.findings[contender.name]
         found.activations = self.activations(contender.recompute)
-        self._warm_up(contender)
         gc.collect()
-        counting.return_memory()
-        heap, resident = counting.heap_bytes(), counting.resident_bytes()
-        counting.start_resident_peak()
-        session = self.session(contender)
-        found.losses = [session.step(self.samples.step(number)) for number in range(SETTLE)]
-        self._third_step(session, found, heap)
-        most = counting.peak_resident_bytes()
-        found.resident = None if most is None or resident is None else most - resident
-        if found.counted is None:
-            found.counted = counting.asked(
-                lambda: found.losses.append(session.step(self.samples.step(SETTLE + 1))), self.job.size
-            )
-
-    def _warm_up(self, contender: Contender) -> None:
-        """Lets an engine make once what it keeps for all models."""
-        if contender.engine not in self._warm:
-            self.session(contender).step(self.samples.step(0))
-            self._warm.add(contender.engine)
-
-    def _third_step(self, session: Session, found: Findings, heap: int | None) -> None:
-        samples = self.samples.step(SETTLE)
-        gc.collect()
-        counted, sent = session.sent(), _delivered()
-        with counting.heap_peak() as peak:
+        with recording_marks() as memory:
+            session = self.session(contender)
+            for number in range(SETTLE):
+                found.losses.append(session.step(self.samples.step(number)))
+                gc.collect()
+                memory.mark(f"step {number}")
+            samples, sent = self.samples.step(SETTLE), session.sent()
             found.losses.append(session.accumulate(samples))
-            now = counting.heap_bytes()
-            _hold(session, found)
+            self._hold(session, found)
             session.update()
-        after, delivered = session.sent(), _delivered()
-        found.counted = None if counted is None or after is None else after - counted
-        found.sent = None if sent is None or delivered is None else delivered - sent
-        if heap is not None and now is not None and peak.bytes is not None:
-            found.held, found.peak = now - heap, max(peak.bytes, now) - heap
+            gc.collect()
+            memory.mark("third step")
+        before, last = memory.marks[-2:]
+        # A step ends with what it began with. What is more is blocks that communication threads have freed, which nobody counts.
+        found.peak = last.peak_bytes - (SETTLE + 1) * (last.bytes - before.bytes)
+        after = session.sent()
+        if sent is not None and after is not None:
+            found.counted = after - sent
+        else:
+            samples = self.samples.step(SETTLE + 1)
+            found.counted = asked(lambda: found.losses.append(session.step(samples)), self.job.size)
+
+    @staticmethod
+    def _hold(session: Session, found: Findings) -> None:
+        held = session.tensors()
+        seen: set[int] = set()
+        found.parameters, _ = storage_bytes(held.parameters, seen)
+        found.gradients, _ = storage_bytes(held.gradients, seen)
+        found.state, found.on_disk = storage_bytes(held.state, seen)
 
     def time(self, contenders: list[Contender]) -> None:
-        """Steps of all contenders, in rounds: A B C, then C B A."""
+        """Time steps of all contenders, in rounds that alternate."""
         sessions = {contender.name: self.session(contender) for contender in contenders}
-        losses: dict[str, list[float]] = {name: [] for name in sessions}
         for name, session in sessions.items():
-            losses[name] += [session.step(self.samples.step(number)) for number in range(SETTLE)]
+            self.findings[name].losses = [session.step(self.samples.step(number)) for number in range(SETTLE)]
         gc.collect()
         gc.freeze()  # what is collected within a step is what the step leaves
-        for turn in range(self.job.rounds):
+        for turn, name in alternating(list(sessions), self.job.rounds):
             samples = self.samples.step(SETTLE + turn)
-            for name in list(sessions)[:: 1 if turn % 2 == 0 else -1]:
-                hvd.barrier()
-                start = time.perf_counter()
-                losses[name].append(sessions[name].step(samples))
-                self.findings[name].seconds.append(time.perf_counter() - start)
-        for name, values in losses.items():
-            self.findings[name].losses = values
+            hc.barrier()
+            start = time.perf_counter()
+            self.findings[name].losses.append(sessions[name].step(samples))
+            self.findings[name].seconds.append(time.perf_counter() - start)
 
 
-def _hold(session: Session, found: Findings) -> None:
-    held = session.tensors()
-    seen: set[int] = set()
-    found.parameters, _ = counting.storage_bytes(held.parameters, seen)
-    found.gradients, _ = counting.storage_bytes(held.gradients, seen)
-    found.state, found.on_disk = counting.storage_bytes(held.state, seen)
+def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> tuple[int, int]:
+    """Bytes of the tensors' storages in memory, and in mapped files.
+
+    Each storage counts whole, and once: those whose addresses are in ``seen`` do not, and the others' are added to it.
+    """
+    mapped = [
+        tuple(int(address, 16) for address in region.addr.split("-"))
+        for region in psutil.Process().memory_maps(grouped=False)
+        if region.path.startswith("/")
+    ]
+    memory = files = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in seen:
+            seen.add(address)
+            if any(start <= address < end for start, end in mapped):
+                files += storage.nbytes()
+            else:
+                memory += storage.nbytes()
+    return memory, files
 
 
-def _delivered() -> int | None:
-    """What has been sent so far, once all ranks are here and the network has told of all of it; over MPI nobody can tell."""
-    if not hvd.gloo_enabled():
-        return None
-    hvd.barrier()
-    time.sleep(DELIVERY)
-    sent = counting.sent_bytes()
-    hvd.barrier()
-    return sent
+def asked(work: Callable[[], object], ranks: int) -> int:
+    """Bytes that each rank must send for the collectives of ``torch.distributed`` over Gloo that ``work`` calls, on average.
+
+    Of n ranks an allreduce must send 2 (n - 1) / n of what is reduced, a reduce-scatter, allgather, broadcast or reduce (n - 1) / n
+    of the whole. Gloo does a reduce-scatter as an allreduce; it is counted as the reduce-scatter that was asked for.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        work()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    part = (ranks - 1) / ranks
+    total = 0.0
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()
+        if name == "c10d::_reduce_scatter_base_":  # what follows is one allreduce of the same bytes
+            total -= part * _bytes(event.shapes()[1:2], event.dtypes()[1:2])
+        elif name.startswith("gloo:"):
+            sent = _bytes(event.shapes(), event.dtypes())
+            total += sent * {"gloo:all_reduce": 2 * part, "gloo:all_gather": ranks - 1}.get(name, part)
+    return round(total)
 
 
-def measure(job: Job) -> Answer:
-    """Everything that a job asks of one rank; Horovod runs, with the job's number of ranks."""
+def _bytes(shapes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> int:
+    pairs = zip(shapes, dtypes)
+    return sum(torch.Size(shape).numel() * ITEM_BYTES.get(dtype, 4) for shape, dtype in pairs if dtype)
+
+
+def measure(job: ShardJob) -> Answer:
+    """One rank's part of a job."""
+    hc.init()
     bench = Bench(job)
-    taking_part = [Contender.of(name) for name in job.contenders]
-    if not all(contender.ours for contender in taking_part):
-        join(job.folder, hvd.rank(), hvd.size())
-    if job.memory:
-        for contender in list(taking_part):
-            print(contender.name, flush=True)
-            try:
-                if contender.engine == "deepspeed":
-                    importlib.import_module("deepspeed")
-                bench.examine(contender)
-            except ModuleNotFoundError as error:
-                bench.findings[
-                    contender.name
-                ].failure = f"{error.name} is not installed (pip install {error.name})"
-                taking_part.remove(contender)
-            except Exception as error:
-                traceback.print_exc()
-                bench.findings[contender.name].failure = reason(error)
-                taking_part.remove(contender)
+    running = list(job.contenders)
+    if not all(contender.ours for contender in running):
+        from hvd_ckpt.bench.shard.peers import join
+
+        join(job.folder, hc.rank(), hc.size())
+    for contender in job.contenders if job.memory else ():
+        print(contender.name, flush=True)
+        try:
+            bench.examine(contender)
+        except Exception as error:
+            traceback.print_exc()
+            bench.findings[contender.name].failure = reason(error)
+            running.remove(contender)
     if job.rounds:
-        bench.time(taking_part)
-    elements = sum(parameter.numel() for parameter in build(job.model_size).parameters())
+        bench.time(running)
+    elements = sum(parameter.numel() for parameter in build(job.training).parameters())
+    hc.shutdown()
     return Answer(torch.get_num_threads(), elements, bench.findings)
 
 
-def main(job_file: str) -> None:
-    """Join the job's other ranks, measure, leave."""
-    job = Job.load(Path(job_file))
-    init()
-    try:
-        measure(job).save(job.answer_file(hvd.rank()))
-        hvd.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # the orderly end of several engines in one process takes long
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a clean exit would wait for ranks that are not coming
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_rank(ShardJob, measure)
+    sys.stdout.flush()
+    os._exit(0)  # the orderly end of several engines in one process takes long

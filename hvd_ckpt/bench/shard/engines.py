@@ -1,4 +1,4 @@
-"""A contender under training. Every peer is wrapped as its own documentation tells; see :mod:`.peers`."""
+"""Contenders under training: this library's, and what all have in common. For peers see :mod:`hvd_ckpt.bench.shard.peers`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.shard.contenders import Contender
-from hvd_ckpt.bench.shard.model import LEARNING_RATE, blocks, loss
+from hvd_ckpt.bench.shard.training import LEARNING_RATE, Training, blocks, loss
 from hvd_ckpt.models.chain import Chain
 
 __all__ = ["Ours", "Session", "Tensors", "state_tensors", "tensors_of"]
 
 
 class Tensors(NamedTuple):
-    """What is held for training, by kind."""
+    """The tensors that are held for training, by kind."""
 
     parameters: list[Tensor]
     gradients: list[Tensor]
@@ -30,27 +30,31 @@ class Session(ABC):
     """One contender's model and optimizer, wrapped. Adam, float32.
 
     Args:
-        model: at its start; it is the session's from here on.
+        model: at its start; the session changes it.
         contender: how to wrap it.
-        passes: micro-batches of a step.
-        bucket_mb: largest bucket of gradients, in MiB.
+        training: sizes of steps and buckets.
         folder: free to use, the same on all ranks.
     """
 
     model: nn.Module
+    optimizer: Any
 
-    def __init__(
-        self, model: Chain, contender: Contender, passes: int, bucket_mb: float, folder: Path
-    ) -> None:
-        self.passes = passes
+    def __init__(self, model: Chain, contender: Contender, training: Training, folder: Path) -> None:
+        self.model, self.contender, self.training, self.folder = model, contender, training, folder
+        self.wrap(model)
 
     @abstractmethod
+    def wrap(self, model: Chain) -> None:
+        """Make the optimizer, and wrap the model as the engine's documentation says."""
+
     def accumulate(self, samples: Sequence[Tensor]) -> float:
-        """Forward and backward passes of a step's samples, up to where the gradients are ready; the mean loss."""
+        """Forward and backward passes of a step's samples, until the gradients are ready; the mean loss."""
+        self.optimizer.zero_grad()
+        return sum(self.backward(sample) for sample in samples)
 
-    @abstractmethod
     def update(self) -> None:
-        """The optimizer's step, and what comes after it."""
+        """The optimizer's step."""
+        self.optimizer.step()
 
     def step(self, samples: Sequence[Tensor]) -> float:
         """A whole step; the mean loss."""
@@ -58,55 +62,55 @@ class Session(ABC):
         self.update()
         return mean
 
-    @abstractmethod
     def tensors(self) -> Tensors:
-        """What is held between :meth:`accumulate` and :meth:`update`."""
+        """The tensors that are held between :meth:`accumulate` and :meth:`update`."""
+        return tensors_of(self.model.parameters(), self.optimizer)
 
     def sent(self) -> int | None:
-        """Bytes that its own count says it has sent since the start; None if it has no count."""
+        """Bytes sent since the start by the engine's own count; None if it has no count."""
         return None
 
     def backward(self, sample: Tensor) -> float:
         """Forward and backward pass of one sample; its part of the mean loss."""
-        part = loss(self.model, sample) / self.passes
+        part = loss(self.model, sample) / self.training.passes
         part.backward()  # type: ignore[no-untyped-call]
         return part.item()
 
 
 class Ours(Session):
-    """This library."""
+    """This library.
+
+    Args:
+        wire: the wire format, besides the arguments of :class:`Session`.
+    """
 
     def __init__(
-        self,
-        model: Chain,
-        contender: Contender,
-        passes: int,
-        bucket_mb: float,
-        folder: Path,
-        wire: str = "fp32",
+        self, model: Chain, contender: Contender, training: Training, folder: Path, wire: str = "fp32"
     ) -> None:
-        super().__init__(model, contender, passes, bucket_mb, folder)
-        model.checkpoint_interval = int(contender.recompute)
-        self.model = model
-        self.stage = contender.stage
+        self.wire, self._steps = wire, 0
+        super().__init__(model, contender, training, folder)
+
+    def wrap(self, model: Chain) -> None:
+        model.checkpoint_interval = int(self.contender.recompute)
+        self.stage = self.contender.stage
         self._reduced = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-        self._steps = 0
-        sharded: dict[str, Any] = {"shard": self.stage, "wire": wire} if self.stage else {}
+        sharded: dict[str, Any] = {"shard": self.stage, "wire": self.wire} if self.stage else {}
         if self.stage == 3:
             sharded.update(model=model, units=blocks(model))
-        if contender.offload:
-            folder.mkdir(parents=True, exist_ok=True)
-            sharded.update(offload="optimizer", offload_folder=folder)
-        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        self.optimizer: Any = hc.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), bucket_cap_mb=bucket_mb, **sharded
+        if self.contender.offload:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sharded.update(offload="optimizer", offload_folder=self.folder)
+        self.optimizer = hc.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=LEARNING_RATE),
+            named_parameters=model.named_parameters(),
+            bucket_cap_mb=self.training.bucket_mb,
+            **sharded,
         )
         if not self.stage:
             hc.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def accumulate(self, samples: Sequence[Tensor]) -> float:
-        self.optimizer.zero_grad()
-        mean = sum(self.backward(sample) for sample in samples)
+        mean = super().accumulate(samples)
         self.optimizer.synchronize()
         self._steps += 1
         return mean
