@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.cells import Cell, find_variant, make_cells, planned
-from hvd_ckpt.bench.compare.data import Digits, Text, check_text
+from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant, make_cells, planned
 from hvd_ckpt.bench.compare.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
 from hvd_ckpt.bench.compare.jobs import EventReader, EventWriter
 from hvd_ckpt.bench.compare.launch import Failure
@@ -25,6 +24,7 @@ from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
 from hvd_ckpt.bench.compare.worker import LeftOut, make_plan
 from hvd_ckpt.bench.compare.workloads import Workload
 from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import IGNORED
 from hvd_ckpt.planning.plan import Plan
 
 CELL = Cell("densenet", "reentrant", 2)
@@ -48,41 +48,29 @@ def test_a_plan_is_one_cell_of_each_workload_it_means_something_for():
     assert [Cell.from_key(cell.key) for cell in cells] == cells
 
 
-def test_batches_are_a_function_of_seed_rank_and_step():
-    def digits(seed=3, rank=0, step=5):
-        return Digits(16, seed).batch(rank, 2, step, 4)
+@pytest.mark.parametrize("name", ["densenet", "bert"])
+def test_batches_are_a_function_of_seed_rank_and_step(name):
+    def make(seed=3, rank=0, step=5):
+        return make_workload(name, Settings(1, seed, "quick")).batch(rank, 2, step)
 
-    def text(seed=3, rank=0, step=5):
-        return Text(None, 64, seed).batch(rank, step, 4)
-
-    for make in (digits, text):
-        assert all(torch.equal(one, two) for one, two in zip(make(), make(), strict=True))
-        for other in (make(seed=4), make(rank=1), make(step=6)):
-            assert not torch.equal(make()[0], other[0])
-    assert len(Digits(pixels=8, seed=0).batch(1, 2, 10_000, 16)[0]) == 16, (
-        "digits go round when all were seen"
-    )
+    batch, again = make(), make()
+    assert torch.equal(batch.inputs[0], again.inputs[0])
+    assert torch.equal(batch.targets, again.targets)
+    for other in (make(seed=4), make(rank=1), make(step=6), make(step=10_000)):
+        assert not torch.equal(batch.inputs[0], other.inputs[0])
 
 
-def test_text_comes_from_the_file_given(tmp_path):
+def test_text_comes_from_the_file_given_and_padding_is_not_predicted(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"z" * 5000)
-    tokens, mask, targets = Text(str(file), length=16, seed=1).batch(0, 0, 8)
-    untouched = (targets == -100) & (mask == 1)
-    assert set(tokens[untouched].tolist()) == {ord("z")}
-    assert set(targets[targets != -100].tolist()) == {ord("z")}
-
-
-def test_text_file_missing_short_or_no_file_is_a_clear_error(tmp_path):
-    short = tmp_path / "short"
-    short.write_bytes(b"abc")
-    for file, message in (
-        (tmp_path / "nowhere", "nowhere': No such file"),
-        (tmp_path, "Is a directory"),
-        (short, "holds 3 bytes: give one of at least 4096"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_text(str(file))
+    batch = make_workload("bert", Settings(1, 1, "quick", str(file))).batch(0, 1, 0)
+    seen = batch.shared["attention_mask"].squeeze((1, 2))
+    predicted = batch.targets != IGNORED
+    assert set(batch.inputs[0][seen & ~predicted].tolist()) == {ord("z")}
+    assert set(batch.targets[predicted].tolist()) == {ord("z")}
+    assert not (predicted & ~seen).any()
+    assert not seen.all()
+    assert seen.sum(1).min() >= seen.shape[1] // 2
 
 
 class Toy(Workload):
@@ -118,7 +106,7 @@ class Toy(Workload):
 
 def test_reference_averages_the_ranks_gradients():
     """The gradient of w * x is x: the mean of 1, 2, 3 is 2, so w goes from 2 to 0 to -2; losses follow by hand."""
-    reference = make_reference(Toy(noisy=False), size=3, steps=2, seed=0)
+    reference = make_reference(Toy(noisy=False), 3, Settings(2, 0))
     assert reference.start["0.weight"].item() == 2.0
     assert reference.parameters["0.weight"].item() == -2.0
     assert reference.losses == [[2.0, 0.0], [4.0, 0.0], [6.0, 0.0]]
@@ -128,7 +116,7 @@ def test_reference_averages_the_ranks_gradients():
 def test_reference_gives_each_rank_its_own_buffers_and_random_state():
     """Of one step, each rank's buffers and loss are those of a process of its own with that rank's seed."""
     seed = 7
-    reference = make_reference(Toy(noisy=True), size=2, steps=1, seed=seed)
+    reference = make_reference(Toy(noisy=True), 2, Settings(1, seed))
     toy = Toy(noisy=True)
     for rank in range(2):
         model = toy.model()
@@ -142,7 +130,7 @@ def test_reference_gives_each_rank_its_own_buffers_and_random_state():
 
 
 def test_reference_survives_saving(tmp_path):
-    reference = make_reference(Toy(noisy=True), size=2, steps=2, seed=0)
+    reference = make_reference(Toy(noisy=True), 2, Settings(2, 0))
     reference.save(tmp_path / "reference.pt")
     loaded = Reference.load(tmp_path / "reference.pt")
     assert loaded.losses == reference.losses
@@ -397,11 +385,11 @@ def test_timelines_tell_what_was_executed_in_order(tmp_path):
     ("name", "variant"), [(name, variant) for name, found in SCENARIOS.items() for variant in found.variants]
 )
 def test_scenarios_learn_the_same_recomputed_or_not_in_one_process(name, variant):
-    scenario = make_workload(name, "quick", 1, None)
-    reference = make_reference(scenario, size=1, steps=4, seed=1)
+    scenario = make_workload(name, Settings(4, 1, "quick"))
+    reference = make_reference(scenario, 1, Settings(4, 1))
     engine = OneProcess()
     for chunks in (1, 3):
-        model = train(scenario, engine, Cell(name, variant, chunks), steps=4, seed=1).model
+        model = train(scenario, engine, Cell(name, variant, chunks), Settings(4, 1)).model
         far, _, worst = largest_difference(
             dict(model.named_parameters()), reference.parameters, reference.start
         )
@@ -438,22 +426,21 @@ class Wide(Scenario):
 def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_from_a_file(tmp_path):
     file = tmp_path / "plan.json"
     wide, engine = Wide("quick", 1, None), OneProcess()
-    reference = make_reference(wide, size=1, steps=2, seed=1)
+    reference = make_reference(wide, 1, Settings(2, 1))
 
     def plan(model):
         make_plan(
             model,
             wide,
             engine,
+            settings=Settings(2, 1),
             budget="0.7x",
-            precision="fp32",
-            device=torch.device("cpu"),
             file=file,
         )
 
     cell = Cell("wide", "plan 0.7x", 0)
-    first = train(wide, engine, cell, steps=2, seed=1, prepare=plan).model
-    later = train(wide, engine, cell, steps=2, seed=1, prepare=Plan.load(file).apply).model
+    first = train(wide, engine, cell, Settings(2, 1), prepare=plan).model
+    later = train(wide, engine, cell, Settings(2, 1), prepare=Plan.load(file).apply).model
     blocks = json.loads(file.read_text())["plan"]["blocks"]
     assert any(block["policy"]["title"] != "keep" for block in blocks)
     assert fingerprint(first.named_parameters()) == fingerprint(later.named_parameters())
@@ -462,15 +449,14 @@ def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_
 
 
 def test_a_model_that_cannot_be_planned_says_why(tmp_path):
-    plain = make_workload("plain", "quick", 1, None)
+    plain = make_workload("plain", Settings(2, 1, "quick"))
     with pytest.raises(LeftOut, match="No plan stays within a budget of 8 B"):
         make_plan(
             plain.model(KEEP),
             plain,
             OneProcess(),
+            settings=Settings(2, 1),
             budget="8",
-            precision="fp32",
-            device=torch.device("cpu"),
             file=tmp_path / "plan.json",
         )
     assert not (tmp_path / "plan.json").exists()

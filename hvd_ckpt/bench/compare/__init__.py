@@ -6,7 +6,6 @@ small *scenario* with one difficulty) in every *cell* (a way to recompute), and 
 one process.
 
     cells        the cells: variants of recomputation and numbers of segments
-    data         the digits and the text
     workloads    real models: model, batches, loss, and the passes of a step
     scenarios    small models that are hard, and the catalogue of all
     recomputing  how a model's forward pass recomputes in a cell

@@ -5,10 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PRECISIONS", "VARIANTS", "Cell", "Variant", "find_variant", "make_cells", "planned"]
+__all__ = ["PRECISIONS", "VARIANTS", "Cell", "Settings", "Variant", "find_variant", "make_cells", "planned"]
 
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 PLAN = "plan "  # and a budget: the name of a variant
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that all training runs of a comparison share.
+
+    Attributes:
+        steps: steps of each training run.
+        seed: of weights, batches and random states.
+        scale: of the workloads, such as ``default``.
+        text: a text file, or None for the standard library's source.
+        precision: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    steps: int
+    seed: int
+    scale: str = "default"
+    text: str | None = None
+    precision: str = "fp32"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

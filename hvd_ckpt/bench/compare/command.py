@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.compare.cells import PRECISIONS, VARIANTS, make_cells, planned
+from hvd_ckpt.bench.compare.cells import PRECISIONS, VARIANTS, Settings, make_cells, planned
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.install.extras import explain_import_error
@@ -132,8 +133,8 @@ def compare(
     from hvd_ckpt.bench.compare import scenarios as small
     from hvd_ckpt.bench.compare import workloads as real
     from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
-    from hvd_ckpt.bench.compare.data import check_text
     from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.data.tokens import find_text_files
     from hvd_ckpt.runtime import threads_per_rank
 
     if quick and full:
@@ -146,7 +147,9 @@ def compare(
             f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another"
         )
     try:
-        resolved_text = str(check_text(text).resolve()) if text is not None else None
+        if text is not None:
+            find_text_files(text)
+            text = str(Path(text).resolve())
     except ValueError as error:
         raise BadArgument(f"--text: {error}") from None
     _check_precision(precision, device)
@@ -174,13 +177,8 @@ def compare(
         size=size,
         controller=check_controller(controller),
         threads=threads_per_rank(size),
-        steps=steps or preset.steps,
         passes=preset.passes if passes is None else passes,
-        precision=precision,
-        device=device,
-        scale=scale,
-        seed=seed,
-        text=resolved_text,
+        settings=Settings(steps or preset.steps, seed, scale, text, precision, device),
         timeout=timeout or preset.timeout,
         folder=run.jobs,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.compare.cells import Cell, find_variant
+from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.engines import find_engine
 from hvd_ckpt.bench.compare.jobs import Event, Job, folder_name
 from hvd_ckpt.bench.compare.launch import Failure, Launcher
@@ -39,11 +40,8 @@ class Comparison:
         size: number of ranks.
         controller: ``gloo`` or ``mpi``.
         threads: CPU threads of each rank.
-        steps: steps of each training run.
         passes: timed jobs per engine, in alternating order: A B C, C B A, ... Scenarios are timed once.
-        precision: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
-        device: ``cpu`` or ``cuda``.
-        scale, seed, text: of the workloads.
+        settings: of each training run.
         timeout: seconds without a step after which a job hangs.
         folder: of the jobs and their logs.
     """
@@ -54,13 +52,8 @@ class Comparison:
     size: int
     controller: str
     threads: int
-    steps: int
     passes: int
-    precision: str
-    device: str
-    scale: str
-    seed: int
-    text: str | None
+    settings: Settings
     timeout: float
     folder: Path
 
@@ -102,7 +95,7 @@ class Comparison:
                 timed[engine],
                 failures[engine].get(cell.key),
                 self.size,
-                self.precision,
+                self.settings.precision,
             )
             for cell in self.cells
             for engine in present
@@ -113,7 +106,7 @@ class Comparison:
             results,
             workloads,
             self.subject,
-            self._settings(),
+            self._told(),
             machine_facts(self.threads),
             absent={engine: reason for engine, reason in absent.items() if reason is not None},
             left_out=[
@@ -195,27 +188,19 @@ class Comparison:
             engine=engine,
             cells=tuple(cell.key for cell in cells),
             size=self.size,
-            steps=self.steps,
-            seed=self.seed,
-            scale=self.scale,
-            text=self.text,
-            precision=self.precision,
-            device=self.device,
+            settings=self.settings,
             checks=checks,
         )
 
-    def _settings(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
+        """The settings as plain values for a report."""
         return {
             "np": self.size,
             "controller": self.controller,
-            "precision": self.precision,
-            "device": self.device,
             "engines": ", ".join(self.engines),
-            "scale": self.scale,
-            "steps": self.steps,
             "passes": self.passes,
-            "seed": self.seed,
-            "text": self.text or "source of the Python standard library",
+            **dataclasses.asdict(self.settings),
+            "text": self.settings.text or "source of the Python standard library",
         }
 
 

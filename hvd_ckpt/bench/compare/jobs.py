@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from hvd_ckpt.bench.compare.cells import Cell
+from hvd_ckpt.bench.compare.cells import Cell, Settings
 from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.bench.harness.report import plain
 
@@ -31,12 +31,7 @@ class Job(RankJob):
         references: the folder of the references, one file per workload, and of the plans.
         engine: a name in the registry of engines, or ``module:Class``.
         cells: keys of the cells, in the order in which they are trained.
-        steps: steps of each training run.
-        seed: of weights, batches and random states.
-        scale: of the workloads, such as ``default``.
-        text: a file of text, or None for the standard library's source.
-        precision: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
-        device: ``cpu`` or ``cuda``.
+        settings: of each training run.
         checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
             once, with nothing that takes time.
         environment: variables that a rank sets before it starts the engine.
@@ -47,12 +42,7 @@ class Job(RankJob):
     references: Path
     engine: str
     cells: tuple[str, ...]
-    steps: int
-    seed: int
-    scale: str
-    text: str | None
-    precision: str = "fp32"
-    device: str = "cpu"
+    settings: Settings
     checks: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from hvd_ckpt.bench.compare.cells import Settings
 from hvd_ckpt.bench.compare.precision import EnginePrecision
 from hvd_ckpt.bench.compare.recomputing import KEEP
-from hvd_ckpt.bench.compare.training import CPU, build_seed, step_seed
+from hvd_ckpt.bench.compare.training import build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 
 __all__ = ["Reference", "largest_difference", "make_reference", "mean_losses"]
@@ -53,22 +54,19 @@ class Reference:
 
 def make_reference(
     workload: Workload,
-    *,
     size: int,
-    steps: int,
-    seed: int,
-    precision: str = "fp32",
-    device: torch.device = CPU,
+    settings: Settings,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> Reference:
-    """Train ``workload`` for ``steps`` steps as ``size`` ranks should, in this process.
+    """Trains ``workload`` as ``size`` ranks should, in this process.
 
     Gradients are averaged in float64 and rounded once. A rank that has no batches left adds nothing, and the sum is still
     divided by the number of all ranks.
     """
+    seed, steps, device = settings.seed, settings.steps, torch.device(settings.device)
     torch.manual_seed(build_seed(seed, 0))
     bare = workload.model(KEEP).to(device)
-    precise = EnginePrecision(precision, device, None, workload.scales_loss)
+    precise = EnginePrecision(settings.precision, device, None, workload.scales_loss)
     model, optimizer = precise.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
     parameters = list(bare.parameters())
     start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hvd_ckpt.bench.compare.cells import Settings
 from hvd_ckpt.bench.compare.recomputing import Chain, Recompute, Region
 from hvd_ckpt.bench.compare.workloads import WORKLOADS, Step, Workload
 from hvd_ckpt.models.batch import Batch
@@ -275,6 +276,6 @@ CATALOG: dict[str, type[Workload]] = {**WORKLOADS, **SCENARIOS}
 """Everything that can be trained, by name."""
 
 
-def make_workload(name: str, scale: str, seed: int, text: str | None) -> Workload:
-    """The workload or scenario of that name at one of the scales; ``text`` is a file for those that read text."""
-    return CATALOG[name](scale, seed, text)
+def make_workload(name: str, settings: Settings) -> Workload:
+    """The workload or scenario of that name."""
+    return CATALOG[name](settings.scale, settings.seed, settings.text)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.cells import Cell
+from hvd_ckpt.bench.compare.cells import Cell, Settings
 from hvd_ckpt.bench.compare.engines import Engine
 from hvd_ckpt.bench.compare.precision import EnginePrecision
 from hvd_ckpt.bench.compare.recomputing import Recompute
@@ -45,9 +45,6 @@ class Trained:
     recording: Recording | None = None
 
 
-CPU = torch.device("cpu")
-
-
 def build_seed(seed: int, rank: int) -> int:
     """The seed of a rank's first weights; the engines make them rank 0's."""
     return seed * 10_007 + rank
@@ -62,37 +59,35 @@ def train(
     workload: Workload,
     engine: Engine,
     cell: Cell,
+    settings: Settings,
     *,
-    steps: int,
-    seed: int,
-    precision: str = "fp32",
-    device: torch.device = CPU,
     record_in: Path | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> Trained:
-    """Train one cell from the start for ``steps`` steps; every rank of the job calls it.
+    """Trains one cell from the start; every rank of the job calls it.
 
     Args:
         record_in: a folder, if the reductions are to be recorded; the same on all ranks.
         prepare: called with the unwrapped model when the engine has wrapped it, before the first step.
         after_step: called with the number of each step that is done.
     """
-    torch.manual_seed(build_seed(seed, engine.rank))
+    device = torch.device(settings.device)
+    torch.manual_seed(build_seed(settings.seed, engine.rank))
     bare = workload.model(Recompute(cell, engine)).to(device)
     trained = Trained(bare)
     parameters = dict(bare.named_parameters())
-    mixed = EnginePrecision(precision, device, engine, workload.scales_loss)
+    mixed = EnginePrecision(settings.precision, device, engine, workload.scales_loss)
     model, optimizer = mixed.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
     prepare(bare)
-    torch.manual_seed(step_seed(seed, engine.rank))
+    torch.manual_seed(step_seed(settings.seed, engine.rank))
     if record_in is not None:
         trained.recording = Recording(parameters)
         watching = engine.recording(trained.recording, model, record_in)
     else:
         watching = nullcontext()
     with watching, engine.uneven(model) if workload.uneven else nullcontext():
-        for number in range(workload.steps_of(engine.rank, engine.size, steps)):
+        for number in range(workload.steps_of(engine.rank, engine.size, settings.steps)):
             batches = [batch.to(device) for batch in workload.batches(engine.rank, engine.size, number)]
             workload.before_step(bare, number)
             start = now(device)

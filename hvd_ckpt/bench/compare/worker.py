@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.cells import Cell, find_variant
+from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.engines import Engine, find_engine, launched_rank_and_size
 from hvd_ckpt.bench.compare.jobs import EventWriter, Job
 from hvd_ckpt.bench.compare.precision import AUTOCAST
@@ -45,9 +45,9 @@ class Worker:
         self._job = job
         self._engine = engine
         self._events = events
-        self._device = torch.device(job.device)
+        self._settings = job.settings
         self._workloads: dict[str, Workload] = {
-            name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads
+            name: make_workload(name, job.settings) for name in job.workloads
         }
         self._references = {name: Reference.load(job.reference_file(name)) for name in job.workloads}
 
@@ -78,7 +78,7 @@ class Worker:
         del trained
         gc.collect()
         # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is made.
-        with recording_peak(self._device) as memory:
+        with recording_peak(self._settings.device) as memory:
             trained = self._train(cell)
         found = {**_hashes(trained), **_reductions(trained)}
         self._events.write("measured", cell=cell.key, peak_bytes=memory.peak_bytes, **found)
@@ -88,10 +88,7 @@ class Worker:
             self._workloads[cell.workload],
             self._engine,
             cell,
-            steps=self._job.steps,
-            seed=self._job.seed,
-            precision=self._job.precision,
-            device=self._device,
+            self._settings,
             record_in=self._job.folder if self._job.checks else None,
             prepare=self._plan(cell, first),
             after_step=lambda step: self._events.write("step", cell=cell.key, step=step),
@@ -109,9 +106,8 @@ class Worker:
             make_plan,
             workload=self._workloads[cell.workload],
             engine=self._engine,
+            settings=self._settings,
             budget=budget,
-            precision=self._job.precision,
-            device=self._device,
             file=file,
         )
 
@@ -135,10 +131,8 @@ def make_plan(
     model: nn.Module,
     workload: Workload,
     engine: Engine,
-    *,
+    settings: Settings,
     budget: str,
-    precision: str,
-    device: torch.device,
     file: Path,
 ) -> None:
     """Plans for each rank's first batch on the model that is about to be trained, wrapped and all; every rank calls it.
@@ -149,12 +143,12 @@ def make_plan(
     Raises:
         LeftOut: on every rank, where no chain is found in the model or no plan stays within the budget.
     """
-    batch = workload.batches(engine.rank, engine.size, 0)[0].to(device)
+    batch = workload.batches(engine.rank, engine.size, 0)[0].to(torch.device(settings.device))
 
     def loss(output: Any) -> torch.Tensor:
         return workload.loss(output, batch.targets)
 
-    autocast = AUTOCAST.get(precision)
+    autocast = AUTOCAST.get(settings.precision)
     try:
         plan = engine.plan(
             model, *batch.inputs, kwargs=batch.shared, loss=loss, budget=budget, autocast=autocast
@@ -221,17 +215,11 @@ def run_reference(job_file: str) -> None:
     torch.use_deterministic_algorithms(True)
     with EventWriter(job.folder, rank=0) as events:
         events.write("born", pid=os.getpid())
-        workloads = {name: make_workload(name, job.scale, job.seed, job.text) for name in job.workloads}
+        workloads = {name: make_workload(name, job.settings) for name in job.workloads}
         events.write("ready")
         for name, workload in workloads.items():
             reference = make_reference(
-                workload,
-                size=job.size,
-                steps=job.steps,
-                seed=job.seed,
-                precision=job.precision,
-                device=torch.device(job.device),
-                after_step=lambda step: events.write("step", step=step),
+                workload, job.size, job.settings, lambda step: events.write("step", step=step)
             )
             reference.save(job.reference_file(name))
             events.write(

@@ -12,13 +12,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.bench.compare.data import IGNORED, PADDING, VOCABULARY, Digits, Text
 from hvd_ckpt.bench.compare.recomputing import Chain, Recompute
+from hvd_ckpt.data.images import Digits
+from hvd_ckpt.data.text import MaskedText
+from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import IGNORED
 
 __all__ = ["SCALES", "WORKLOADS", "Step", "Workload"]
 
@@ -141,17 +145,21 @@ class DenseNetOnDigits(Workload):
 
         self._densenet = densenet
         self._depth, pixels, self._images = self.sizes[scale]
-        self._digits = Digits(pixels, seed)
+        self._digits = Digits(pixels, channels=1, seed=seed)
+        self._order = numpy.random.default_rng(seed).permutation(len(self._digits))
         self.model_line = f"DenseNet-{self._depth}, {self._images} images of {pixels} x {pixels} per rank"
 
     def model(self, recompute: Recompute) -> nn.Module:
-        return Chain(list(self._densenet(self._depth, channels=1, classes=Digits.classes)), recompute)
+        return Chain(list(self._densenet(self._depth, channels=1, classes=self._digits.classes)), recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
-        images, labels = self._digits.batch(rank, size, step, self._images)
+        first = (step * size + rank) * self._images
+        indices = self._order[numpy.arange(first, first + self._images) % len(self._order)]
+        batch = self._digits.batch(indices.tolist(), [0] * self._images)
         # PyTorch's reentrant variant drops the first segment's gradients unless an input requires one; its
         # documentation's way out, taken here for every engine alike.
-        return Batch((images.requires_grad_(),), labels)
+        batch.inputs[0].requires_grad_()
+        return batch
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output, target)
@@ -187,7 +195,9 @@ class BertOnText(Workload):
 
         self._bert = bert
         self._hidden, self._layers, self._heads, self._length, self._sequences = self.sizes[scale]
-        self._text = Text(text, self._length, seed)
+        self._seed = seed
+        self._tokens = Tokens(text)
+        self._text = MaskedText(self._tokens, self._length, seed)
         self.model_line = (
             f"BERT of {self._layers} layers, hidden size {self._hidden}, dropout 0.1, "
             f"{self._sequences} sequences of up to {self._length} bytes per rank"
@@ -195,8 +205,8 @@ class BertOnText(Workload):
 
     def model(self, recompute: Recompute) -> nn.Module:
         model = self._bert(
-            vocabulary=VOCABULARY,
-            padding=PADDING,
+            vocabulary=self._tokens.vocabulary,
+            padding=self._tokens.padding,
             width=self._hidden,
             layers=self._layers,
             heads=self._heads,
@@ -207,9 +217,17 @@ class BertOnText(Workload):
         return Chain([Maskless(embeddings), *layers, Maskless(head)], recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
-        tokens, mask, targets = self._text.batch(rank, step, self._sequences)
-        # As the layers take it, for every engine alike: (batch, heads, positions that see, positions that are seen).
-        return Batch((tokens,), targets, {"attention_mask": mask.bool()[:, None, None]})
+        random = numpy.random.default_rng([self._seed, rank, step])
+        windows = random.integers(len(self._text), size=self._sequences)
+        batch = self._text.batch(windows.tolist(), [step] * self._sequences)
+        lengths = random.integers(self._length // 2, self._length + 1, size=(self._sequences, 1))
+        padding = torch.arange(self._length) >= torch.from_numpy(lengths)
+        return Batch(
+            (batch.inputs[0].masked_fill(padding, self._tokens.padding),),
+            batch.targets.masked_fill(padding, IGNORED),
+            # As the layers take it, for every engine alike: (batch, heads, positions that see, positions that are seen).
+            {"attention_mask": ~padding[:, None, None]},
+        )
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
