@@ -1,7 +1,4 @@
-"""``hvd-ckpt plan --np N --shard S``: what a step with the plan takes on each rank of a cluster that need not be there.
-
-A table of the peak over stages and numbers of ranks, and the chosen stage in its parts.
-"""
+"""``hvd-ckpt plan --np N --shard S``: memory of a step with the plan on each rank of a cluster that need not be there."""
 
 from __future__ import annotations
 
@@ -27,25 +24,24 @@ __all__ = ["Cluster", "cluster_of", "cluster_options"]
 
 MOST_RANKS = 1 << 20
 FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"))  # stage, offload
-TITLE = "peak of a step, per rank"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What was asked for.
+    """Options of a cluster.
 
     Attributes:
         ranks: of the largest cluster.
-        stage, offload: what is shown in its parts.
+        stage, offload: shown in its parts.
         optimizer: a name of ``torch.optim`` in lower case.
         wire: the format in which shards travel.
     """
 
     ranks: int
-    stage: int
-    offload: str | None
-    optimizer: str
-    wire: str
+    stage: int = 0
+    offload: str | None = None
+    optimizer: str = "adamw"
+    wire: str = "fp32"
 
     def sizes(self) -> list[int]:
         """Powers of two, and the size asked for."""
@@ -53,30 +49,23 @@ class Cluster:
         return [*powers, self.ranks]
 
     def show(self, job: Job, plan: Plan, precision: str, console: Console) -> None:
-        """Measures a step with the plan here, and prints both tables.
+        """Measures a step with the plan here, and prints the peak over stages and sizes, and the chosen one in its parts.
 
         Raises:
             BadArgument: the optimizer cannot be estimated.
         """
         from hvd_ckpt.sharding.estimate import Estimator
 
+        arguments: dict[str, Any] = {"sample": job.sample, "kwargs": job.kwargs, "loss": job.loss}
         try:
-            estimator = Estimator(
-                job.model,
-                plan,
-                self.optimizer,
-                precision,
-                sample=job.sample,
-                kwargs=job.kwargs,
-                loss=job.loss,
-            )
+            estimator = Estimator(job.model, plan, self.optimizer, precision, **arguments)
             console.print(self._table(estimator))
             console.print(Text(str(self._estimate(estimator, self.ranks, self.stage, self.offload))))
         except ValueError as error:
             raise BadArgument(f"--np {self.ranks}: {error}") from None
 
     def _table(self, estimator: Estimator) -> Table:
-        table = Table(box=SIMPLE_HEAD, title=TITLE, title_justify="left")
+        table = Table(box=SIMPLE_HEAD, title="peak of a step, per rank", title_justify="left")
         table.add_column("np", justify="right", no_wrap=True)
         for stage, offload in FORMS:
             table.add_column(
@@ -92,7 +81,7 @@ class Cluster:
         return table
 
     def _estimate(self, estimator: Estimator, ranks: int, stage: int, offload: str | None) -> MemoryEstimate:
-        """With the wire format where the stage has use for it."""
+        """With the wire format where the stage uses one."""
         wire = {
             "gradients": self.wire if stage >= 2 else "fp32",
             "parameters": self.wire if stage >= 1 else "fp32",
@@ -130,10 +119,6 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
     Raises:
         BadArgument: one is wrong, or there is no ``--np``.
     """
-    from hvd_ckpt.sharding import stage_of
-    from hvd_ckpt.sharding.estimate import check_optimizer
-    from hvd_ckpt.sharding.formats import wire_format
-
     names = ("ranks", "shard", "offload", "optimizer", "wire")
     given = {name: value for name in names if (value := options.pop(name)) is not None}
     if not given:
@@ -141,20 +126,19 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
     if "ranks" not in given:
         name, value = next(iter(given.items()))
         raise BadArgument(f"--{name} {value}: give --np, the number of ranks, as well")
-    shard, offload = given.get("shard", "none"), given.get("offload")
-    wire, optimizer = given.get("wire", "fp32"), given.get("optimizer", "adamw")
-    try:
-        check_optimizer(optimizer)
-    except ValueError as error:
-        raise BadArgument(f"--optimizer: {error}") from None
-    try:
-        stage = stage_of(int(shard) if shard.isdecimal() and len(shard) == 1 else shard)
-    except ValueError as error:
-        raise BadArgument(f"--shard: {error}") from None
-    try:
-        wire_format(wire)
-    except ValueError as error:
-        raise BadArgument(f"--wire: {error}") from None
-    if offload and not stage:
-        raise BadArgument(f"--offload {offload}: give --shard optimizer, gradients or parameters as well")
-    return Cluster(given["ranks"], stage, offload, optimizer, wire)
+    from hvd_ckpt.sharding import stage_of
+    from hvd_ckpt.sharding.formats import wire_format
+    from hvd_ckpt.sharding.measured_memory import check_optimizer
+
+    for name, check in (("shard", stage_of), ("wire", wire_format), ("optimizer", check_optimizer)):
+        try:
+            if name in given:
+                check(given[name])
+        except ValueError as error:
+            raise BadArgument(f"--{name}: {error}") from None
+    cluster = Cluster(stage=stage_of(given.pop("shard", "none")), **given)
+    if cluster.offload and not cluster.stage:
+        raise BadArgument(
+            f"--offload {cluster.offload}: give --shard optimizer, gradients or parameters as well"
+        )
+    return cluster

@@ -1,7 +1,7 @@
-"""What ``hvd-ckpt plan`` plans for: a model of the catalogue with a random batch and its objective, or what a function returns.
+"""Models for ``hvd-ckpt plan``: one of the catalog with a random batch and its objective, or what a function returns.
 
-Weights and batches are random: what a plan decides follows from shapes. Sizes that nobody gives are those of ``hvd-ckpt train``
-and its default data, so that a plan made for a model fits that model in training.
+Weights and batches are random: a plan follows from shapes alone. Default sizes are those of ``hvd-ckpt train`` and its default
+data, so that a plan made for a model fits that model in training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Job(NamedTuple):
-    """What is planned for, on its device.
+    """A model to plan for and its batch, on their device.
 
     Attributes:
         model: in training mode.
@@ -81,7 +81,7 @@ def _of_catalogue(
     for size, value in sizes.items():
         if size not in known:
             raise ValueError(
-                f"--{size} {value}: the model {name} has none, it takes {_flags(known)} and --model-option"
+                f"--{size} {value}: the model {name} does not take it, but {_flags(known)} and --model-option"
             )
     known.update(sizes)
     try:
@@ -111,7 +111,7 @@ def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], d
         *((option, f"--model-option {option}={value}") for option, value in options.items()),
     ):
         if given not in known and not takes_all:
-            raise ValueError(f"{shown}: {name} has none, it takes {', '.join(known) or 'no arguments'}")
+            raise ValueError(f"{shown}: {name} does not take it, but {', '.join(known) or 'no arguments'}")
     made = function(**{**sizes, **options})
     if not (
         isinstance(made, tuple)
@@ -135,7 +135,7 @@ def _function(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no model '{name}': {error}") from None
     if not callable(function):
-        raise ValueError(f"'{name}' is a {type(function).__name__} and no function")
+        raise ValueError(f"'{name}' is a {type(function).__name__}, not a function")
     found: Callable[..., Any] = function
     return found
 
@@ -150,28 +150,22 @@ def _causal(batch: int, length: int, vocabulary: int) -> Batch:
 
 
 def _masked(batch: int, length: int, vocabulary: int) -> Batch:
-    """15 % of the positions of each sample are asked for (Devlin et al., "BERT", 2018)."""
+    """15 % of the positions are predicted, as in Devlin et al., "BERT" (2018)."""
     tokens = torch.randint(vocabulary, (batch, length))
-    asked = _some_positions(batch, length, max(round(0.15 * length), 1))
-    targets = torch.full_like(tokens, IGNORED).scatter(1, asked, tokens.gather(1, asked))
+    targets = tokens.clone()
+    targets[:, max(round(0.15 * length), 1) :] = IGNORED
     return Batch((tokens,), targets)
 
 
 def _permuted(batch: int, length: int, vocabulary: int) -> Batch:
-    """A sixth of the positions are predicted, one after the other, from those that are not and those predicted before them
-    (Yang et al., "XLNet", 2019)."""
+    """The last sixth of the positions is predicted, each from those before it (Yang et al., "XLNet", 2019)."""
     tokens = torch.randint(vocabulary, (batch, length))
     predicted = max(length // 6, 1)
-    asked = _some_positions(batch, length, predicted)
-    turn = torch.full((batch, length), -1).scatter(1, asked, torch.arange(predicted).expand(batch, -1))
-    hidden = (turn[:, :, None] <= turn[:, None, :]) & (turn >= 0)[:, None, :]
-    mapping = torch.zeros(batch, predicted, length).scatter(2, asked[:, :, None], 1.0)
-    return Batch((tokens,), tokens.gather(1, asked), {"perm_mask": hidden.float(), "target_mapping": mapping})
-
-
-def _some_positions(batch: int, length: int, count: int) -> Tensor:
-    """For each sample so many different positions, (batch, count)."""
-    return torch.rand(batch, length).argsort(1)[:, :count]
+    hidden = torch.ones(length, length).triu()
+    hidden[:, : length - predicted] = 0  # the context sees itself
+    masks = {"perm_mask": hidden, "target_mapping": torch.eye(length)[length - predicted :]}
+    shared = {name: mask.expand(batch, -1, -1).contiguous() for name, mask in masks.items()}
+    return Batch((tokens,), tokens[:, length - predicted :].contiguous(), shared)
 
 
 def _images(batch: int, pixels: int, channels: int, classes: int) -> Batch:

@@ -30,6 +30,7 @@ from hvd_ckpt.planning.policy import (
     expect_autocast,
     remove_policy,
 )
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.schema import Strict, parse_json
 
 __all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
@@ -315,3 +316,8 @@ def kind_of(members: Sequence[nn.Module]) -> str:
 def parameter_shapes(members: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
     """Shapes of the parameters of some modules, in order."""
     return tuple(tuple(parameter.shape) for member in members for parameter in member.parameters())
+
+
+def sample_shapes(*values: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dtype and shape of each tensor in nested values, as :attr:`Plan.sample` has them."""
+    return tuple((str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in tensors_in(*values))

@@ -21,12 +21,11 @@ from hvd_ckpt.heartbeat import talking
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_bytes
 from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
-from hvd_ckpt.planning.plan import Cost, Plan, applied
+from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.recompute.calls import tensors_in
 
-__all__ = ["Planner", "largest_batch", "plan"]
+__all__ = ["Planner", "largest_batch", "plan", "thinned"]
 
 _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
@@ -120,15 +119,12 @@ class Planner:
     ) -> Plan:
         """The plan of a schedule, with all that is known of it."""
         predicted = Cost(solution.peak, solution.seconds)
-        timelines = {"after": _thinned(timeline)}
+        timelines = {"after": thinned(timeline)}
         if self._kept is not None:
-            timelines["before"] = _thinned(self._kept[1])
+            timelines["before"] = thinned(self._kept[1])
         return self._as_plan(
             solution.items,
-            sample=tuple(
-                (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                for tensor in tensors_in(*self._args)
-            ),
+            sample=sample_shapes(*self._args),
             budget=limit,
             predicted=predicted,
             measured=measured,
@@ -405,7 +401,7 @@ def _evenly(points: list[Solution], count: int) -> list[Solution]:
     return [points[round(index * (len(points) - 1) / (count - 1))] for index in range(count)]
 
 
-def _thinned(timeline: tuple[tuple[float, int], ...], points: int = 400) -> tuple[tuple[float, int], ...]:
+def thinned(timeline: tuple[tuple[float, int], ...], points: int = 400) -> tuple[tuple[float, int], ...]:
     """At most so many points, the highest and lowest of each stretch among them."""
     if len(timeline) <= points:
         return timeline

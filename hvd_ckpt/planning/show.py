@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal: what each block does, and what it all comes to."""
+"""A plan as tables for the terminal: the policy of each block, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
 __all__ = ["print_plan", "rows", "totals"]
 
 MIB = 1 << 20
-COLUMNS = ("block", "choice", "kept MiB", "added ms")
-TOTALS = ("", "peak MiB", "of keep everything", "step ms", "of keep everything")
+COLUMNS = ("block", "policy", "kept MiB", "added ms")
+TOTALS = ("", "peak MiB", "of no recomputation", "step ms", "of no recomputation")
 
 
 def rows(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Block, choice, MiB kept and ms added; equal blocks in a row share one, with sums.
+    """Block, policy, MiB kept and ms added; equal blocks in a row share one, with sums.
 
     Segments of several blocks are numbered (``segment 2``, and ``segment 2.1`` for the first in it).
     """
@@ -32,28 +32,28 @@ def rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     return [_row(segment, [block for _, block in group]) for (segment, *_), group in alike]
 
 
-def totals(plan: Plan, kept: Cost | None = None) -> list[tuple[str, ...]]:
-    """What a step takes: of this plan, of keeping everything (``kept``: as measured), the smallest peak; and the budget."""
+def totals(plan: Plan, baseline: Cost | None = None) -> list[tuple[str, ...]]:
+    """Costs of a step: with this plan, without recomputation (``baseline``: as measured), of the smallest peak; and the budget."""
     whole = plan.baseline
     budget = "none: the fastest plan" if plan.budget is None else _mib(plan.budget)
     return [
         ("budget", budget, "" if plan.budget is None else _ratio(plan.budget, whole.peak_bytes), "", ""),
         _total("this plan, predicted", plan.predicted, whole),
-        *([_total("this plan, measured", plan.measured, kept or whole)] if plan.measured else []),
-        _total("keep everything, predicted", whole, whole),
-        *([_total("keep everything, measured", kept, kept)] if kept else []),
+        *([_total("this plan, measured", plan.measured, baseline or whole)] if plan.measured else []),
+        _total("no recomputation, predicted", whole, whole),
+        *([_total("no recomputation, measured", baseline, baseline)] if baseline else []),
         _total("smallest peak, predicted", plan.smallest, whole),
     ]
 
 
-def print_plan(plan: Plan, console: Console, kept: Cost | None = None) -> None:
+def print_plan(plan: Plan, console: Console, baseline: Cost | None = None) -> None:
     """Prints both tables."""
     table = _table(COLUMNS)
     for row in rows(plan):
         table.add_row(*map(Text, row))
     console.print(table)
     table = _table(TOTALS)
-    for total in totals(plan, kept):
+    for total in totals(plan, baseline):
         table.add_row(*map(Text, total))
     console.print(table)
 
@@ -61,7 +61,7 @@ def print_plan(plan: Plan, console: Console, kept: Cost | None = None) -> None:
 def _table(columns: tuple[str, ...]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for column in columns:
-        numbers = column not in ("block", "choice", "")
+        numbers = column not in ("block", "policy", "")
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
     return table
 
@@ -85,10 +85,10 @@ def _placed(plan: Plan) -> Iterator[tuple[str, BlockPlan]]:
 def _row(segment: str, blocks: list[BlockPlan]) -> tuple[str, str, str, str]:
     first, last = blocks[0], blocks[-1]
     name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name} ({len(blocks)} blocks)"
-    choice = first.policy.title
+    policy = first.policy.title
     return (
         name,
-        f"{segment}: {choice}" if segment else choice,
+        f"{segment}: {policy}" if segment else policy,
         _mib(sum(block.kept_bytes for block in blocks)),
         f"{1000 * sum(block.added_seconds for block in blocks):.1f}",
     )

@@ -57,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path) -> subprocess.CompletedProcess[str]:
-    """A plan for half of the memory, beside PyTorch's own checkpointing."""
-    command = ["plan", "--model", "own_model_to_plan:make", "--batch", "512", "--budget", "0.5x", "--peers"]
+    """A plan for half of the memory."""
+    command = ["plan", "--model", "own_model_to_plan:make", "--batch", "512", "--budget", "0.5x"]
     return subprocess.run(
         [sys.executable, "-m", "hvd_ckpt.cli.main", *command, "--output", str(folder / "made")],
         cwd=folder,
@@ -95,14 +95,13 @@ def picture_size(path: Path) -> tuple[int, int]:
 
 def test_the_plan_is_shown_written_and_drawn(made: subprocess.CompletedProcess[str], folder: Path) -> None:
     assert made.returncode == 0, made.stdout + made.stderr
-    assert "does not run" not in made.stderr
     written = Plan.load(folder / "made" / "plan.json")
     assert [block.name for block in written.blocks] == list("012345")
     assert written.sample == (("float32", (512, 32)),)
     assert written.measured is not None and written.budget is not None
     assert written.measured.peak_bytes <= written.budget
     assert written.budget == pytest.approx(written.baseline.peak_bytes / 2, abs=1)
-    for title in ("block", "choice", "kept MiB", "added ms", "peak MiB", "step ms"):
+    for title in ("block", "policy", "kept MiB", "added ms", "peak MiB", "step ms"):
         assert title in made.stdout
     covered = 0
     for row in re.findall(r"^ +\d(?: \.\. \d \((\d) blocks\))? {2,}\S", made.stdout, re.MULTILINE):
@@ -112,7 +111,7 @@ def test_the_plan_is_shown_written_and_drawn(made: subprocess.CompletedProcess[s
         "budget",
         "this plan, predicted",
         "this plan, measured",
-        "keep everything, measured",
+        "no recomputation, measured",
         "smallest peak, predicted",
     ):
         assert re.search(rf"^ +{line} +\d", made.stdout, re.MULTILINE)
@@ -149,7 +148,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
     wider = error_of(run("--model-option", "width=16", "--load", str(file)))
     assert "parameter 0 of block '0' has the shape [64, 16], the plan was made for [128, 32]" in wider
     content = json.loads(file.read_text())
-    content["blocks"][2]["kept_bytes"] = -1
+    content["plan"]["blocks"][2]["kept_bytes"] = -1
     Path("hostile.json").write_text(json.dumps(content))
     assert "blocks[2].kept_bytes is -1" in error_of(run("--load", "hostile.json"))
     assert "cannot read 'nothing.json': No such file" in error_of(run("--load", "nothing.json"))
@@ -158,13 +157,13 @@ def test_a_file_that_cannot_be_used_is_one_line(
 
 def test_bad_arguments_are_one_line(run) -> None:
     for arguments, says in (
-        (("--budget", "plenty"), "--budget: budget must be bytes, or text like '6GiB'"),
-        (("--budget", "0x"), "--budget: "),
+        (("--budget", "plenty"), "budget must be bytes, or text like '6GiB'"),
+        (("--budget", "0x"), "budget must be"),
         (
             ("--model-option", "layers=3"),
-            "--model-option layers=3: own_model_to_plan:make has none, it takes batch, width",
+            "--model-option layers=3: own_model_to_plan:make does not take it, but batch, width",
         ),
-        (("--pixels", "8"), "--pixels 8: own_model_to_plan:make has none"),
+        (("--pixels", "8"), "--pixels 8: own_model_to_plan:make does not take it"),
         (("--model-option", "width"), "--model-option 'width': give NAME=VALUE"),
         (("--batch", "0"), "--batch"),
         (("--device", "tpu"), "--device: 'tpu'"),
@@ -179,7 +178,7 @@ def test_bad_arguments_are_one_line(run) -> None:
         (".", "has no config.json"),
         ("no_such_module_here:make", "no model 'no_such_module_here:make'"),
         ("own_model_to_plan:nothing", "nothing"),
-        ("own_model_to_plan:number", "is a int and no function"),
+        ("own_model_to_plan:number", "is a int, not a function"),
         (
             "own_model_to_plan:broken",
             "returned Linear, and must return (model, tuple of sample arguments, loss or None)",
@@ -190,7 +189,7 @@ def test_bad_arguments_are_one_line(run) -> None:
         (
             "lstm-small",
             ("--pixels", "8"),
-            "--pixels 8: the model lstm-small has none, it takes --batch, --vocab",
+            "--pixels 8: the model lstm-small does not take it, but --batch, --vocab",
         ),
         ("gpt-tiny", ("--model-option", "layer=2"), "no option of gpt-tiny 'layer': did you mean 'layers'?"),
         ("gpt-tiny", ("--model-option", "layers=two"), "gpt-tiny: layers must be a whole number, got 'two'"),
@@ -295,7 +294,7 @@ def test_a_folder_is_planned_for(tmp_path: Path) -> None:
     Step(job.model, job.sample, job.kwargs, job.loss, None).run()
     with pytest.raises(ValueError, match="--length 13: the model .* takes 12 tokens at most"):
         build(str(tmp_path), {"length": 13})
-    with pytest.raises(ValueError, match="--vocabulary 80: the model .* has none"):
+    with pytest.raises(ValueError, match="--vocabulary 80: the model .* does not take it"):
         build(str(tmp_path), {"vocabulary": 80})
 
 

@@ -1,4 +1,4 @@
-"""What an estimate says, and how it is shown."""
+"""The memory that a training step takes on a rank, part by part, as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ PARTS = (
     "buckets",
     "temporaries",
 )
-_STATES = ("parameters", "gradients", "optimizer_state", "master_weights")
+_WHEN = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer's step",
+    "gather": "as parameters are gathered after the step",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class MemoryEstimate:
     """Bytes that a training step takes on a rank, on the one that needs most; see :func:`hvd_ckpt.estimate_memory`.
 
     Attributes:
-        ranks: how many there are.
+        ranks: number of ranks.
         stage: 0 to 3, what is split over them.
         offload: None or ``"optimizer"``.
         parameters: weights that are there all the time: all of them, or (stage 3) this rank's shard; with the padding of shards.
@@ -67,17 +72,7 @@ class MemoryEstimate:
     @property
     def model_state(self) -> int:
         """Parameters, gradients, optimizer state and master weights together."""
-        return sum(getattr(self, name) for name in _STATES)
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Part, the most it holds, and what it holds at the peak; as :meth:`table` shows them."""
-        rows = [
-            (name.replace("_", " "), _shown(getattr(self, name)), show_bytes(self.at_peak.get(name, 0)))
-            for name in PARTS
-        ]
-        if self.offloaded:
-            rows.append(("offloaded", show_bytes(self.offloaded), ""))
-        return [*rows, (f"peak, {_WHEN[self.peak_phase]}", "", show_bytes(self.peak))]
+        return self.parameters + self.gradients + self.optimizer_state + self.master_weights
 
     def table(self) -> str:
         """The parts and the peak as lines of text."""
@@ -85,11 +80,18 @@ class MemoryEstimate:
         head = f"shard {self.stage} ({split} split), {self.ranks} rank{'s' if self.ranks > 1 else ''}"
         if self.offload:
             head += f", {self.offload} offloaded"
-        cells = [("per rank", "at most", "at the peak"), *self.rows()]
-        widths = [max(len(row[column]) for row in cells) for column in range(3)]
+        rows = [("per rank", "at most", "at the peak")]
+        for name in PARTS:
+            most = getattr(self, name)
+            shown = "not known" if most is None else show_bytes(most)
+            rows.append((name.replace("_", " "), shown, show_bytes(self.at_peak.get(name, 0))))
+        if self.offloaded:
+            rows.append(("offloaded", show_bytes(self.offloaded), ""))
+        rows.append((f"peak, {_WHEN[self.peak_phase]}", "", show_bytes(self.peak)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
             f"{name:<{widths[0]}}  {most:>{widths[1]}}  {then:>{widths[2]}}".rstrip()
-            for name, most, then in cells
+            for name, most, then in rows
         ]
         if self.activations is None:
             lines.append("The peak is without activations: no sample batch was given.")
@@ -97,15 +99,3 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         return self.table()
-
-
-_WHEN = {
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "step": "in the optimizer's step",
-    "gather": "as parameters are gathered after the step",
-}
-
-
-def _shown(count: int | None) -> str:
-    return "not known" if count is None else show_bytes(count)
