@@ -307,8 +307,7 @@ def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPa
     )
     assert result.exit_code == 0, result.output
     (tmp_path / "text.txt").write_text("all work and no play " * 20)
-    config = Config(
-        "gpt-tiny", {"width": 32, "layers": 2}, text=str(tmp_path / "text.txt"), length=16, batch=2
+    config = Config(model="gpt-tiny", model_options={"width": 32, "layers": 2}, text=str(tmp_path / "text.txt"), length=16, batch=2
     )
     trained = assemble(config)
     plan = load_plan(tmp_path / "plan" / "plan.json", trained.model, "fp32")
@@ -328,7 +327,7 @@ def test_default_sizes_are_those_of_training(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("all work and no play " * 100)
     options = {"width": 2} if name == "vnet" else {}
     text = {} if name in ("resnet-20", "vnet") else {"text": str(tmp_path / "text.txt")}
-    trained, planned = assemble(Config(name, options, **text)), build(name, {}, options)
+    trained, planned = assemble(Config(model=name, model_options=options, **text)), build(name, {}, options)
     shapes = [
         {key: value.shape for key, value in model.state_dict().items()}
         for model in (trained.model, planned.model)
