@@ -307,7 +307,12 @@ def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPa
     )
     assert result.exit_code == 0, result.output
     (tmp_path / "text.txt").write_text("all work and no play " * 20)
-    config = Config(model="gpt-tiny", model_options={"width": 32, "layers": 2}, text=str(tmp_path / "text.txt"), length=16, batch=2
+    config = Config(
+        model="gpt-tiny",
+        model_options={"width": 32, "layers": 2},
+        text=str(tmp_path / "text.txt"),
+        length=16,
+        batch=2,
     )
     trained = assemble(config)
     plan = load_plan(tmp_path / "plan" / "plan.json", trained.model, "fp32")
