@@ -19,7 +19,6 @@ OPTIONAL = (
     "matplotlib",
     "mpi4py",
     "PIL",
-    "safetensors",
     "sklearn",
     "tensorboard",
     "tokenizers",

@@ -417,8 +417,8 @@ def test_a_run_goes_on_from_an_older_snapshot_and_leaves_the_later_ones_behind(t
     )
     assert outcome.steps == 6
     for name, changed, said in (
-        ("seed", 5, "seed 5: the run that is to go on has 0"),
-        ("optimizer", "sgd", "optimizer sgd: the run that is to go on has adamw"),
+        ("seed", 5, "seed 5: the run that is to resume has 0"),
+        ("optimizer", "sgd", "optimizer sgd: the run that is to resume has adamw"),
         ("length", 8, "samples to train on and there are"),
     ):
         with pytest.raises(ConfigError) as caught:
