@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class Phase(enum.Enum):
-    """What a run of a checkpointed function is for."""
+    """The purpose of a run of a checkpointed function."""
 
     FORWARD = "first pass"
     RECOMPUTE = "recomputation"
 
 
 class Frame:
-    """What one checkpointed call hands from its first pass to its recomputations."""
+    """Values that one checkpointed call hands from its first pass to its recomputations."""
 
     __slots__ = ("stash",)
 

@@ -54,7 +54,7 @@ class Peer:
         return cls(rank, host_name(), own_addresses(), pid, process.started if process else 0, table)
 
     def trouble(self) -> str:
-        """What is wrong with its process, which is in this machine's table; empty if nothing can be seen."""
+        """The trouble of its process, which is in this machine's process table; an empty string without any."""
         process = look_up(self.pid)
         if process is None or process.started != self.started or process.state in "ZX":
             return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
@@ -76,7 +76,7 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def diagnose(peers: Sequence[Peer], own: Peer) -> str:
-    """What can be seen of the other ranks, and what to do, as the end of a sentence. Takes up to ``PROBE_SECONDS``."""
+    """Describes the other ranks' hosts and processes, and the way out, as the end of a sentence. Takes up to ``PROBE_SECONDS``."""
     others = [peer for peer in peers if peer.rank != own.rank]
     if not others:
         return "not all ranks have come: look at their output, or give a longer stall_timeout"

@@ -1,4 +1,4 @@
-"""What a number needs beside it: the machine it was measured on, versions, and settings that change it."""
+"""Machine facts to print beside a measured number: the machine, versions, and settings that change it."""
 
 from __future__ import annotations
 

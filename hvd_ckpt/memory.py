@@ -27,7 +27,7 @@ _MARK = "hvd_ckpt.mark."
 
 @dataclass
 class PeakMemory:
-    """What a piece of work took from the allocator; both figures count from the start of the work.
+    """Memory that a piece of work took from the allocator; both figures count from the start of the work.
 
     Attributes:
         peak_bytes: the most bytes allocated at any one time, above those allocated at the start.

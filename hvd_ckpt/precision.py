@@ -107,7 +107,7 @@ class Precision:
         scaler_options: arguments of :class:`GradScaler` (fp16 only).
 
     Raises:
-        ValueError: the name is none of :data:`PRECISIONS`.
+        ValueError: the name is not in :data:`PRECISIONS`.
         RuntimeError: Apex is asked for and cannot be used here; says why.
     """
 

@@ -27,7 +27,7 @@ OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall"
 
 @dataclass
 class ProbeResult:
-    """What a probe of one controller found; ``operations`` maps each device's operations to ``ok`` or an error."""
+    """Result of a probe of one controller; ``operations`` maps each device's operations to ``ok`` or an error."""
 
     works: bool
     reason: str = ""

@@ -46,7 +46,7 @@ RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/insta
 
 @dataclass
 class _State:
-    """What this process has decided or seen so far; one instance per process."""
+    """Decisions and observations of this process; one instance per process."""
 
     started: bool = False
     started_over_mpi: bool = False
@@ -218,7 +218,7 @@ def _mpi_is_finalized() -> bool:
 
 
 def _fusion_reason() -> str:
-    """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``; empty if there is none."""
+    """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``, or an empty string."""
     if _is_on(AUTOTUNE_VARIABLE):
         return f"{AUTOTUNE_VARIABLE}={os.environ[AUTOTUNE_VARIABLE]}"
     if FUSION_VARIABLE not in os.environ:
@@ -247,7 +247,7 @@ def threads_per_rank(local_size: int) -> int:
 
 
 def controller() -> str:
-    """What carries this job's coordination: ``"mpi"`` or ``"gloo"``.
+    """The controller of this job: ``"mpi"`` or ``"gloo"``.
 
     Raises:
         RuntimeError: Horovod is not initialized.
@@ -323,7 +323,7 @@ def mpi_version() -> str:
 
 
 def horovod_build() -> dict[str, str | bool]:
-    """What the installed Horovod was built with: its version, controllers and GPU operations."""
+    """The installed Horovod's version, controllers and GPU operations."""
     nccl = hvd.nccl_built()
     return {
         "version": _horovod_version(),

@@ -26,7 +26,7 @@ absent_storages: dict[int, Callable[[], None]] = {}
 
 _split: Any = WeakTensorKeyDictionary()  # their names
 
-# What only shape, dtype, device, gradient and hooks are needed for.
+# Functions that need only shape, dtype, device, gradient and hooks.
 _NAMES = """__delete__ __format__ __len__ __set__ _has_compatible_shallow_copy_type
     data_ptr dense_dim dim element_size empty_like full_like get_device
     is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_same_size is_shared
@@ -50,7 +50,7 @@ _MAY_CHANGE_NOTHING = {
 
 
 class _Absent:
-    """What a split parameter's class is mixed with while it has no values: as with lazy parameters, using them is an error."""
+    """Mixin of a split parameter's class while it has no values: as with lazy parameters, using them is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -59,10 +59,10 @@ class Poll:
 
 @dataclass
 class Watchdog:
-    """What is watched in this process, and the thread that does it; one per process.
+    """The waits of this process and the thread that watches them; one per process.
 
     Attributes:
-        timeout: seconds a wait may last; None: there is no limit.
+        timeout: seconds a wait may last; None without a limit.
         waits: by thread.
         announced: by thread, since when the wait has lasted that was announced last.
         polls: by Horovod's handle.
@@ -162,7 +162,7 @@ def watch(seconds: float | None = None) -> None:
     """Announces each wait of more than a minute, and ends this process when one lasts longer than ``seconds``.
 
     Args:
-        seconds: the limit from now on (``math.inf``: there is none); None leaves it as it is, which is none at first.
+        seconds: the limit from now on, ``math.inf`` for no limit; None leaves it as it is. At first there is no limit.
 
     Raises:
         ValueError: ``seconds`` is not a number above zero.

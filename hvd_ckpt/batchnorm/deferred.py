@@ -1,7 +1,7 @@
 """Running statistics that see each batch once, although recomputation runs the module again.
 
 Two kinds of modules keep them. :class:`DeferredBatchNorm` is made for recomputation and micro-batches: it notes what it
-sees when it is no recomputation, and takes it into account at the end of the mini-batch. All others are protected from
+sees outside of recomputations, and takes it into account at the end of the mini-batch. All others are protected from
 outside by :class:`RunningStatistics`.
 
 A batch norm in training mode updates ``running_mean``, ``running_var`` and ``num_batches_tracked`` whenever
@@ -54,7 +54,7 @@ class DeferredBatchNorm(AnyBatchNorm):
     rounding). ``num_batches_tracked`` counts mini-batches. A recomputation is not counted. Deferred batch norm is
     torchgpipe's (Kim et al., 2020); values are pooled by the formula of Chan, Golub and LeVeque (1979), in float64.
 
-    What was seen of an unfinished mini-batch moves and is copied with the module, but is no part of its ``state_dict``,
+    The statistics of an unfinished mini-batch move and are copied with the module, but are not in its ``state_dict``,
     whose keys are those of ``nn.BatchNorm2d``; loading one drops it.
 
     Arguments:
@@ -227,7 +227,7 @@ def commit_batch_norm(model: nn.Module, across_ranks: bool = False, discard: boo
 def _pooled(
     counts: Tensor, means: Tensor, deviations: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What all ranks together have seen, from what this one has; the same bits on every rank."""
+    """Combines the statistics of all ranks; the same bits on every rank."""
     packed = torch.cat([counts, means, deviations]).unsqueeze(0)
     rows: Tensor = hvd.allgather(packed, name="hvd_ckpt.commit_batch_norm")
     modules = len(counts)

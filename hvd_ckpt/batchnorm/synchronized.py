@@ -243,7 +243,7 @@ def synchronized_once(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _HorovodOverride:
-    """What takes the place of ``_maybe_run_sync_bn`` on one instance of Horovod's SyncBatchNorm."""
+    """Replaces ``_maybe_run_sync_bn`` on one instance of Horovod's SyncBatchNorm."""
 
     def __init__(self, module: Any) -> None:
         self.module = module

@@ -163,7 +163,7 @@ def _cause(log: Path) -> str:
 
 
 def missing_prerequisites() -> list[str]:
-    """What a build in this environment needs and does not find, each with the way to get it."""
+    """Missing prerequisites of a build in this environment, each with the way to get it."""
     path = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ.get("PATH", os.defpath)])
     return missing_for_build(path, pip_command("build"))
 

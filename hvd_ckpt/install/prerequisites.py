@@ -1,4 +1,4 @@
-"""What a build of Horovod needs of the machine, looked for before minutes are spent on it.
+"""Prerequisites of a build of Horovod, checked before minutes are spent on it.
 
 Everything that is missing is listed at once. ``main.sh`` runs this file with the Python that it found, before there is a
 virtual environment, so it needs the standard library only.
@@ -26,12 +26,12 @@ BUILD_MODULES = ("setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psu
 
 
 def missing_for_environment() -> list[str]:
-    """What ``main.sh`` needs besides Python: the venv module, a compiler and headers; each with the way to get it."""
+    """Missing prerequisites of ``main.sh`` besides Python (the venv module, a compiler, headers), each with the way to get it."""
     return [text for text in (_venv(), _compiler(), _headers()) if text]
 
 
 def missing_for_build(path: str, extra: str) -> list[str]:
-    """What a build in this environment needs and does not find, each with the way to get it.
+    """Missing prerequisites of a build in this environment, each with the way to get it.
 
     Args:
         path: the folders to look for programs in, as in ``PATH``.

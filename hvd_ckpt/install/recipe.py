@@ -105,7 +105,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """What the wheel is built for; everything that makes one wheel differ from another."""
+    """Target of a build: everything that makes one wheel differ from another."""
 
     torch: str
     cuda_home: str | None

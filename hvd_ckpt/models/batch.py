@@ -1,4 +1,4 @@
-"""What a data set hands to a training step."""
+"""A batch: the input of a training step."""
 
 from __future__ import annotations
 

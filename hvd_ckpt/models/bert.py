@@ -154,7 +154,7 @@ def _sizes(
     padding: int,
     attention: str,
 ) -> dict[str, Any]:
-    """What the configurations of both have in common, checked."""
+    """The checked settings that the configurations of both share."""
     check_sizes(
         vocabulary=vocabulary,
         length=length,

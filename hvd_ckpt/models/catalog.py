@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["FACTS", "KINDS", "Entry", "Limits", "find", "limits", "names", "overview"]
 
 KINDS = ("causal", "masked", "permutation", "images", "volumes")
-"""What a model takes: tokens to be continued, tokens of which some are hidden, tokens in any order, images, volumes."""
+"""Kinds of input: tokens to continue, tokens of which some are masked, tokens in any order, images, volumes."""
 
 FACTS = ("vocabulary", "length", "channels", "classes")
 """Arguments of builders that follow from the data."""
@@ -150,7 +150,7 @@ def overview() -> str:
 
 
 class Limits(NamedTuple):
-    """What a model of a folder can take, whose sizes do not follow from the data.
+    """The kind of input of a model of a folder, whose sizes do not follow from the data.
 
     Attributes:
         vocabulary: tokens must be below this number.

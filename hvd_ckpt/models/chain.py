@@ -63,7 +63,7 @@ class Chain(nn.Sequential):
         return list(self)
 
     def prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the first block takes, and what all blocks share, of what the chain is called with.
+        """Splits the arguments of a call into those of the first block and those that all blocks share.
 
         Runs once per forward pass, before the blocks and outside of every recomputation.
         """

@@ -25,7 +25,7 @@ __all__ = ["from_config", "from_folder", "kind_of_folder"]
 
 @dataclass(frozen=True)
 class ModelType:
-    """What becomes of one of the model types of ``transformers``.
+    """The conversion of one of the model types of ``transformers``.
 
     Attributes:
         model: its class there, with a language-model head.
@@ -86,7 +86,7 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
 
     Raises:
         FileNotFoundError: there is no such folder, no ``config.json`` in it, or no weights as safetensors.
-        ValueError: a file is damaged, the model type is none of bert, roberta, xlnet and gpt2, or the weights are another model's.
+        ValueError: a file is damaged, the model type is not bert, roberta, xlnet or gpt2, or the weights are another model's.
     """
     folder = Path(folder)
     options = _options(folder)
@@ -108,7 +108,7 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
 
 
 def kind_of_folder(folder: str | os.PathLike[str]) -> str:
-    """What the model of a folder learns: "masked", "permutation" or "causal".
+    """The objective of the model of a folder: "masked", "permutation" or "causal".
 
     Raises:
         FileNotFoundError, ValueError: as :func:`from_folder`, of the configuration.
@@ -182,7 +182,7 @@ def _has_weights(folder: Path) -> bool:
         for part in parts:
             if not isinstance(part, str) or part not in others or not part.endswith(".safetensors"):
                 raise ValueError(
-                    f"{folder / PARTS} names {part!r}, which is no safetensors file of the folder."
+                    f"{folder / PARTS} names {part!r}, which is not a safetensors file of the folder."
                 )
         return True
     if WEIGHTS in others:

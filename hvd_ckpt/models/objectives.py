@@ -1,4 +1,4 @@
-"""What a model is trained for: the loss of a batch, how many terms it is a mean of, and what else is worth knowing.
+"""Training objectives: the loss of a batch, the number of terms it is a mean of, and metrics.
 
 A mean over a batch that is split, over micro-batches or over ranks, is the mean of the whole only if each part counts with its
 number of terms; so every objective tells that number from the batch alone, before the model has run.
@@ -42,7 +42,7 @@ class Objective(ABC):
         """Further means over the same terms."""
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """What else follows from the mean loss of an evaluation."""
+        """Further metrics of an evaluation, from its mean loss."""
         return {}
 
     def units(self, batch: Batch) -> int:

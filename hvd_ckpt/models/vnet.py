@@ -30,7 +30,7 @@ NORMS: dict[str, Callable[[int], nn.Module] | None] = {
     "instance": lambda maps: nn.InstanceNorm3d(maps, affine=True),
     "none": None,
 }
-"""What follows each convolution: the paper has nothing, most implementations since then a batch norm."""
+"""Normalization after each convolution: the paper has no normalization, most implementations since then a batch norm."""
 
 Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -126,7 +126,7 @@ class VNet(nn.Sequential):
     softmax. Depth, height and width must be multiples of 16.
 
     Raises:
-        ValueError: for an unknown norm; channels, classes or width below 1; a width that is no multiple of channels; in the
+        ValueError: for an unknown norm; channels, classes or width below 1; a width that is not a multiple of channels; in the
             forward pass, for a volume of another shape.
     """
 

@@ -103,7 +103,7 @@ class XLNetChain(WrappedChain):
         target_mapping: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What all layers share.
+        """The keyword arguments that all layers share.
 
         Args:
             tokens: token numbers (batch, length).

@@ -1,4 +1,4 @@
-"""What the forward pass keeps, and how the backward pass gets the rest back."""
+"""Activation checkpointing: the forward pass keeps some tensors, and the backward pass recomputes the others."""
 
 from hvd_ckpt.frames import without_recomputation
 from hvd_ckpt.recompute.checkpoint import checkpoint, is_checkpointing, is_recomputing

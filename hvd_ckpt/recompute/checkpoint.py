@@ -89,7 +89,7 @@ def checkpoint(
     another kernel without gradients (``nn.LSTM`` on CPU does).
 
     Raises:
-        TypeError: ``function`` cannot be called, or ``use_reentrant`` is no bool.
+        TypeError: ``function`` cannot be called, or ``use_reentrant`` is not a bool.
         ValueError: ``context_fn`` or ``debug`` with the reentrant variant; an unknown ``determinism_check``.
         RuntimeError (in the backward pass of the reentrant variant): an argument requires gradients, but no result of
             ``function`` does.

@@ -39,8 +39,8 @@ class CheckpointFunction(torch.autograd.Function):
     not.
 
     Raises:
-        TypeError: ``function`` cannot be called, ``n`` is no int, or an argument after the first n is no
-            tensor.
+        TypeError: ``function`` cannot be called, ``n`` is not an int, or an argument after the first n is not
+            a tensor.
         ValueError: ``n`` is negative or larger than the number of arguments.
         RuntimeError (in the backward pass): the function uses a parameter that is not among ``args``, whose
             gradient would be lost, or none of its outputs needs gradients.

@@ -1,4 +1,4 @@
-"""What the tape keeps: tensors until the backward pass, and the state around a torch function that its result depends on."""
+"""Tensors that the tape keeps until the backward pass, and the state around a torch function that its result depends on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Keeper:
         self._slots: dict[tuple[Any, ...], _Slot] = {}
 
     def keep(self, tensor: Tensor, user: str) -> Plain | Kept:
-        """What to hold in place of ``tensor``: itself without its graph (which would be a cycle), or where it will be.
+        """The object to hold in place of ``tensor``: itself without its graph (which would be a cycle), or where it will be.
 
         Args:
             user: who needs it, for the error if it is changed in place meanwhile.
@@ -182,7 +182,7 @@ def changed_in_place(expected: int, version: int, user: str) -> RuntimeError:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """What tensors that lie in the same memory have in common; None for those that lie in none (sparse ones, wrappers)."""
+    """A key that tensors in the same memory share; None for those without memory of their own (sparse ones, wrappers)."""
     if tensor.layout is not torch.strided:
         return None
     try:

@@ -29,7 +29,7 @@ _MAX_ITEMS = 2000
 
 @dataclass
 class Reach:
-    """What was found, each once, in a fixed order: every module with its submodules, and tensors held
+    """The modules with their submodules that were found, each once, in a fixed order, and tensors held
     directly."""
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -93,7 +93,7 @@ def _add_module(root: nn.Module, found: Reach, seen: set[int]) -> None:
 
 
 def _held_by(value: Any) -> list[Any] | None:
-    """What a container or a function holds; None for a plain object."""
+    """The values that a container or a function holds; None for a plain object."""
     if isinstance(value, Mapping):
         return list(value.values()) if len(value) <= _MAX_ITEMS else []
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -160,7 +160,7 @@ class Group:
 
 
 def _cached(call: Call, key: int) -> Tensor:
-    """What is in a call's cache. A later call that was replayed too may have changed it in place, just as in the forward pass."""
+    """The contents of a call's cache. A later call that was replayed too may have changed them in place, as in the forward pass."""
     tensor: Tensor = call.cache[key][0]
     if version_of(tensor) != call.cache[key][2]:
         raise changed_in_place(call.cache[key][2], version_of(tensor), call_name(call.func))
@@ -292,7 +292,7 @@ def _run(
 
 
 class _Fresh(torch.autograd.Function):
-    """The same memory as a tensor that is no leaf, so that it may be changed in place."""
+    """The same memory as a non-leaf tensor, so that it may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class View:
 
 @dataclass(frozen=True)
 class Holder:
-    """What autograd holds in place of a dropped tensor: a result or inner tensor of a call, or a view of it."""
+    """Stand-in that autograd holds for a dropped tensor: a result or inner tensor of a call, or a view of it."""
 
     group: Group
     call: Call

@@ -249,7 +249,7 @@ class Tape(CallMode):
                 stored = reference()
                 if stored is None or memory_of(stored.kept.peek()) != memory:  # a split parameter has left it
                     continue
-                # A view that nobody has used yet is no longer what it was either: nobody will want it.
+                # A view that nobody has used yet has changed too, and will not be asked for.
                 if call.read or call.wanted or not call.alias:
                     with torch.no_grad():
                         copy = stored.kept.peek().clone()
@@ -318,7 +318,7 @@ class Tape(CallMode):
             self._tagged.append(TensorWeakRef(tensor))
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd is to hold in place of ``tensor``."""
+        """The object that autograd holds in place of ``tensor``."""
         tag = self._tag(tensor)
         if tag is not None:
             return _hold(tag.group, tag.call, tag.output)

@@ -75,7 +75,7 @@ class AccumulationCounts:
         self._clock = 0
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
-        """What was learned, by the parameters' names: the counts (None before the first step), and those of a first lower step."""
+        """The learned counts by the parameters' names (None before the first step), and those of a first lower step."""
         lower = {name: count for name, count in zip(names, self._lower) if count >= 0}
         return {"counts": dict(zip(names, self.expected)) if self.learned else None, "lower_counts": lower}
 
@@ -96,7 +96,7 @@ class AccumulationCounts:
 
 
 class Listener(Protocol):
-    """What hears of the gradients of the parameter number ``index``."""
+    """Receives the gradient events of the parameter number ``index``."""
 
     def before_accumulation(self, index: int) -> None: ...
 
@@ -131,7 +131,7 @@ class GradientHooks:
     """The hooks of one listener on its parameters.
 
     Args:
-        listener: what is told; held weakly.
+        listener: receives the events; held weakly.
         parameters: by index.
         departed: the indices for which ``before_accumulation`` is called, kept by the listener.
 

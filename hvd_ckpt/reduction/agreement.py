@@ -1,4 +1,4 @@
-"""What ranks must agree on before they meet in a collective.
+"""Agreement of ranks before a collective.
 
 An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
 has (a value, or an error), all ranks see all of it, and all of them go on or raise together.
@@ -25,7 +25,7 @@ class FailedElsewhere(ValueError):
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What must be equal on every rank for a parameter's gradients to meet: compared by :func:`check_parameters`."""
+    """Properties of a parameter that must be equal on every rank; :func:`check_parameters` compares them."""
 
     name: str
     shape: tuple[int, ...]

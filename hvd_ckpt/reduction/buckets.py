@@ -335,7 +335,7 @@ class BucketAssignment:
         return index in self.sparse or self.bucket_of[index] is not None
 
     def facts(self, fresh: Sequence[int], last_arrival: Sequence[int] | None) -> torch.Tensor:
-        """What a rank adds to the ranks' sum about parameters without a place, [3, n], for :meth:`extend`.
+        """A rank's summand about parameters without a bucket, [3, n], for :meth:`extend`.
 
         Args:
             last_arrival: of all parameters, on the leader: places in its sequence of gradients.

@@ -75,7 +75,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: the rank whose values everyone gets.
 
     Raises:
-        ValueError: ``params`` is none of these, or names, shapes or dtypes differ between ranks, or a parameter is split over the
+        ValueError: ``params`` is of another type, or names, shapes or dtypes differ between ranks, or a parameter is split over the
             ranks (``shard="parameters"``); on every rank.
     """
     error: Exception | None = None

@@ -81,7 +81,7 @@ class Communicator:
 
     @property
     def sums_once(self) -> bool:
-        """What is summed already must not be summed again (see :mod:`.summed`)."""
+        """Keeps a gradient that is summed already from being summed again (see :mod:`.ownership`)."""
         return bool(self.op == Sum)
 
     def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -218,7 +218,7 @@ def reduce_sparse(gradient: torch.Tensor, name: str, op: int, process_set: Any) 
 # Adasum: combines the ranks' *updates*, not their gradients.
 #
 # As in Horovod (and Maleki et al. 2021, "Scaling distributed training with adaptive summation"): each rank steps on its own
-# gradients, and the difference it made to each parameter is combined with the others' by Adasum. It is no linear reduction, so it
+# gradients, and the difference it made to each parameter is combined with the others' by Adasum. Adasum is not linear, so it
 # is done per tensor, when all gradients are final, in a fixed order; nothing is reduced during the backward pass.
 
 

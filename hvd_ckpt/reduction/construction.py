@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer is made of: checked arguments, named parameters, and its part in an elastic job."""
+"""The parts of a DistributedOptimizer: checked arguments, named parameters, and its state in an elastic job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_ckpt.reduction.collectives import broadcast_optimizer_state
 from hvd_ckpt.reduction.communicator import unavailable as adasum_unavailable
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 
-# What must hold before an optimizer is wrapped: right arguments, named parameters, and the same on every rank.
+# Preconditions of wrapping an optimizer: right arguments, named parameters, and the same on every rank.
 #
 # Checks collect an error instead of raising it, so that :func:`agree_at_construction` can raise it everywhere.
 

@@ -20,7 +20,7 @@ from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
 @dataclass
 class Report:
-    """What one rank has to say.
+    """The report of one rank.
 
     Attributes:
         wanted: this rank asks for the resynchronization.

@@ -1,4 +1,4 @@
-"""What makes an optimizer distributed: Horovod's methods, with this library's reducer in place of its hooks.
+"""The distributed optimizer: Horovod's methods, with this library's reducer in place of its hooks.
 
 Same public methods, same way of use; what differs is when and how gradients are reduced (see :mod:`.reducer`).
 """
@@ -35,7 +35,7 @@ class _IsMarked(type):
 
 
 class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
-    """What ``DistributedOptimizer`` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
+    """Mixin that ``DistributedOptimizer`` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
 
     _mark = "_reduced_by_hvd_ckpt"
     _reduced_by_hvd_ckpt = True
@@ -79,7 +79,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return reduces
 
     def _take_note(self) -> None:
-        """What the reducer does with notices, where there is none."""
+        """Passes the notice on where there is no reducer."""
         if self._reducer is None and not self._synchronized:
             self._noticed, self._notice = self._notice, False
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepStats:
-    """What happened between two synchronizations.
+    """Counts of one step: the events between two synchronizations.
 
     Attributes:
         launch_order: indices of the buckets, in the order in which this rank launched them.

@@ -38,7 +38,7 @@ TRAVELLERS = ("gradients", "parameters")
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What is split, and how.
+    """Options of a sharded optimizer.
 
     Attributes:
         stage: 1 to 3.
@@ -75,7 +75,7 @@ class ShardOptions:
         return found
 
     def described(self) -> dict[str, Any]:
-        """What ranks must have alike."""
+        """The options that must be equal on all ranks."""
         return {
             "shard": self.stage,
             "offload": self.offload,

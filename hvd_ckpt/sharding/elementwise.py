@@ -56,7 +56,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a step of an optimizer does.
+    """Properties of a step of an optimizer.
 
     Attributes:
         elementwise: whether each element is updated from its own value, gradient and state alone.

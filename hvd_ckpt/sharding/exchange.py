@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "control")
 
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
 
-# What Horovod carries under its own name; all else is carried as bytes.
+# Dtypes that Horovod carries; all others are carried as bytes.
 _CARRIED = {
     torch.float32,
     torch.float64,
@@ -46,7 +46,7 @@ def _zeros() -> dict[Kind, int]:
 
 @dataclass
 class Traffic:
-    """What the algorithms themselves must send, per rank, since the start.
+    """Bytes that the algorithms themselves must send, per rank, since the start.
 
     An exchange of a flat run among n ranks counts (n - 1) / n of it: what an alltoall, or a ring's reduce-scatter or allgather,
     hands to the network. What travels beneath (headers, a tree of broadcasts) is not counted. So a step of stage 3 sends each

@@ -60,7 +60,7 @@ class WireFormat:
                 part[start:stop].copy_(self._piece(row, len(part), start, stop, part[start:stop]))
 
     def rounded(self, flat: torch.Tensor) -> torch.Tensor:
-        """What elements [m] become on the way, in a tensor of its own."""
+        """Encodes elements [m] for the way, in a new tensor."""
         out = torch.empty_like(flat)
         self.decode(self.encode(flat), out)
         return out
@@ -204,4 +204,4 @@ def wire_format(name: str) -> WireFormat:
         return WIRE_FORMATS[name]
     except (KeyError, TypeError):
         known = ", ".join(map(repr, WIRE_FORMATS))
-        raise ValueError(f"there is no wire format {name!r}; there are {known}") from None
+        raise ValueError(f"unknown wire format {name!r}: choose among {known}") from None

@@ -34,7 +34,7 @@ Wanted = tuple[int, torch.dtype]  # number of elements, dtype
 
 
 class OffloadError(OSError):
-    """There is no room for what should be offloaded. Nothing has changed: with more room the same step can be taken."""
+    """Not enough room for the offloaded state. Nothing has changed: with more room the same step can be taken."""
 
 
 class HostMemory(Protocol):
@@ -57,7 +57,7 @@ class HostMemory(Protocol):
         ...
 
     def release(self, tensor: torch.Tensor) -> None:
-        """What lies here of a tensor may leave memory; its values stay."""
+        """Lets the part of a tensor that lies here leave memory; its values stay."""
         ...
 
     @property
@@ -189,7 +189,7 @@ class PinnedMemory:
 
 @contextmanager
 def raised_everywhere(exchange: Exchange) -> Iterator[None]:
-    """What one rank has no room for within it is an error on every rank. Collective.
+    """Makes an OffloadError of one rank an error on every rank. Collective.
 
     Raises:
         OffloadError, ValueError: the rank's own, or an OffloadError that points to the other rank.

@@ -88,7 +88,7 @@ class Group:
         return self.numel * self.dtype.itemsize
 
     def spans(self, rank: int) -> list[Span]:
-        """What of its parameters lies in one rank's shard, in order."""
+        """The parts of its parameters that lie in one rank's shard, in order."""
         first = rank * self.shard_numel
         last = first + self.shard_numel
         found = []

@@ -40,7 +40,7 @@ class Visit:
 
 
 def enter(visit: Visit, returned: Callable[[Visit], None], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """What the first module is given: the inputs behind the identity.
+    """The arguments of the first module: the inputs behind the identity.
 
     Args:
         returned: called once the backward pass of the visit is over.

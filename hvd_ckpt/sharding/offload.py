@@ -71,7 +71,7 @@ class OptimizerOffload:
 
     @property
     def bytes(self) -> int:
-        """What is offloaded."""
+        """The offloaded state."""
         return self._memory.nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -222,7 +222,7 @@ class OptimizerOffload:
         return chunks
 
     def _used_by(self, chunk: Sequence[_Part]) -> Iterator[torch.Tensor]:
-        """What of a chunk can be in mapped memory: its state, and weights of :meth:`empty`."""
+        """The tensors of a chunk that can be in mapped memory: its state, and weights of :meth:`empty`."""
         for part in chunk:
             yield part.of(part.piece)
             yield from map(part.of, self._homes[part.piece].values())

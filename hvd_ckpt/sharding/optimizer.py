@@ -1,6 +1,6 @@
 """The sharded ``DistributedOptimizer``: each rank steps its pieces of the parameters, and the ranks gather what they have stepped.
 
-Rajbhandari et al. (2020), stages 1 to 3. The wrapped optimizer's ``param_groups`` hold this rank's pieces (:mod:`.pieces`), so
+Rajbhandari et al. (2020), stages 1 to 3. The wrapped optimizer's ``param_groups`` hold this rank's pieces (:mod:`.layout`), so
 its own ``step``, schedules and scalers work as they are. Gradients come from the reducer of stage 0 (stage 1: whole, on every rank)
 or from :class:`.reducer.ShardReducer` (stages 2 and 3); weights live in a store (:mod:`.flat`, :mod:`.parameters`).
 """
@@ -25,7 +25,7 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(ReducedOptimizer):
-    """What ``DistributedOptimizer(..., shard=...)`` adds to the wrapped optimizer's class; use it for ``isinstance`` only.
+    """Mixin that ``DistributedOptimizer(..., shard=...)`` adds to the wrapped optimizer's class; use it for ``isinstance`` only.
 
     Its ``param_groups`` hold this rank's :attr:`pieces`.
     """

@@ -93,7 +93,7 @@ class ShardedParameters:
         self._passes.reset()
 
     def adopt(self) -> None:
-        """What is written to parameters outside of :meth:`gathered` cannot be taken up.
+        """Refuses changes that were written to parameters outside of :meth:`gathered`.
 
         Raises:
             RuntimeError: a parameter has been given data, another dtype, device or shape.
@@ -158,7 +158,7 @@ class ShardedParameters:
 
 
 def _titles(model: nn.Module, units: Sequence[Unit]) -> Iterator[str]:
-    """What each unit is called in messages: its first and last module, and the model itself."""
+    """The name of each unit in messages: its first and last module, or the model itself."""
     names = {id(module): name for name, module in model.named_modules()}
     for unit in units[:-1]:
         ends = dict.fromkeys(f"'{names[id(module)]}'" for module in (unit.modules[0], unit.modules[-1]))
@@ -242,7 +242,7 @@ class _WholeOnly(_Hook):
 
 
 def _nothing(*args: Any) -> None:
-    """What a copy of a model has in place of the hooks."""
+    """Placeholder of the hooks in a copy of a model."""
 
 
 def _nothing_more() -> Any:

@@ -321,6 +321,6 @@ def _apart(parameters: UnitParameters, output: Any) -> Any:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """What runs in it is no work of the model's: what watches the model does not see it, and it has no gradient."""
+    """Context for work that is not the model's: hooks and modes that watch the model do not see it, and it has no gradient."""
     with DisableTorchFunction(), disable_current_modes(), torch.no_grad():
         yield

@@ -87,7 +87,7 @@ def _checked(model: nn.Module, units: Iterable[nn.Module | Sequence[nn.Module]])
                 )
             if id(module) not in names:
                 raise ValueError(
-                    f"units[{number}] has a {type(module).__name__} that is no part of this {type(model).__name__}; "
+                    f"units[{number}] has a {type(module).__name__} that is not part of this {type(model).__name__}; "
                     "take modules from model.modules()"
                 )
         modules = [inner for module in given for inner in _running(module)]
@@ -152,7 +152,7 @@ def _disjoint(chosen: Iterable[list[nn.Module]]) -> list[list[nn.Module]]:
 
 
 def _recomputed(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """What is recomputed, or treated by a plan, as one piece."""
+    """Modules that are recomputed, or given a policy by a plan, as one piece."""
     parts = policy_parts(module)
     if not parts and isinstance(module, nn.Sequential):
         parts = list(_segments(module))

@@ -297,7 +297,7 @@ class Pass:
 
 
 class Orders:
-    """What was learned."""
+    """The learned order."""
 
     def __init__(self) -> None:
         self._learned: dict[tuple[str, int], list[int]] = {}
