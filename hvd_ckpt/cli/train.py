@@ -22,7 +22,7 @@ from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.models.catalog import overview
 from hvd_ckpt.probe import find_launcher, launcher_environment
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.training.restarts import Commands, supervise
+from hvd_ckpt.training.supervise import Commands, supervise
 from hvd_ckpt.values import named, parsed
 
 if TYPE_CHECKING:

@@ -257,10 +257,10 @@ def test_what_the_run_finds_out_is_said_once_in_one_line(text: Path, tmp_path: P
     "arguments, said",
     [
         (["--modle", "bert-tiny"], "No such option '--modle'. (Did you mean one of: '--model'"),
-        ([], "model: give one"),
+        ([], "model is missing"),
         (["no.yaml"], "cannot read the configuration 'no.yaml': No such file"),
         (["--model", "gpt-tiny", "--model-option", "layers"], "--model-option 'layers': give NAME=VALUE"),
-        (["--model", "gpt-tiny", "--batch", "many"], "batch 'many': give a whole number from 1"),
+        (["--model", "gpt-tiny", "--batch", "many"], 'batch is "many"'),
         (["--resume", "nowhere"], "cannot read the configuration 'nowhere/config.yaml'"),
     ],
 )

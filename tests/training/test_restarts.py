@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_ckpt.cli.train import train
-from hvd_ckpt.training import restarts
-from hvd_ckpt.training.restarts import Commands, supervise
+from hvd_ckpt.training import supervise as supervision
+from hvd_ckpt.training.supervise import Commands, supervise
 
 
 class Job:
@@ -53,7 +53,7 @@ def test_it_is_launched_again_as_often_as_told(tmp_path: Path, capfd: pytest.Cap
     assert time.monotonic() - begun >= 1  # the pause before the second restart
     assert job.launches() == ["--first", "--again", "--again"]
     last = capfd.readouterr().err.splitlines()[-1]
-    assert f"launched again 2 times; `hvd-ckpt train --resume {job.run}` goes on" in last
+    assert f"launched again 2 times; `hvd-ckpt train --resume {job.run}` resumes" in last
 
 
 def test_what_died_before_it_was_under_way_begins_anew(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_run_gone_on_from_an_older_snapshot_does_so_until_it_has_its_own(tmp_p
     "script, status, reason",
     [
         ("echo 'step 7: the loss is nan' >$RUN/failure.txt; exit 3", 1, "step 7: the loss is nan"),
-        ("exit 2", 2, "that is the status of a setting or a command that cannot be"),
+        ("exit 2", 2, "invalid setting or command"),
         ("touch $RUN/stop; exit 3", 3, "stop' asked for a stop"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_job_that_cannot_be_asked_is_told_by_a_signal(begun: bool, tmp_path: P
 def test_what_outlives_the_launcher_is_ended_before_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "LEFT_OVER_SECONDS", 0.3)
+    monkeypatch.setattr(supervision, "LEFT_OVER_SECONDS", 0.3)
     orphan = (
         "setsid sh -c 'echo $$ >$RUN/../orphan; exec sleep 60' & while [ ! -s $RUN/../orphan ]; do :; done"
     )
@@ -141,7 +141,7 @@ def test_what_outlives_the_launcher_is_ended_before_a_restart(
 def test_the_job_ends_with_its_supervisor(tmp_path: Path) -> None:
     job = Job(tmp_path, "trap 'touch $RUN/told; exit' TERM; touch $RUN/config.yaml; sleep 20 & wait")
     program = (
-        "import sys; from pathlib import Path; from hvd_ckpt.training.restarts import Commands, supervise\n"
+        "import sys; from pathlib import Path; from hvd_ckpt.training.supervise import Commands, supervise\n"
         "supervise(Commands(sys.argv[2:], [], [], Path(sys.argv[1]), False), 3, 20.0)"
     )
     command = [sys.executable, "-c", program, str(job.run), *job.launcher]
@@ -198,7 +198,7 @@ def test_the_job_gets_the_settings_and_a_folder(tmp_path: Path) -> None:
         (["--np", "2", "--launcher", "sh"], "--np 2 and --launcher 'sh': give one of them"),
         (["--launcher", "no-such-launcher -np 2"], "there is no command 'no-such-launcher' here"),
         (["--launcher", "sh 'x"], "--launcher 'sh 'x': no closing quotation"),
-        (["--np", "2", "--lr", "-1"], "lr '-1': give a number above 0"),
+        (["--np", "2", "--lr", "-1"], "lr is -1"),
         (["--np", "2", "--resume", "nowhere"], "cannot read the configuration 'nowhere/config.yaml'"),
         (["--max-restarts", "many"], "'many' is not a valid integer"),
         (["--max-restarts", "1", "--output", "."], "output: the folder '.' is not empty"),

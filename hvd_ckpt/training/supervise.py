@@ -1,4 +1,4 @@
-"""A launcher around the launcher: a job that dies is launched again, from the newest snapshot of its run.
+"""Supervision: a job that dies is launched again, from the newest snapshot of its run.
 
 ``hvd-ckpt train --max-restarts N`` starts the ranks through a launcher (horovodrun, mpirun, srun; none for one process) and waits.
 However a job dies, by a rank that is killed, a host that is cut off or an error, all of its ranks end; so the whole job
@@ -7,7 +7,7 @@ does the same for its workers.
 
 A signal to this process asks for a stop. Launchers kill their ranks seconds after a signal, whether they have saved or not, so
 the job is asked through the file ``stop`` in the run's folder, which it obeys after its step; only when that takes too long, or
-on a second signal, is the launcher told.
+on a second signal, does the launcher get a signal.
 """
 
 from __future__ import annotations
@@ -16,57 +16,73 @@ import contextlib
 import ctypes
 import math
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import psutil
+from typing_extensions import Self
 
 from hvd_ckpt.probe import launcher_environment
-from hvd_ckpt.training.relaunching import Commands, newest_but, next_settings, origin, snapshots_of, start_of
-from hvd_ckpt.training.signals import Signals
-from hvd_ckpt.training.stopping import FAILURE_FILE, STOP_FILE, SUPERVISED_VARIABLE, asked_by
+from hvd_ckpt.snapshots.folder import SNAPSHOT, step_of
+from hvd_ckpt.training.stopping import FAILURE_FILE, SIGNALS, STOP_FILE, SUPERVISED_VARIABLE, asked_by
 
 __all__ = ["Commands", "supervise"]
 
-NOT_AGAIN = (2, 126, 127)  # a setting or a command that cannot be
+NOT_AGAIN = (2, 126, 127)  # exit statuses of an invalid setting or command
 LONGEST_PAUSE = 30.0  # seconds
-LEFT_OVER_SECONDS = 10.0  # that ranks may take to end after their launcher: horovodrun gives them 5
-LAUNCHER_SECONDS = 15.0  # that a launcher may take to end after a signal: horovodrun takes 10
+LEFT_OVER_SECONDS = 10.0  # for ranks to end after their launcher: horovodrun gives them 5
+LAUNCHER_SECONDS = 15.0  # for a launcher to end after a signal: horovodrun takes 10
 LOOK_SECONDS = 0.5
 REPEATED_SECONDS = 1.0
-CHILD_SUBREAPER = 36  # of prctl(2)
-# Ends the process group $0 when the writer of its input has died, however that died.
-GUARD = """
-read _
-kill -TERM -$0
-for second in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 1; kill -0 -$0 || exit; done 2>/dev/null
-kill -KILL -$0
-"""
+PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The command lines of a supervised job.
+
+    Attributes:
+        launcher: that starts the ranks, with its arguments; empty for one process.
+        first: the settings of ``hvd-ckpt train`` to begin with.
+        again: the settings of a restart, once ``run`` holds something to resume from; they have ``--resume=`` and ``run``, in whose
+            place that of a snapshot may be put.
+        run: folder of the run.
+        resumed: whether the run existed before; else its folder is new and empty.
+    """
+
+    launcher: Sequence[str]
+    first: Sequence[str]
+    again: Sequence[str]
+    run: Path
+    resumed: bool
 
 
 def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     """Launches a job, and again each time that it dies. To be called in the main thread.
 
     Args:
-        max_restarts: how often it is launched again at most.
-        grace: seconds that the job has to save and end after the first signal to this process. SIGUSR1 sets no limit: it is
+        max_restarts: the most restarts.
+        grace: seconds for the job to save and end after the first signal to this process. SIGUSR1 sets no limit: it is
             the early warning of a scheduler.
 
     Returns:
-        the exit status: the job's; 128 + signal if it was stopped by one; 1 if the job says that a restart would end the same way
+        the exit status: the job's; 128 + signal if a signal stopped it; 1 if the job reports that a restart would fail the same way
     """
-    for left in (FAILURE_FILE, STOP_FILE):  # of a job before
+    for left in (FAILURE_FILE, STOP_FILE):  # of an earlier job
         _remove(commands.run / left)
-    before = snapshots_of(commands.run)
+    before = _snapshots_of(commands.run)
     restarts = 0
     settings = commands.first
-    with Signals() as signals, _subreaper():
+    with _Signals() as signals, _subreaper():
         while True:
             job = _Job(commands, settings)
             status = job.follow(signals, grace)
@@ -85,14 +101,14 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             if reason is not None:
                 _say(f"{ended}; not launched again: {reason}")
                 return status
-            new = newest_but(commands.run, before)
+            new = _newest_but(commands.run, before)
             if restarts == max_restarts:
                 times = f" and was launched again {max_restarts} times" if max_restarts else ""
-                _say(f"{ended}{times}{_how_to_go_on(origin(commands, new), commands.run)}")
+                _say(f"{ended}{times}{_how_to_resume(_origin(commands, new), commands.run)}")
                 return status
-            settings = next_settings(commands, new)
+            settings = _next_settings(commands, new)
             restarts += 1
-            _say(f"{ended}; restart {restarts} of {max_restarts} {start_of(origin(commands, new))}")
+            _say(f"{ended}; restart {restarts} of {max_restarts} {_start_of(_origin(commands, new))}")
             told = signals.pause(_pause(restarts))
             if told is not None:
                 return _stopped(told)
@@ -109,25 +125,19 @@ class _Job:
             stdin=subprocess.DEVNULL,
             env=launcher_environment(),
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
-        self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, str(self._process.pid)], stdin=subprocess.PIPE, start_new_session=True
-        )
-        self._others.add(self._guard.pid)
 
-    def follow(self, signals: Signals, grace: float) -> int:
-        """Waits for the end, and brings it about when signals ask for it; nothing of the job is left then.
+    def follow(self, signals: _Signals, grace: float) -> int:
+        """Waits for the end, and stops the job when signals ask for it; no process of it is left then.
 
         Returns:
-            the exit status, as a shell would say it
+            the exit status, as a shell gives it
         """
         stop = _Stop(self._run, self._process.pid, grace)
         while self._process.poll() is None:
-            told = signals.wait(LOOK_SECONDS if stop.wanted else None)
-            stop.go_on(told)
+            stop.advance(signals.wait(LOOK_SECONDS if stop.wanted else None))
         self._end_left_over(stop.seconds_to_end if stop.wanted else LEFT_OVER_SECONDS)
-        self._guard.kill()
-        self._guard.communicate()
         if stop.wanted:
             _remove(self._run / STOP_FILE)
         status = self._process.returncode
@@ -144,7 +154,7 @@ class _Job:
             psutil.wait_procs(left, timeout=0.1)
 
     def _left_over(self) -> list[psutil.Process]:
-        """What descends from this process and was not there before; orphans are children of this process."""
+        """Descendants of this process that were not there before; orphans are its children."""
         children = psutil.Process().children()
         found = [child for child in children if child.pid not in self._others]
         for child in list(found):
@@ -154,9 +164,9 @@ class _Job:
 
 
 class _Stop:
-    """How a job is brought to its end: asked by the file, then told by a signal, then killed.
+    """Ends a job: by the file, then by a signal, then by force.
 
-    Each way is taken when the one before has had its time, or when a further signal comes.
+    Each follows when the time for the one before is over, or when another signal comes.
     """
 
     def __init__(self, run: Path, group: int, grace: float) -> None:
@@ -167,16 +177,16 @@ class _Stop:
 
     @property
     def wanted(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has asked for a stop."""
         return self._asked or self._told
 
     @property
     def seconds_to_end(self) -> float:
-        """That a launcher has, from a signal to the end of the last rank."""
+        """For a launcher, from a signal to the end of the last rank."""
         return max(self._grace, LAUNCHER_SECONDS)
 
-    def go_on(self, number: int | None) -> None:
-        """Heeds a signal, or None where only time has passed."""
+    def advance(self, number: int | None) -> None:
+        """Handles a signal, or None where only time has passed."""
         now = time.monotonic()
         repeated = number is not None and now - self._signal < REPEATED_SECONDS
         if number is not None:
@@ -220,21 +230,26 @@ def _subreaper() -> Iterator[None]:
         prctl(CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
+def _end_with_parent() -> None:
+    """In the launcher's process: it gets SIGTERM when the supervisor has died, however that died."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+
+
 def _program() -> list[str]:
     beside = Path(sys.executable).with_name("hvd-ckpt")
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli.main"]
 
 
-def _how_to_go_on(start: Path, run: Path) -> str:
+def _how_to_resume(start: Path, run: Path) -> str:
     if not (run / "config.yaml").exists():
         return ""
-    return f"; `hvd-ckpt train --resume {start}` goes on {start_of(start)}"
+    return f"; `hvd-ckpt train --resume {start}` resumes {_start_of(start)}"
 
 
 def _reason(run: Path, status: int) -> str | None:
-    """Why a job that has failed is not to be launched again, though there are restarts left; None if it is."""
+    """Why a failed job must not be launched again, although restarts are left; None if it may."""
     if status in NOT_AGAIN:
-        return "that is the status of a setting or a command that cannot be"
+        return "that is the status of an invalid setting or command"
     if (run / STOP_FILE).exists():
         _remove(run / STOP_FILE)
         return f"'{run / STOP_FILE}' asked for a stop"
@@ -242,7 +257,7 @@ def _reason(run: Path, status: int) -> str | None:
 
 
 def _stopped(number: int) -> int:
-    """Says that a signal has ended it; returns the exit status."""
+    """Prints that a signal has ended it; returns the exit status."""
     _say(f"stopped by {asked_by(signal.Signals(number).name)}: not launched again")
     return 128 + number
 
@@ -260,13 +275,13 @@ def _pause(restarts: int) -> float:
 
 
 def _failure(run: Path) -> str | None:
-    """Why a restart would end the same way, as rank 0 wrote it."""
+    """Why a restart would fail the same way, as rank 0 wrote it."""
     path = run / FAILURE_FILE
     if not path.is_file():
         return None
     with path.open("rb") as file:
         lines = file.read(2000).decode(errors="replace").strip().splitlines()
-    return lines[0] if lines else "the job says that it would end the same way"
+    return lines[0] if lines else "the job reports that it would fail the same way"
 
 
 def _remove(path: Path) -> None:
@@ -276,3 +291,120 @@ def _remove(path: Path) -> None:
 
 def _say(text: str) -> None:
     click.echo(f"hvd-ckpt: {text}", err=True)
+
+
+def _next_settings(commands: Commands, new: Path | None) -> Sequence[str]:
+    """The settings of the next launch. A run that died before it was under way leaves its new folder empty."""
+    if commands.resumed:
+        if new is None:
+            return commands.first
+        start = _origin(commands, new)
+        return [
+            f"--resume={start}" if word == f"--resume={commands.run}" else word for word in commands.again
+        ]
+    if (commands.run / "config.yaml").exists():
+        return commands.again
+    for path in commands.run.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return commands.first
+
+
+def _origin(commands: Commands, new: Path | None) -> Path:
+    """The run or snapshot to resume from: the run, unless it has later snapshots from before this job.
+
+    Args:
+        new: the newest snapshot that this job has written.
+    """
+    if not commands.resumed:
+        return commands.run
+    if new is None:
+        given = [word.removeprefix("--resume=") for word in commands.first if word.startswith("--resume=")]
+        return Path(given[-1]).resolve() if given else commands.run
+    return commands.run if _newest(commands.run) == new else new
+
+
+def _start_of(origin: Path) -> str:
+    """The step of a run or snapshot to resume from, in words."""
+    found = origin if (origin / "manifest.json").is_file() else _newest(origin)
+    return "from the beginning" if found is None else f"from step {step_of(found)}"
+
+
+def _newest(run: Path) -> Path | None:
+    from hvd_ckpt.snapshots.reader import SnapshotError, newest
+
+    with contextlib.suppress(SnapshotError):
+        return newest(run / "snapshots")
+    return None
+
+
+def _snapshots_of(run: Path) -> set[tuple[Path, int]]:
+    """The complete snapshots of a run, with the times at which they were written."""
+    found = set()
+    for path in (run / "snapshots").glob("step-*"):
+        with contextlib.suppress(OSError):
+            if SNAPSHOT.fullmatch(path.name):
+                found.add((path, path.stat().st_mtime_ns))
+    return found
+
+
+def _newest_but(run: Path, before: set[tuple[Path, int]]) -> Path | None:
+    """The newest snapshot that was not there before, or None."""
+    return max((path for path, _ in _snapshots_of(run) - before), key=step_of, default=None)
+
+
+class _Signals:
+    """Waits for signals that ask for a stop; one that is ignored already, as under nohup, stays ignored.
+
+    Attributes:
+        first: the first that came.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._come: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+        self._waker = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._handlers = {
+            number: signal.signal(number, self._note)
+            for number in (*SIGNALS, signal.SIGCHLD)
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._waker)
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _note(self, number: int, frame: object) -> None:
+        if number != signal.SIGCHLD:
+            self._come.append(number)
+
+    def wait(self, seconds: float | None) -> int | None:
+        """Waits for a signal, for a child to end (returns None), or for the time to pass (returns None)."""
+        if not self._come:
+            select.select([self._reading], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reading, 4096)
+        if not self._come:
+            return None
+        number = self._come.pop(0)
+        self.first = self.first or number
+        return number
+
+    def pause(self, seconds: float) -> int | None:
+        """Waits for a signal, or for the time to pass (returns None)."""
+        limit = time.monotonic() + seconds
+        while True:
+            told = self.wait(max(limit - time.monotonic(), 0))
+            if told is not None or time.monotonic() >= limit:
+                return told
