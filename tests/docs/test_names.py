@@ -1,0 +1,74 @@
+"""The documentation names modules, commands and flags that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+from hvd_ckpt.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *ROOT.glob("docs/**/*.md"),
+]
+
+
+def code(text: str) -> str:
+    """Fenced and inline code, a line each; comments and quoted arguments left out."""
+    fenced = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = "\n".join([*fenced, *inline]).replace("\\\n", " ")
+    return re.sub(r"\"[^\"\n]*\"|'[^'\n]*'|\s#[^\n]*", "", lines)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_exist(page: Path) -> None:
+    for name in sorted(set(re.findall(r"\bhvd_ckpt(?:\.[A-Za-z_]\w*)+", page.read_text(encoding="utf-8")))):
+        assert resolves(name), name
+
+
+def resolves(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def commands(
+    group: click.Group, words: str, context: click.Context | None = None
+) -> Iterator[tuple[str, set[str]]]:
+    """Each command by its words, and its flags."""
+    context = click.Context(group, parent=context)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield f"{words} {name}", {flag for one in command.params for flag in [*one.opts, *one.secondary_opts]}
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{words} {name}", context)
+
+
+def test_commands_and_flags_exist() -> None:
+    known = dict(commands(main, "hvd-ckpt"))
+    for page in PAGES:
+        for words, rest in re.findall(
+            r"(hvd-ckpt (?:bench )?[a-z][a-z-]*)([^\n|&]*)", code(page.read_text(encoding="utf-8"))
+        ):
+            assert words in known, f"{page}: {words}"
+            for flag in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest):
+                assert flag in known[words] | {"--help"}, f"{page}: {words} {flag}"
