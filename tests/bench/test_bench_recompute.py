@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench recompute`` on tiny models: all contenders compute the same, and what the figures mean."""
+"""``hvd-ckpt bench recompute`` on tiny models: all methods compute the same, and what the figures mean."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.harness.workloads import workload
 from hvd_ckpt.bench.recompute.case import Case, merged, run_case
-from hvd_ckpt.bench.recompute.contenders import contenders, segment_counts
 from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, predicted_peak, twin
-from hvd_ckpt.bench.recompute.report import contender_table, plan_table, remarks
+from hvd_ckpt.bench.recompute.methods import methods, segment_counts
+from hvd_ckpt.bench.recompute.report import method_table, plan_table, remarks
 from hvd_ckpt.memory import measure_peak
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def installed(*names: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", ["gpt", "lstm"])
-def test_contenders_compute_the_same(name: str) -> None:
+def test_methods_compute_the_same(name: str) -> None:
     families = (*TORCH, *installed("torch_remat", "ckptplan"))
     case = run_case(workload(name, "quick"), CPU, families, (), rounds=1)
     assert {entry.family for entry in case.entries} == {"keep", *families}
@@ -65,7 +65,7 @@ def test_a_densenet_is_checkpointed_in_its_layers_and_batch_norms_that_run_twice
         "efficient DenseNet of hvd_ckpt": BITWISE,
     }
     assert all((entry.peak_bytes or 0) < (case.keep.peak_bytes or 0) for entry in case.entries[1:])
-    assert case.sound, "a fault of a contender is none of this library"
+    assert case.sound, "a fault of a method is none of this library"
 
 
 def test_a_peak_is_that_of_the_step_alone() -> None:
@@ -85,7 +85,7 @@ def test_a_wrong_result_is_told_and_does_not_count() -> None:
     assert entry.same.startswith("loss by")
 
 
-def test_a_contender_that_fails_is_an_entry_with_a_reason() -> None:
+def test_a_method_that_fails_is_an_entry_with_a_reason() -> None:
     measured = Bench(workload("gpt", "quick"), CPU)
 
     def refuse() -> nn.Module:
@@ -121,7 +121,7 @@ def test_a_large_peak_is_predicted_from_small_batches() -> None:
 def test_chunk_counts_go_up_to_one_per_block() -> None:
     assert segment_counts(14) == [2, 3, 4, 6, 8, 12, 14]
     assert segment_counts(4) == [2, 3, 4]
-    names = [one.name for one in contenders(workload("gpt"), 14, ("keep", "sequential"))]
+    names = [one.name for one in methods(workload("gpt"), 14, ("keep", "sequential"))]
     assert names[0] == "no recomputation" and len(names) == 8
 
 
@@ -129,7 +129,7 @@ def ran(name: str, family: str, mib: int, seconds: list[float]) -> Entry:
     return Entry(name, family, peak_bytes=mib * MIB, same=BITWISE, right=True, seconds=seconds)
 
 
-def test_a_plan_stands_beside_the_contender_it_was_made_for() -> None:
+def test_a_plan_stands_beside_the_method_it_was_made_for() -> None:
     keep = ran("keep", "keep", 100, [1.0, 10.0])  # the machine is ten times as slow in the second round
     every = ran("every", "blocks", 50, [2.0, 20.0])
     broken = Entry("broken", "rockmate", failure="it broke")
@@ -139,7 +139,7 @@ def test_a_plan_stands_beside_the_contender_it_was_made_for() -> None:
     case = Case("", "gpt", entries=[keep, every, broken], plans=[good, high], answers=answers)
     smallest = case.smallest()
     assert smallest is not None and smallest[2] == 0.8
-    rows = {row[0]: row[1:] for row in contender_table(case).rows}
+    rows = {row[0]: row[1:] for row in method_table(case).rows}
     assert rows["every"] == ("50.0", "0.50", "2.00 [2.00, 2.00]", BITWISE, "40.0", "0.90 [0.90, 0.90]")
     assert rows["rockmate"][3] == "does not run"
     assert any("it broke" in line for line in remarks(case))
@@ -166,7 +166,7 @@ def test_ranks_are_merged_to_the_largest_peak_and_any_difference() -> None:
 
 def test_command_writes_a_report(tmp_path: Path) -> None:
     folder = tmp_path / "report"
-    arguments = ["recompute", "--quick", "--workloads", "lstm", "--contenders", "blocks", "--rounds", "2"]
+    arguments = ["recompute", "--quick", "--workloads", "lstm", "--methods", "blocks", "--rounds", "2"]
     result = CliRunner().invoke(bench, [*arguments, "--output", str(folder)])
     assert result.exit_code == 0, result.output
     assert "checkpoint every block" in result.output

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.shard.contenders import Contender, contenders, rivals
+from hvd_ckpt.bench.shard.configurations import Configuration, baselines, configurations
 from hvd_ckpt.bench.shard.results import Result, Results
 from hvd_ckpt.bench.shard.wire import Run, wire_table
 from hvd_ckpt.bench.shard.worker import Answer, Findings, storage_bytes
@@ -22,43 +22,43 @@ def findings(state: int, seconds: list[float], counted: int = 9000, loss: float 
     return Findings([3.0, loss], 4000, 2000, state, 0, 20_000, 1500, counted, seconds)
 
 
-def results(found: dict[Contender, list[Findings]]) -> Results:
+def results(found: dict[Configuration, list[Findings]]) -> Results:
     """Of two ranks that train four micro-batches a step."""
-    all_of_them = Results(2, 4, [Result(contender) for contender in found])
+    all_of_them = Results(2, 4, [Result(configuration) for configuration in found])
     answers = [
-        Answer(1, ELEMENTS, {contender.name: ranks[rank] for contender, ranks in found.items()})
+        Answer(1, ELEMENTS, {configuration.name: ranks[rank] for configuration, ranks in found.items()})
         for rank in range(2)
     ]
     all_of_them.take(answers, all_of_them.all, memory=True)
     return all_of_them
 
 
-def test_every_contender_has_a_name_and_rivals_do_the_same() -> None:
-    everyone = contenders([2, 3], ["fsdp2", "deepspeed"])
+def test_every_configuration_has_a_name_and_baselines_do_the_same() -> None:
+    everyone = configurations([2, 3], ["fsdp2", "deepspeed"])
     assert len({one.name for one in everyone}) == len(everyone) == 14
-    ours = Contender("hvd_ckpt", 3, recompute=True)
-    assert [one.name for one in rivals(ours, everyone)] == ["fsdp2-3-recompute", "deepspeed-3-recompute"]
-    assert rivals(Contender("hvd_ckpt", 3, offload=True), everyone) == []
+    ours = Configuration("hvd_ckpt", 3, recompute=True)
+    assert [one.name for one in baselines(ours, everyone)] == ["fsdp2-3-recompute", "deepspeed-3-recompute"]
+    assert baselines(Configuration("hvd_ckpt", 3, offload=True), everyone) == []
 
 
 def test_time_is_that_of_the_slowest_rank_beside_the_best_peer_of_the_round() -> None:
     found = results(
         {
-            Contender("hvd_ckpt", 2): [findings(4000, [1.0, 3.0, 2.0]), findings(4000, [2.0, 1.0, 1.0])],
-            Contender("fsdp2", 2): [findings(4000, [4.0, 4.0, 4.0]), findings(4000, [1.0, 1.0, 1.0])],
-            Contender("deepspeed", 2): [findings(4000, [9.0, 9.0, 9.0]), findings(4000, [1.0, 1.0, 1.0])],
-            Contender("fsdp2", 2, recompute=True): [findings(4000, [1.0] * 3), findings(4000, [1.0] * 3)],
+            Configuration("hvd_ckpt", 2): [findings(4000, [1.0, 3.0, 2.0]), findings(4000, [2.0, 1.0, 1.0])],
+            Configuration("fsdp2", 2): [findings(4000, [4.0, 4.0, 4.0]), findings(4000, [1.0, 1.0, 1.0])],
+            Configuration("deepspeed", 2): [findings(4000, [9.0, 9.0, 9.0]), findings(4000, [1.0, 1.0, 1.0])],
+            Configuration("fsdp2", 2, recompute=True): [findings(4000, [1.0] * 3), findings(4000, [1.0] * 3)],
         }
     )
     ours = found.all[0]
     assert ours.seconds == [2.0, 3.0, 2.0]
-    ratio = found.of_best_rival(ours)
+    ratio = found.of_best_baseline(ours)
     assert ratio is not None and ratio.median == 0.5
     assert found.samples_per_second(ours) == 4.0
 
 
 def test_memory_is_what_is_held_and_the_rest_up_to_the_peak() -> None:
-    found = results({Contender("hvd_ckpt", 2): [findings(4000, [1.0]), findings(4400, [1.0])]})
+    found = results({Configuration("hvd_ckpt", 2): [findings(4000, [1.0]), findings(4400, [1.0])]})
     (ours,) = found.all
     assert ours.kinds() == {
         "parameters": 4000,
@@ -75,11 +75,11 @@ def test_memory_is_what_is_held_and_the_rest_up_to_the_peak() -> None:
 def test_what_is_missing_is_told_and_only_a_failure_of_this_library_is_unsound() -> None:
     found = results(
         {
-            Contender("hvd_ckpt", 3): [findings(1000, [1.0]), findings(1000, [1.0])],
-            Contender("fsdp2", 3): [findings(1000, [1.0], loss=2.5), findings(1000, [1.0])],
+            Configuration("hvd_ckpt", 3): [findings(1000, [1.0]), findings(1000, [1.0])],
+            Configuration("fsdp2", 3): [findings(1000, [1.0], loss=2.5), findings(1000, [1.0])],
         }
     )
-    found.all.append(Result(Contender("deepspeed", 3), failure="deepspeed is not installed"))
+    found.all.append(Result(Configuration("deepspeed", 3), failure="deepspeed is not installed"))
     assert found.sound
     assert found.remarks() == ["DeepSpeed, stage 3: left out: deepspeed is not installed"]
     ours, theirs = found.time_table().rows

@@ -31,7 +31,7 @@ def test_ranks_that_train_together_are_measured_and_get_the_same_result(tmp_path
             *(
                 "--workloads",
                 "densenet",
-                "--contenders",
+                "--methods",
                 "layers,ours",
                 "--budgets",
                 "0.57x",

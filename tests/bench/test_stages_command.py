@@ -50,7 +50,7 @@ def test_stages_are_measured_beside_a_peer_that_trains_the_same(tmp_path: Path) 
     )
     assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads((output / "results.json").read_text())
-    found = {line["contender"]: line for line in report["results"]}
+    found = {line["configuration"]: line for line in report["results"]}
     assert set(found) == {
         *("hvd_ckpt-3", "hvd_ckpt-3-recompute", "hvd_ckpt-3-offload", "hvd_ckpt-3-offload-recompute"),
         *("fsdp2-3", "fsdp2-3-recompute"),

@@ -53,13 +53,13 @@ def test_defaults_that_help_lists_name_all_there_is() -> None:
     from hvd_ckpt.bench.compare.scenarios import SCENARIOS
     from hvd_ckpt.bench.compare.workloads import WORKLOADS
     from hvd_ckpt.bench.recompute import command as recompute
-    from hvd_ckpt.bench.recompute.contenders import FAMILIES
+    from hvd_ckpt.bench.recompute.methods import FAMILIES
 
     for told, known in (
         (compare.ENGINES, [name for name in ENGINES if not name.startswith("shard-")]),
         (compare.WORKLOADS, WORKLOADS),
         (compare.SCENARIOS, SCENARIOS),
-        (recompute.CONTENDERS, FAMILIES),
+        (recompute.METHODS, FAMILIES),
     ):
         assert told.split(",") == list(known)
 

@@ -11,17 +11,15 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from hvd_ckpt.bench.faults.plan import ALL, LAUNCHER
+from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, rank_environment
 from hvd_ckpt.launchers import RANK_VARIABLES
-from hvd_ckpt.probe import launcher_environment
 
 __all__ = ["MARK", "RunView", "TrainJob", "logged_step", "marked", "newest_step", "rank_of"]
 
@@ -52,7 +50,7 @@ def rank_of(process: psutil.Process) -> int | None:
     return None
 
 
-class TrainJob:
+class TrainJob(Process):
     """A job that is launched at once; leaving the context ends all its processes.
 
     Args:
@@ -62,7 +60,6 @@ class TrainJob:
         log_file: gets the output; overwritten.
 
     Attributes:
-        process: the launcher.
         token: the mark of all its processes.
     """
 
@@ -70,47 +67,29 @@ class TrainJob:
         self.log_file = log_file
         self.token = secrets.token_hex(8)
         launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}"]
-        with log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*launcher, sys.executable, "-m", "hvd_ckpt.cli.main", "train", *arguments],
-                env={**launcher_environment(), "OMP_NUM_THREADS": "1", MARK: self.token},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> TrainJob:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-        self.process.wait()
+        command = [*launcher, sys.executable, "-m", "hvd_ckpt.cli.main", "train", *arguments]
+        super().__init__(command, log_file, {**rank_environment(1), MARK: self.token})
 
     @property
     def ended(self) -> bool:
         """Whether the launcher has ended."""
-        return self.process.poll() is not None
+        return self.status is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill all processes of the job, including those that are started meanwhile."""
         for _ in range(100):
             found = marked(self.token)
-            for process in found:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            end_processes(found)
             if not found:
-                return
-            time.sleep(INTERVAL)
+                break
+        super().close()
 
     def send(self, who: str, name: str, size: int) -> bool:
         """Send the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False if one of them is not running."""
         running = marked(self.token)
-        if who == LAUNCHER:  # over MPI it is mpirun, a child of the process that was started
+        if who == LAUNCHER:  # over MPI it is mpirun, a child of the process that was started first
             mpirun = [process.pid for process in running if process.name() in MPI_LAUNCHERS]
-            targets = [*mpirun, self.process.pid][:1]
+            targets = [*mpirun, *(process.pid for process in running)][:1]
         else:
             ranks: dict[int | None, int] = {}
             for process in running:
@@ -129,7 +108,7 @@ class TrainJob:
         deadline = time.monotonic() + limit
         while (running := marked(self.token)) and time.monotonic() < deadline:
             time.sleep(INTERVAL)
-        self.end()
+        self.close()
         return len(running)
 
     def first_step(self) -> int | None:
@@ -138,12 +117,8 @@ class TrainJob:
         return int(found[1]) if found else None
 
     def last_words(self) -> str:
-        """The first line of its output that names an error, else the last line."""
-        text = self.log_file.read_text(errors="replace")
-        lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in text.splitlines()]
-        errors = [line for line in lines if re.match(r"(Error: |[\w.]+(Error|Exception)\b)", line)]
-        told = [line for line in lines if line]
-        return (errors or told[-1:] or ["no output"])[0][:300]
+        """The line of its output that says what went wrong."""
+        return error_line(self.log_file)
 
 
 class RunView:

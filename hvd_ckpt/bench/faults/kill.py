@@ -178,7 +178,7 @@ class _Course:
         view = RunView(self.path)
         with TrainJob(self.plan.size, self.plan.controller, arguments, log_file) as job:
             happened = self._watch(job, kill, view)
-            status = job.process.poll()
+            status = job.status
             if status is not None:
                 killed.left += job.left(LIMIT)
         killed.unreadable += unreadable(self.path, self.plan.size)

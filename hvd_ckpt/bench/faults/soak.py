@@ -125,7 +125,7 @@ def soak(
             soaked.failure = f"the run ended by itself: {job.last_words()} (log: {job.log_file})"
             return soaked
         (run / "stop").touch()
-        if not _wait(lambda: job.ended, STOP_LIMIT) or job.process.poll() != 0:
+        if not _wait(lambda: job.ended, STOP_LIMIT) or job.status != 0:
             soaked.failure = (
                 f"the run did not stop within {STOP_LIMIT:.0f} s with status 0 (log: {job.log_file})"
             )

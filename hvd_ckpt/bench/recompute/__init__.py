@@ -1,6 +1,6 @@
 """What recomputation costs and saves: this library's plans beside no recomputation and everything else that recomputes.
 
-contenders  no recomputation, what PyTorch offers, and a DenseNet checkpointed in its layers
+methods  no recomputation, what PyTorch offers, and a DenseNet checkpointed in its layers
 peers       other projects
 measure     exact peaks, seconds, and whether the result is right
 case        one workload from start to end, with this library's plans; the job that does so on several ranks

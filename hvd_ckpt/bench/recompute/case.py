@@ -1,6 +1,6 @@
-"""One workload from start to end: the peaks of all contenders, this library's plans for those peaks, and all steps timed.
+"""One workload from start to end: the peaks of all methods, this library's plans for those peaks, and all steps timed.
 
-Budgets in bytes are the measured peaks of contenders, so a plan is compared with someone who needs as much memory. Different
+Budgets in bytes are the measured peaks of methods, so a plan is compared with someone who needs as much memory. Different
 budgets often have the same best plan; it is measured once.
 
 Run by the launcher as ``python -m hvd_ckpt.bench.recompute.case JOB``, it does so on each rank of a job.
@@ -21,16 +21,16 @@ from torch import nn
 from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
 from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.harness.workloads import Workload, workload
-from hvd_ckpt.bench.recompute.contenders import (
+from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, Forward, twin
+from hvd_ckpt.bench.recompute.methods import (
     COMPILED,
     KEEP,
     OURS,
-    Contender,
+    Method,
     compile_chain,
-    compiled_contenders,
-    contenders,
+    compiled_methods,
+    methods,
 )
-from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, Forward, twin
 
 if TYPE_CHECKING:
     from hvd_ckpt.planning.plan import Plan
@@ -51,9 +51,9 @@ class Case:
         compiled: whether everything ran under ``torch.compile``.
         ranks: that trained together.
         batch: samples of a step over all ranks.
-        entries: contenders, in the order of the table; the first does not recompute.
+        entries: methods, in the order of the table; the first does not recompute.
         plans: of this library, each different one once.
-        answers: for each budget and each contender, the name of the plan for it.
+        answers: for each budget and each method, the name of the plan for it.
         failure: why there are no results, or no plans.
         left_out: why it was not measured; no error.
     """
@@ -75,11 +75,11 @@ class Case:
         return self.entries[0]
 
     def answer(self, name: str) -> Entry | None:
-        """This library's plan for the budget or the contender of that name."""
+        """This library's plan for the budget or the method of that name."""
         return next((plan for plan in self.plans if plan.name == self.answers.get(name)), None)
 
     def smallest(self) -> tuple[Entry, Entry, float] | None:
-        """The plan with the smallest peak, the contender with the smallest, and the ratio; None if either is missing."""
+        """The plan with the smallest peak, the method with the smallest, and the ratio; None if either is missing."""
         ours = [plan for plan in self.plans if plan.runs and plan.right]
         theirs = [entry for entry in self.entries if entry.family != KEEP and entry.runs and entry.right]
         if not ours or not theirs:
@@ -108,7 +108,7 @@ class RecomputeJob(RankJob):
     Attributes:
         name, sizes: of the workload.
         batch: samples of a step on each rank; None for the workload's own.
-        families: which contenders.
+        families: which methods.
         budgets: of this library's plans.
         rounds: timed steps of each.
     """
@@ -143,8 +143,8 @@ def run_case(
     Args:
         workload: what is trained.
         device: where.
-        families: which contenders; no recomputation is always one.
-        budgets: of this library's plans, beside the contenders' peaks.
+        families: which methods; no recomputation is always one.
+        budgets: of this library's plans, beside the methods' peaks.
         rounds: timed steps of each.
         compiled: whether everything runs under ``torch.compile``.
         listener: hears what is done next.
@@ -153,13 +153,13 @@ def run_case(
     case = Case(workload.title, workload.name, compiled, ranks, ranks * workload.batch)
     bench = Bench(workload, device, distributed=ranks > 1)
     try:
-        for contender in _contenders(bench, families, compiled):
-            listener(contender.name)
-            entry = Entry(contender.name, contender.family)
+        for method in _methods(bench, families, compiled):
+            listener(method.name)
+            entry = Entry(method.name, method.family)
             needed = case.entries[0].peak_bytes or 0 if case.entries else 0
-            bench.measure(entry, functools.partial(contender.build, twin(bench.model), bench.inputs, needed))
+            bench.measure(entry, functools.partial(method.build, twin(bench.model), bench.inputs, needed))
             case.entries.append(entry)
-            if contender.family == KEEP:
+            if method.family == KEEP:
                 gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
                 if compiled and entry.runs:
                     # A compiled step draws its random numbers in another way than an eager one.
@@ -169,7 +169,7 @@ def run_case(
             try:
                 finish = compile_chain if compiled else _as_it_is
                 case.plans, case.answers = _make_plans(bench, budgets, case.entries, finish, listener)
-            except Exception as error:  # the contenders' figures are worth having all the same
+            except Exception as error:  # the methods' figures are worth having all the same
                 case.failure = f"this library cannot plan: {reason(error)}"
         bench.time_rounds([*case.entries, *case.plans], rounds, listener)
     finally:
@@ -181,10 +181,10 @@ def _as_it_is(model: nn.Sequential) -> Forward:
     return model
 
 
-def _contenders(bench: Bench, families: Sequence[str], compiled: bool) -> list[Contender]:
+def _methods(bench: Bench, families: Sequence[str], compiled: bool) -> list[Method]:
     if compiled:
-        return [one for one in compiled_contenders() if one.family == KEEP or COMPILED in families]
-    return contenders(bench.workload, len(bench.model), (KEEP, *families))
+        return [one for one in compiled_methods() if one.family == KEEP or COMPILED in families]
+    return methods(bench.workload, len(bench.model), (KEEP, *families))
 
 
 def _make_plans(

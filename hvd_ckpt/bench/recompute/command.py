@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["recompute"]
 
 WORKLOADS = "gpt,bert,densenet,lstm"
-CONTENDERS = "keep,sequential,blocks,layers,selective,torch_remat,ckptplan,rockmate,ours"
+METHODS = "keep,sequential,blocks,layers,selective,torch_remat,ckptplan,rockmate,ours"
 BUDGETS = "0.7x,0.5x,0.3x,0.15x,min"
 ROUNDS, QUICK_ROUNDS = 15, 3
 SHARE = 0.8  # of the free memory that a step may take
@@ -31,7 +31,7 @@ SHARE = 0.8  # of the free memory that a step may take
 
 @bench_command("recompute", width=150)
 @click.option("--workloads", default=WORKLOADS, show_default=True, help="What is trained.")
-@click.option("--contenders", default=CONTENDERS, show_default=True, help="Beside no recomputation.")
+@click.option("--methods", default=METHODS, show_default=True, help="Beside no recomputation.")
 @click.option(
     "--budgets",
     default=BUDGETS,
@@ -55,7 +55,7 @@ SHARE = 0.8  # of the free memory that a step may take
 def recompute(
     run: BenchRun,
     workloads: str,
-    contenders: str,
+    methods: str,
     budgets: str,
     rounds: int | None,
     ranks: str,
@@ -68,7 +68,7 @@ def recompute(
 ) -> None:
     """Time a step and measure its peak memory with this library's plans and with everything else that recomputes.
 
-    Prints for each contender its peak and its time, and the same for the plan whose budget is that peak. All contenders run
+    Prints for each method its peak and its time, and the same for the plan whose budget is that peak. All methods run
     in one process per rank, step by step in turn. Run it on a machine that does nothing else.
     """
     import torch
@@ -77,10 +77,10 @@ def recompute(
     from hvd_ckpt.bench.harness.workloads import WORKLOADS as KNOWN
     from hvd_ckpt.bench.recompute import report as tables
     from hvd_ckpt.bench.recompute.case import Case, RecomputeJob, merged, run_case
-    from hvd_ckpt.bench.recompute.contenders import COMPILED, FAMILIES
+    from hvd_ckpt.bench.recompute.methods import COMPILED, FAMILIES
 
     names = split_names("--workloads", workloads, KNOWN)
-    families = split_names("--contenders", contenders, FAMILIES)
+    families = split_names("--methods", methods, FAMILIES)
     wishes = split_names("--budgets", budgets)
     sizes = whole_numbers("--np", ranks, "ranks")
     counts = (None,) if batches is None else whole_numbers("--batches", batches, "samples")
@@ -114,7 +114,7 @@ def recompute(
                 table
                 for case in cases
                 if case.entries
-                for table in (tables.contender_table(case), tables.plan_table(case))
+                for table in (tables.method_table(case), tables.plan_table(case))
             ],
             [tables.result(case) for case in cases],
             [line for case in cases for line in tables.remarks(case)],
@@ -122,7 +122,7 @@ def recompute(
             draw=lambda folder: tables.draw(folder, cases),
             settings={
                 "workloads": names,
-                "contenders": families,
+                "methods": families,
                 "budgets": wishes,
                 "np": sizes,
                 "sizes": scale,

@@ -1,6 +1,6 @@
 """One workload under measurement: exact peaks, seconds, and whether the result is that of no recomputation.
 
-All contenders run in one process on the same parameters, inputs and random state, and their timed steps alternate (A B C, then
+All methods run in one process on the same parameters, inputs and random state, and their timed steps alternate (A B C, then
 C B A). On several ranks a step ends with the reduction of the gradients and an optimizer step whose learning rate is 0.
 """
 
@@ -35,11 +35,11 @@ PROBE = 8  # samples of the small batches that tell what a large one will take
 
 @dataclass
 class Entry:
-    """The result of one contender, or of one plan of this library, on one workload.
+    """The result of one method, or of one plan of this library, on one workload.
 
     Attributes:
         name: unique within the workload.
-        family: of the contender.
+        family: of the method.
         peak_bytes: exact peak of one step above its start; on several ranks that of the rank that needs most.
         same: ``bitwise``, or what differs from no recomputation.
         right: whether loss and gradients are those of no recomputation, up to rounding.
@@ -89,7 +89,7 @@ class Bench:
         distributed: whether Horovod's ranks train together, each on a batch of its own.
 
     Attributes:
-        model: the original chain; contenders get twins, which share its parameters and buffers.
+        model: the original chain; methods get twins, which share its parameters and buffers.
         inputs: of the model.
         forwards: for each entry that runs, by name, the function that runs the model.
     """

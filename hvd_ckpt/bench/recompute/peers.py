@@ -1,6 +1,6 @@
 """Other projects, used as their documentation says, and imported only when they are measured.
 
-A project that is missing or does not run here is an error of its own contenders alone; the message becomes their row in the report.
+A project that is missing or does not run here is an error of its own methods alone; the message becomes their row in the report.
 """
 
 from __future__ import annotations

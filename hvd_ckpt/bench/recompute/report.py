@@ -1,4 +1,4 @@
-"""The tables and the picture: each workload's contenders, and this library's plans."""
+"""The tables and the picture: each workload's methods, and this library's plans."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from typing import TYPE_CHECKING, Any
 from hvd_ckpt.bench.harness.report import Table, plain, save_figure
 from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.recompute.case import Case
-from hvd_ckpt.bench.recompute.contenders import KEEP, OURS
 from hvd_ckpt.bench.recompute.measure import Entry
+from hvd_ckpt.bench.recompute.methods import KEEP, OURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["NOTES", "contender_table", "draw", "plan_table", "remarks", "result"]
+__all__ = ["NOTES", "draw", "method_table", "plan_table", "remarks", "result"]
 
 MIB = 1 << 20
 PICTURE = "recompute.png"
-COLUMNS = ("contender", "peak MiB", "of keep", "time of keep", "result", "our peak MiB", "our time of it")
+COLUMNS = ("method", "peak MiB", "peak ratio", "time ratio", "result", "plan: peak MiB", "plan: time ratio")
 PLAN_COLUMNS = (
-    "our plan", "peak MiB", "of keep", "time of keep", "result", "peak of predicted", "time of predicted", "budgets"
+    "plan", "peak MiB", "peak ratio", "time ratio", "result", "of predicted peak", "of predicted time", "made for"
 )  # fmt: skip
 NOTES = (
     "peak: exact bytes that one step (forward pass, loss, backward pass; on several ranks also reduction and optimizer step) has "
     "allocated at most above its start, with the gradients of the parameters allocated before it, on the rank that needs most; "
-    "of keep: as a ratio to the step without recomputation.",
-    "time of keep, our time of it: the time of a step as a ratio to that without recomputation, and that of our plan as a "
-    "ratio to the contender's, between steps of the same round (rounds alternate: A B C, then C B A); median over "
-    "rounds, quartiles in brackets. Below 1 is faster.",
+    "ratio: to the step without recomputation.",
+    "time ratio: the time of a step relative to that without recomputation, and for the plan to that of the method, between steps "
+    "of the same round (rounds alternate: A B C, then C B A); median over rounds, quartiles in brackets. Below 1 is faster.",
     "result: bitwise where loss, gradients and buffers are those without recomputation, else what differs (gradients as a "
     "part of the largest value).",
-    "our peak, our time: those of the plan whose budget is the contender's measured peak; budgets: for how many contenders and "
-    "budgets a plan is the best.",
+    "plan: the one whose budget is the method's measured peak; made for: for how many budgets and methods a plan is the best.",
     "ckptplan measures no bytes on a CPU and refuses to plan there; it was given the bytes that this library measures.",
 )
 OUR_COLOR = "#1b6ca8"
@@ -52,8 +50,8 @@ STYLES = {
 ACROSS = 2  # panels beside each other
 
 
-def contender_table(case: Case) -> Table:
-    """One row for each contender; a family that does not run, for one reason, is one row."""
+def method_table(case: Case) -> Table:
+    """One row for each method; a family that does not run, for one reason, is one row."""
     rows: dict[str, tuple[str, ...]] = {}
     for entry in case.entries:
         if not entry.runs:
@@ -63,7 +61,7 @@ def contender_table(case: Case) -> Table:
         plan = case.answer(entry.name)
         ours = "none" if plan is not None and not plan.runs else _mib(plan)
         rows[entry.name] = (*_figures(case, entry), ours, _spread(plan.ratio(entry) if plan else None))
-    return Table(COLUMNS, list(rows.values()), _title(case), left=("contender", "result"))
+    return Table(COLUMNS, list(rows.values()), _title(case), left=("method", "result"))
 
 
 def plan_table(case: Case) -> Table:
@@ -78,11 +76,11 @@ def plan_table(case: Case) -> Table:
         of_bytes = _ratio(plan.peak_bytes, plan.predicted_bytes)
         of_seconds = _ratio(seconds.median if seconds else None, plan.predicted_seconds)
         rows.append((*_figures(case, plan), of_bytes, of_seconds, budgets))
-    return Table(PLAN_COLUMNS, rows, left=("our plan", "result"))
+    return Table(PLAN_COLUMNS, rows, left=("plan", "result"))
 
 
 def _fails(case: Case, entry: Entry) -> bool:
-    """Whether all of the contender's family have failed, for the same reason."""
+    """Whether all of the method's family have failed, for the same reason."""
     family = [one for one in case.entries if one.family == entry.family]
     return len({one.failure for one in family}) == 1 and not any(one.runs for one in family)
 
@@ -94,7 +92,7 @@ def _figures(case: Case, entry: Entry) -> tuple[str, ...]:
 
 
 def remarks(case: Case) -> list[str]:
-    """The step that all are compared with, the smallest peaks, and which contenders do not run and why."""
+    """The step that all are compared with, the smallest peaks, and which methods do not run and why."""
     lines = []
     if case.left_out or case.failure:
         lines.append(case.left_out or case.failure or "")
@@ -103,8 +101,8 @@ def remarks(case: Case) -> list[str]:
     if smallest := case.smallest():
         ours, other, ratio = smallest
         lines.append(
-            f"smallest peak: ours {_mib(ours)} MiB ({ours.name}), smallest of any contender's {_mib(other)} MiB "
-            f"({other.name}), ratio {ratio:.2f}"
+            f"smallest peak: {_mib(ours)} MiB ({ours.name}); of the other methods: {_mib(other)} MiB "
+            f"({other.name}); ratio {ratio:.2f}"
         )
     failures: dict[str, list[str]] = {}
     for entry in (*case.entries, *case.plans):

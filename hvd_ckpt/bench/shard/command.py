@@ -13,7 +13,7 @@ import click
 
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option
 from hvd_ckpt.bench.harness.report import Report
-from hvd_ckpt.bench.shard.contenders import ENGINES, OURS, Contender, contenders
+from hvd_ckpt.bench.shard.configurations import ENGINES, OURS, Configuration, configurations
 from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
 from hvd_ckpt.machine import machine_facts
 
@@ -121,7 +121,9 @@ def shard(
         raise BadArgument(f"--text: {error}") from None
     if wire:
         launcher.wire(steps or (QUICK_STEPS if quick else STEPS))
-    launcher.stages(contenders(chosen, beside), rounds or (QUICK_ROUNDS if quick else ROUNDS), quick, chart)
+    launcher.stages(
+        configurations(chosen, beside), rounds or (QUICK_ROUNDS if quick else ROUNDS), quick, chart
+    )
 
 
 @dataclasses.dataclass
@@ -144,12 +146,14 @@ class _Launcher:
             **machine_facts(), "ranks": f"{self.size} over {self.controller}", "sizes": sizes, "step": step
         }  # fmt: skip
 
-    def stages(self, everyone: list[Contender], rounds: int, quick: bool, chart: Path | None) -> None:
+    def stages(self, everyone: list[Configuration], rounds: int, quick: bool, chart: Path | None) -> None:
         """Measure the memory of each engine in a job of its own, then time all that have not failed; ``quick``: in one job."""
         from hvd_ckpt.bench.shard.results import NOTES, PICTURE, Result, Results
 
-        results = Results(self.size, self.training.passes, [Result(contender) for contender in everyone])
-        engines = list(dict.fromkeys(contender.engine for contender in everyone))
+        results = Results(
+            self.size, self.training.passes, [Result(configuration) for configuration in everyone]
+        )
+        engines = list(dict.fromkeys(configuration.engine for configuration in everyone))
         with self.run.progress(1 if quick else 1 + len(engines)) as progress:
             if quick:
                 progress.start("memory and time")
@@ -157,7 +161,7 @@ class _Launcher:
             else:
                 for engine in engines:
                     progress.start(f"memory of {ENGINES[engine][0]}")
-                    mine = [one for one in results.all if one.contender.engine == engine]
+                    mine = [one for one in results.all if one.configuration.engine == engine]
                     self._take(results, mine, engine, memory=True, rounds=0)
                 progress.start("time")
                 self._take(results, results.shown, "time", memory=False, rounds=rounds)
@@ -184,7 +188,7 @@ class _Launcher:
         from hvd_ckpt.bench.shard.worker import Answer, ShardJob
         from hvd_ckpt.runtime import threads_per_rank
 
-        everyone = tuple(one.contender for one in chosen)
+        everyone = tuple(one.configuration for one in chosen)
         job = ShardJob(self.run.jobs / name, self.size, everyone, self.training, memory, rounds)
         try:
             threads = threads_per_rank(self.size)

@@ -1,4 +1,4 @@
-"""Contenders under training: this library's, and what all have in common. For peers see :mod:`hvd_ckpt.bench.shard.peers`."""
+"""Configurations under training: this library's, and what all have in common. For peers see :mod:`hvd_ckpt.bench.shard.peers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.shard.contenders import Contender
+from hvd_ckpt.bench.shard.configurations import Configuration
 from hvd_ckpt.bench.shard.training import LEARNING_RATE, Training, blocks, loss
 from hvd_ckpt.models.chain import Chain
 
@@ -27,11 +27,11 @@ class Tensors(NamedTuple):
 
 
 class Session(ABC):
-    """One contender's model and optimizer, wrapped. Adam, float32.
+    """One configuration's model and optimizer, wrapped. Adam, float32.
 
     Args:
         model: at its start; the session changes it.
-        contender: how to wrap it.
+        configuration: how to wrap it.
         training: sizes of steps and buckets.
         folder: free to use, the same on all ranks.
     """
@@ -39,8 +39,8 @@ class Session(ABC):
     model: nn.Module
     optimizer: Any
 
-    def __init__(self, model: Chain, contender: Contender, training: Training, folder: Path) -> None:
-        self.model, self.contender, self.training, self.folder = model, contender, training, folder
+    def __init__(self, model: Chain, configuration: Configuration, training: Training, folder: Path) -> None:
+        self.model, self.configuration, self.training, self.folder = model, configuration, training, folder
         self.wrap(model)
 
     @abstractmethod
@@ -85,19 +85,19 @@ class Ours(Session):
     """
 
     def __init__(
-        self, model: Chain, contender: Contender, training: Training, folder: Path, wire: str = "fp32"
+        self, model: Chain, configuration: Configuration, training: Training, folder: Path, wire: str = "fp32"
     ) -> None:
         self.wire, self._steps = wire, 0
-        super().__init__(model, contender, training, folder)
+        super().__init__(model, configuration, training, folder)
 
     def wrap(self, model: Chain) -> None:
-        model.checkpoint_interval = int(self.contender.recompute)
-        self.stage = self.contender.stage
+        model.checkpoint_interval = int(self.configuration.recompute)
+        self.stage = self.configuration.stage
         self._reduced = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         sharded: dict[str, Any] = {"shard": self.stage, "wire": self.wire} if self.stage else {}
         if self.stage == 3:
             sharded.update(model=model, units=blocks(model))
-        if self.contender.offload:
+        if self.configuration.offload:
             self.folder.mkdir(parents=True, exist_ok=True)
             sharded.update(offload="optimizer", offload_folder=self.folder)
         self.optimizer = hc.DistributedOptimizer(

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from hvd_ckpt.bench.shard.contenders import OURS, Contender
+from hvd_ckpt.bench.shard.configurations import OURS, Configuration
 from hvd_ckpt.bench.shard.engines import Ours, Session, Tensors, local, state_tensors, tensors_of
 from hvd_ckpt.bench.shard.training import LEARNING_RATE, blocks, loss
 from hvd_ckpt.models.chain import Chain
@@ -34,9 +34,9 @@ def join(folder: Path, rank: int, size: int) -> None:
     )
 
 
-def _recomputed(model: Chain, contender: Contender) -> Chain:
-    """The model with each block recomputed, if the contender does so: PyTorch's own, not reentrant."""
-    if contender.recompute:
+def _recomputed(model: Chain, configuration: Configuration) -> Chain:
+    """The model with each block recomputed, if the configuration does so: PyTorch's own, not reentrant."""
+    if configuration.recompute:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, GPTBlock))
     return model
 
@@ -48,7 +48,7 @@ class DDP(Session):
 
     def wrap(self, model: Chain) -> None:
         self.model = nn.parallel.DistributedDataParallel(
-            _recomputed(model, self.contender), bucket_cap_mb=self.training.bucket_mb
+            _recomputed(model, self.configuration), bucket_cap_mb=self.training.bucket_mb
         )
         self.optimizer = Adam(self.model.parameters(), lr=LEARNING_RATE)
 
@@ -76,8 +76,8 @@ class FSDP2(Session):
     """``fully_shard``: at stage 3 parameters are split again after forward, at stage 2 not before the end of backward."""
 
     def wrap(self, model: Chain) -> None:
-        split = self.contender.stage == 3
-        self.model = _recomputed(model, self.contender)
+        split = self.configuration.stage == 3
+        self.model = _recomputed(model, self.configuration)
         for block in blocks(model):
             fully_shard(block, reshard_after_forward=split)
         fully_shard(model, reshard_after_forward=None if split else False)
@@ -101,7 +101,7 @@ class DeepSpeed(Session):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
-                "stage": self.contender.stage,
+                "stage": self.configuration.stage,
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
                 "stage3_prefetch_bucket_size": bucket,
@@ -110,7 +110,7 @@ class DeepSpeed(Session):
                 "stage3_param_persistence_threshold": 10_000,
             },
         }
-        _recomputed(model, self.contender)
+        _recomputed(model, self.configuration)
         self.engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=Adam(model.parameters(), lr=LEARNING_RATE),

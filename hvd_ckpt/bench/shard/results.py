@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_ckpt.bench.harness.report import Table, plain, save_figure
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.bench.shard.contenders import OURS, Contender, rivals
+from hvd_ckpt.bench.shard.configurations import OURS, Configuration, baselines
 from hvd_ckpt.bench.shard.worker import Answer, Findings
 
 __all__ = ["MIB", "NOTES", "Result", "Results"]
@@ -20,23 +20,23 @@ MIB = 1 << 20
 ITEM = 4  # bytes of a parameter
 PICTURE = "shard.png"
 TIME_COLUMNS = (
-    "contender", "recomputed", "step ms", "samples/s", "of the best peer", "counted MiB", "of the model", "loss differs"
+    "engine", "recomputed", "step ms", "samples/s", "ratio to best baseline", "counted MiB", "in models", "loss difference"
 )  # fmt: skip
 MEMORY_COLUMNS = (
-    "contender", "recomputed", "parameters", "gradients", "optimizer state", "on disk", "buffers", "activations", "peak",
+    "engine", "recomputed", "parameters", "gradients", "optimizer state", "on disk", "buffers", "activations", "peak",
     "bytes per parameter",
 )  # fmt: skip
 NOTES = (
-    "All contenders train the same GPT-lite from the same start on the same samples: Adam in float32, micro-batches of one sample. "
+    "All engines train the same GPT-lite from the same start on the same samples: Adam in float32, micro-batches of one sample. "
     "Steps take turns in the same processes (A B C, then C B A); a step's time is the slowest rank's; median and quartiles "
     "over rounds.",
     "Stages 0 and 1 reduce the sum of all micro-batches once; stages 2 and 3 reduce-scatter after each, so that no rank holds "
     "whole gradients.",
-    "of the best peer: time as a ratio to that peer of the same stage and recomputation whose median is least, round by round.",
-    "counted MiB: what each rank must send in a step: by this library's own count, and for peers by the collectives of "
+    "ratio to best baseline: time relative to the engine of the same stage and recomputation whose median is least.",
+    "counted MiB: what each rank must send in a step: by this library's own count, and for others by the collectives of "
     "torch.distributed that they call, each done in the best way: an allreduce of n ranks sends 2 (n - 1) / n of its bytes, "
-    "all others (n - 1) / n. of the model: in units of gathering the model once. loss differs: the greatest difference of a rank's "
-    "loss in a step to this library's first contender.",
+    "all others (n - 1) / n. in models: in units of gathering the model once. loss difference: the greatest difference of a rank's "
+    "loss in a step to the first row's.",
     "Memory, mean over ranks: parameters, gradients and optimizer state are tensors held when the gradients are ready; peak: the "
     "most that PyTorch's allocator has given out in a step, on the training thread and autograd's; activations: the peak of a "
     "micro-batch of the bare model above its parameters and gradients; buffers: the rest up to the peak of a step. Blocks that "
@@ -55,21 +55,21 @@ OUR_COLOR, OTHER_COLOR = "#1b6ca8", "#9aa5b1"
 
 @dataclass
 class Result:
-    """One contender.
+    """One configuration.
 
     Attributes:
-        contender: which.
+        configuration: which.
         ranks: the findings of each rank, in rank order; empty if its job has failed.
         failure: why results are missing, in one line.
     """
 
-    contender: Contender
+    configuration: Configuration
     ranks: list[Findings] = field(default_factory=list)
     failure: str | None = None
 
     @property
     def title(self) -> str:
-        return self.contender.title + ", recomputed" * self.contender.recompute
+        return self.configuration.title + ", recomputed" * self.configuration.recompute
 
     @property
     def seconds(self) -> list[float]:
@@ -101,7 +101,7 @@ class Result:
 
 @dataclass
 class Results:
-    """All contenders.
+    """All configurations.
 
     Attributes:
         size: number of ranks.
@@ -119,10 +119,10 @@ class Results:
     failure: str | None = None
 
     def take(self, answers: Sequence[Answer], chosen: Iterable[Result], *, memory: bool) -> None:
-        """Add the answers of a job about some contenders: everything, or without ``memory`` the times."""
+        """Add the answers of a job about some configurations: everything, or without ``memory`` the times."""
         self.elements, self.threads = answers[0].elements, answers[0].threads
         for result in chosen:
-            found = [answer.findings[result.contender.name] for answer in answers]
+            found = [answer.findings[result.configuration.name] for answer in answers]
             failures = [one.failure for one in found if one.failure is not None]
             if failures:
                 result.failure = failures[0]
@@ -136,18 +136,18 @@ class Results:
 
     @property
     def shown(self) -> list[Result]:
-        """The contenders that have been measured."""
+        """The configurations that have been measured."""
         return [one for one in self.all if one.ranks]
 
     @property
     def sound(self) -> bool:
         """Whether this library has done all that it was asked for."""
-        return self.failure is None and all(one.failure is None for one in self.all if one.contender.ours)
+        return self.failure is None and all(one.failure is None for one in self.all if one.configuration.ours)
 
-    def of_best_rival(self, result: Result) -> Quartiles | None:
+    def of_best_baseline(self, result: Result) -> Quartiles | None:
         """The time of a step as a ratio to the fastest peer's that does the same, over the rounds."""
-        same = rivals(result.contender, [other.contender for other in self.all])
-        timed = [(one.step.median, one.seconds) for one in self.all if one.contender in same and one.step]
+        same = baselines(result.configuration, [other.configuration for other in self.all])
+        timed = [(one.step.median, one.seconds) for one in self.all if one.configuration in same and one.step]
         return quartiles_of_ratios(result.seconds, min(timed)[1]) if timed else None
 
     def model_volumes(self, result: Result) -> float | None:
@@ -161,7 +161,7 @@ class Results:
 
     def loss_difference(self, result: Result) -> float | None:
         """The greatest difference of a rank's loss in a step to that of this library's first result."""
-        first = next((one for one in self.shown if one.contender.engine == OURS), None)
+        first = next((one for one in self.shown if one.configuration.engine == OURS), None)
         if first is None:
             return None
         pairs = [zip(one.losses, other.losses) for one, other in zip(result.ranks, first.ranks)]
@@ -171,7 +171,7 @@ class Results:
         """Time and messages."""
         rows: list[tuple[str, ...]] = []
         for one in self.shown:
-            step, ratio = one.step, self.of_best_rival(one)
+            step, ratio = one.step, self.of_best_baseline(one)
             rows.append((
                 *_who(one),
                 "-" if step is None else f"{Quartiles(1000 * step.median, 1000 * step.low, 1000 * step.high):.0f}",
@@ -205,10 +205,10 @@ class Results:
         """All results with the findings of every rank."""
         return [
             {
-                "contender": one.contender.name,
-                **dataclasses.asdict(one.contender),
+                "configuration": one.configuration.name,
+                **dataclasses.asdict(one.configuration),
                 "seconds": one.seconds,
-                "of_best_peer": plain(self.of_best_rival(one)),
+                "of_best_baseline": plain(self.of_best_baseline(one)),
                 "model_volumes": self.model_volumes(one) if one.ranks else None,
                 "loss_difference": self.loss_difference(one),
                 "kinds": one.kinds() if one.ranks else {},
@@ -219,21 +219,21 @@ class Results:
         ]
 
     def draw(self, path: Path) -> str:
-        """Memory of a rank by kind, and throughput: a bar for each contender, stage by stage."""
+        """Memory of a rank by kind, and throughput: a bar for each configuration, stage by stage."""
         from matplotlib.figure import Figure
 
         shown = self.shown
         figure = Figure(figsize=(13, 1.6 + 0.3 * len(shown)), layout="constrained")
         memory, speed = figure.subplots(1, 2, sharey=True)
-        stages = sorted({one.contender.stage for one in shown})
-        rows = [number + 0.6 * stages.index(one.contender.stage) for number, one in enumerate(shown)]
+        stages = sorted({one.configuration.stage for one in shown})
+        rows = [number + 0.6 * stages.index(one.configuration.stage) for number, one in enumerate(shown)]
         left = [0.0] * len(shown)
         for kind, (label, color) in KINDS.items():
             widths = [one.kinds()[kind] / MIB for one in shown]
             memory.barh(rows, widths, left=left, color=color, label=label, height=0.8)
             left = [begun + width for begun, width in zip(left, widths)]
         speeds = [self.samples_per_second(one) or 0.0 for one in shown]
-        colors = [OUR_COLOR if one.contender.ours else OTHER_COLOR for one in shown]
+        colors = [OUR_COLOR if one.configuration.ours else OTHER_COLOR for one in shown]
         bars = speed.barh(rows, speeds, color=colors, height=0.8)
         speed.bar_label(bars, [f"{value:.1f}" for value in speeds], fontsize=7, padding=2)
         memory.set_yticks(rows, [one.title for one in shown], fontsize=8)
@@ -250,7 +250,7 @@ class Results:
 
 
 def _who(one: Result) -> tuple[str, str]:
-    return one.contender.title, "yes" if one.contender.recompute else "no"
+    return one.configuration.title, "yes" if one.configuration.recompute else "no"
 
 
 def _number(value: float | None, form: str) -> str:

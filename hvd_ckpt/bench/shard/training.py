@@ -43,7 +43,7 @@ class Training:
 
 
 def build(training: Training) -> Chain:
-    """The model at the start, the same on every rank and for every contender."""
+    """The model at the start, the same on every rank and for every configuration."""
     torch.manual_seed(SEED)
     return gpt(
         vocabulary=VOCABULARY,

@@ -15,7 +15,7 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
 from hvd_ckpt.bench.harness.report import Table
-from hvd_ckpt.bench.shard.contenders import OURS, Contender
+from hvd_ckpt.bench.shard.configurations import OURS, Configuration
 from hvd_ckpt.bench.shard.engines import Ours
 from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
 from hvd_ckpt.sharding.formats import wire_format
@@ -101,7 +101,9 @@ def measure(job: WireJob) -> Runs:
     for stage in STAGES:
         for name in FORMATS:
             gradient_error, weight_error = _errors(job, samples, name)
-            session = Ours(build(job.training), Contender(OURS, stage), job.training, job.folder, wire=name)
+            session = Ours(
+                build(job.training), Configuration(OURS, stage), job.training, job.folder, wire=name
+            )
             losses, sent = [], 0
             for number in range(job.steps):
                 before = session.sent()

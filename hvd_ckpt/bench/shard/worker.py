@@ -1,4 +1,4 @@
-"""One rank of a job: what each contender holds and sends, one after the other; then the time of their steps, in turn.
+"""One rank of a job: what each configuration holds and sends, one after the other; then the time of their steps, in turn.
 
 Run by the launcher as ``python -m hvd_ckpt.bench.shard.worker JOB``.
 """
@@ -21,31 +21,31 @@ from torch.profiler import ProfilerActivity, profile
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
 from hvd_ckpt.bench.harness.stats import alternating
-from hvd_ckpt.bench.shard.contenders import Contender
+from hvd_ckpt.bench.shard.configurations import Configuration
 from hvd_ckpt.bench.shard.engines import Session
 from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
 from hvd_ckpt.memory import measure_peak, recording_marks
 
 __all__ = ["Answer", "Findings", "ShardJob", "asked", "storage_bytes"]
 
-SETTLE = 2  # steps, after which every contender has made the buffers that it keeps
+SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
 
 
 @dataclass(frozen=True)
 class ShardJob(RankJob):
-    """Contenders on one model.
+    """Configurations on one model.
 
     Attributes:
-        contenders: in this order.
+        configurations: in this order.
         training: the model and its steps.
-        memory: measure the memory and the messages of each contender by itself.
-        rounds: timed steps of each contender, in turn; 0 for none.
+        memory: measure the memory and the messages of each configuration by itself.
+        rounds: timed steps of each configuration, in turn; 0 for none.
     """
 
     worker = "hvd_ckpt.bench.shard.worker"
 
-    contenders: tuple[Contender, ...]
+    configurations: tuple[Configuration, ...]
     training: Training
     memory: bool
     rounds: int
@@ -53,14 +53,14 @@ class ShardJob(RankJob):
 
 @dataclass
 class Findings:
-    """The results of one contender on one rank, in bytes.
+    """The results of one configuration on one rank, in bytes.
 
     Attributes:
         losses: of each step, the mean over this rank's samples.
         parameters, gradients, state, on_disk: held for training when the gradients are ready, the last in mapped files.
         peak: the most that PyTorch's allocator has given out at a time in the third step, since before the model was built.
         activations: peak of a micro-batch of the bare model above its parameters and gradients.
-        counted: sent in a step by the contender's own count, or by the collectives of ``torch.distributed`` that it calls.
+        counted: sent in a step by the configuration's own count, or by the collectives of ``torch.distributed`` that it calls.
         seconds: of each timed step.
         failure: why there is no more, in one line.
     """
@@ -84,7 +84,7 @@ class Answer:
     Attributes:
         threads: CPU threads that PyTorch used.
         elements: of all parameters of the model.
-        findings: by the contender's name.
+        findings: by the configuration's name.
     """
 
     threads: int
@@ -98,16 +98,16 @@ class Bench:
     def __init__(self, job: ShardJob) -> None:
         self.job = job
         self.samples = Samples(job.training, hc.rank(), hc.size())
-        self.findings = {contender.name: Findings() for contender in job.contenders}
+        self.findings = {configuration.name: Findings() for configuration in job.configurations}
         self._activations: dict[bool, int] = {}
 
-    def session(self, contender: Contender) -> Session:
-        """The contender, ready for its first step. Collective."""
+    def session(self, configuration: Configuration) -> Session:
+        """The configuration, ready for its first step. Collective."""
         from hvd_ckpt.bench.shard.peers import SESSIONS
 
         training = self.job.training
-        folder = self.job.folder / contender.name
-        return SESSIONS[contender.engine](build(training), contender, training, folder)
+        folder = self.job.folder / configuration.name
+        return SESSIONS[configuration.engine](build(training), configuration, training, folder)
 
     def activations(self, recompute: bool) -> int:
         """Peak bytes of a micro-batch of the bare model, above its parameters and gradients."""
@@ -120,15 +120,15 @@ class Bench:
             self._activations[recompute] = memory.peak_bytes
         return self._activations[recompute]
 
-    def examine(self, contender: Contender) -> None:
-        """Measure what the contender holds and sends in its third step."""
-        if contender.engine == "deepspeed":
+    def examine(self, configuration: Configuration) -> None:
+        """Measure what the configuration holds and sends in its third step."""
+        if configuration.engine == "deepspeed":
             importlib.import_module("deepspeed")
-        found = self.findings[contender.name]
-        found.activations = self.activations(contender.recompute)
+        found = self.findings[configuration.name]
+        found.activations = self.activations(configuration.recompute)
         gc.collect()
         with recording_marks() as memory:
-            session = self.session(contender)
+            session = self.session(configuration)
             for number in range(SETTLE):
                 found.losses.append(session.step(self.samples.step(number)))
                 gc.collect()
@@ -157,9 +157,9 @@ class Bench:
         found.gradients, _ = storage_bytes(held.gradients, seen)
         found.state, found.on_disk = storage_bytes(held.state, seen)
 
-    def time(self, contenders: list[Contender]) -> None:
-        """Time steps of all contenders, in rounds that alternate."""
-        sessions = {contender.name: self.session(contender) for contender in contenders}
+    def time(self, configurations: list[Configuration]) -> None:
+        """Time steps of all configurations, in rounds that alternate."""
+        sessions = {configuration.name: self.session(configuration) for configuration in configurations}
         for name, session in sessions.items():
             self.findings[name].losses = [session.step(self.samples.step(number)) for number in range(SETTLE)]
         gc.collect()
@@ -225,19 +225,19 @@ def measure(job: ShardJob) -> Answer:
     """One rank's part of a job."""
     hc.init()
     bench = Bench(job)
-    running = list(job.contenders)
-    if not all(contender.ours for contender in running):
+    running = list(job.configurations)
+    if not all(configuration.ours for configuration in running):
         from hvd_ckpt.bench.shard.peers import join
 
         join(job.folder, hc.rank(), hc.size())
-    for contender in job.contenders if job.memory else ():
-        print(contender.name, flush=True)
+    for configuration in job.configurations if job.memory else ():
+        print(configuration.name, flush=True)
         try:
-            bench.examine(contender)
+            bench.examine(configuration)
         except Exception as error:
             traceback.print_exc()
-            bench.findings[contender.name].failure = reason(error)
-            running.remove(contender)
+            bench.findings[configuration.name].failure = reason(error)
+            running.remove(configuration)
     if job.rounds:
         bench.time(running)
     elements = sum(parameter.numel() for parameter in build(job.training).parameters())

@@ -1,11 +1,11 @@
-"""The contenders: this library's stages, and PyTorch's and DeepSpeed's beside them."""
+"""The configurations: this library's stages, and PyTorch's and DeepSpeed's beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-__all__ = ["ENGINES", "OURS", "Contender", "contenders", "rivals"]
+__all__ = ["ENGINES", "OURS", "Configuration", "baselines", "configurations"]
 
 OURS = "hvd_ckpt"
 ENGINES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -19,7 +19,7 @@ ENGINES: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Contender:
+class Configuration:
     """One way to train.
 
     Attributes:
@@ -50,21 +50,21 @@ class Contender:
         return f"{ENGINES[self.engine][0]}, stage {self.stage}{' + offload' * self.offload}"
 
 
-def contenders(stages: Collection[int], peers: Collection[str]) -> list[Contender]:
+def configurations(stages: Collection[int], peers: Collection[str]) -> list[Configuration]:
     """This library and its ``peers`` at these stages, with and without recomputation; at stage 3 with its offload, too."""
     found = []
     for stage in sorted(stages):
         for offload in (False, True) if stage == 3 else (False,):
-            found += [Contender(OURS, stage, recompute, offload) for recompute in (False, True)]
+            found += [Configuration(OURS, stage, recompute, offload) for recompute in (False, True)]
         for engine, (_, known) in ENGINES.items():
             if stage in known and engine in peers:
-                found += [Contender(engine, stage, recompute) for recompute in (False, True)]
+                found += [Configuration(engine, stage, recompute) for recompute in (False, True)]
     return found
 
 
-def rivals(contender: Contender, all_of_them: Collection[Contender]) -> list[Contender]:
-    """Peers that do the same as this library's contender; its offload has none."""
-    if not contender.ours or contender.offload:
+def baselines(configuration: Configuration, all_of_them: Collection[Configuration]) -> list[Configuration]:
+    """Peers that do the same as this library's configuration; its offload has none."""
+    if not configuration.ours or configuration.offload:
         return []
-    same = (contender.stage, contender.recompute)
+    same = (configuration.stage, configuration.recompute)
     return [one for one in all_of_them if not one.ours and (one.stage, one.recompute) == same]

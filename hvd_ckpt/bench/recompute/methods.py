@@ -1,6 +1,6 @@
-"""The contenders: no recomputation, what PyTorch offers, a DenseNet checkpointed in its layers, and other projects.
+"""The methods: no recomputation, what PyTorch offers, a DenseNet checkpointed in its layers, and other projects.
 
-A contender gets a model of its own (a plain chain that shares its parameters with everyone else's) and returns the function that
+A method gets a model of its own (a plain chain that shares its parameters with everyone else's) and returns the function that
 runs it. This library's plans are made in :mod:`hvd_ckpt.bench.recompute.case`.
 """
 
@@ -34,12 +34,12 @@ from hvd_ckpt.bench.recompute.peers import (
 )
 
 __all__ = [
-    "COMPILED", "FAMILIES", "KEEP", "OURS", "Contender", "compile_chain", "compiled_contenders", "contenders", "segment_counts",
+    "COMPILED", "FAMILIES", "KEEP", "OURS", "Method", "compile_chain", "compiled_methods", "methods", "segment_counts",
 ]  # fmt: skip
 
 KEEP, OURS, COMPILED = "keep", "ours", "compiled"
 FAMILIES = (KEEP, "sequential", "blocks", "layers", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
-"""What ``--contenders`` takes, in the order of the tables."""
+"""What ``--methods`` takes, in the order of the tables."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FRACTIONS = (0.7, 0.5, 0.3, 0.15)  # budgets of the other planners, in their own measure
@@ -63,7 +63,7 @@ EXPENSIVE = {
 
 
 @dataclass(frozen=True)
-class Contender:
+class Method:
     """One way to run a model.
 
     Attributes:
@@ -77,8 +77,8 @@ class Contender:
     build: Builder
 
 
-def contenders(workload: Workload, blocks: int, families: tuple[str, ...]) -> list[Contender]:
-    """All contenders of these families but this library's, for a chain of that many blocks."""
+def methods(workload: Workload, blocks: int, families: tuple[str, ...]) -> list[Method]:
+    """All methods of these families but this library's, for a chain of that many blocks."""
     ckptplan = Ckptplan()
     named: dict[str, dict[str, Builder]] = {
         KEEP: {"no recomputation": lambda model, inputs, needed: model},
@@ -106,7 +106,7 @@ def contenders(workload: Workload, blocks: int, families: tuple[str, ...]) -> li
         "rockmate": {f"rockmate, {fraction:g}x": build_rockmate(fraction) for fraction in FRACTIONS},
     }
     return [
-        Contender(name, family, build)
+        Method(name, family, build)
         for family, builders in named.items()
         if family in families
         for name, build in builders.items()
@@ -221,14 +221,11 @@ def _through(modules: Sequence[nn.Module], features: torch.Tensor) -> torch.Tens
 _numbers = itertools.count()
 
 
-def compiled_contenders() -> list[Contender]:
+def compiled_methods() -> list[Method]:
     """The whole chain as one graph: with the default partitioning, and with budgets."""
     return [
-        Contender("compiled, no budget", KEEP, _compiled(1.0)),
-        *(
-            Contender(f"compiled, budget {budget:g}", COMPILED, _compiled(budget))
-            for budget in COMPILED_BUDGETS
-        ),
+        Method("compiled, no budget", KEEP, _compiled(1.0)),
+        *(Method(f"compiled, budget {budget:g}", COMPILED, _compiled(budget)) for budget in COMPILED_BUDGETS),
     ]
 
 
