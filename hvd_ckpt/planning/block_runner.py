@@ -1,4 +1,4 @@
-"""Running one block of a model to measure what it costs under each policy."""
+"""Running one block of a model by itself to measure its bytes and seconds under each checkpoint policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["BlockCost", "BlockRunner", "copied_objects"]
 
 @dataclass
 class BlockCost:
-    """What one block costs under one policy: bytes above its start, seconds of forward and backward together."""
+    """Cost of one block under one policy: bytes above its start, seconds of forward and backward together."""
 
     kept: int
     forward_peak: int
@@ -138,7 +138,7 @@ class BlockRunner:
 
 
 def copied_objects(values: Any) -> Any:
-    """Tensors in nested lists, tuples and dicts as they are, and copies of all else: a cache that blocks write to, say."""
+    """Tensors in nested lists, tuples and dicts as they are, and copies of all else, such as a cache that blocks write to."""
     memo = {id(tensor): tensor for tensor in tensors_in(values)}
     try:
         return copy.deepcopy(values, memo)
@@ -147,7 +147,7 @@ def copied_objects(values: Any) -> Any:
 
 
 class _End(torch.autograd.Function):
-    """Gradients of ones that nobody else holds: in a model, too, the gradient of a block's output goes once it is used."""
+    """Passes gradients of ones that nothing else holds: a model frees the gradient of a block's output, too."""
 
     @staticmethod
     def forward(ctx: Any, *ends: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Finding the chain of blocks in a model: what a plan decides about, one by one.
+"""Finding the chain of blocks in a model, for which a plan decides one by one.
 
 Deep models repeat themselves: layers stand in an ``nn.Sequential`` or an ``nn.ModuleList``, and the forward pass calls
-one after the other. Which ones it calls, in which order and with what is seen in one forward pass that keeps nothing.
+one after the other. One forward pass that keeps nothing shows which ones it calls, in which order and with which arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FoundBlock:
         members: names of its modules; several only if an ``nn.Sequential`` calls them one after the other.
         modules: those modules.
         container: the name of the plain ``nn.Sequential`` it is a child of, or None.
-        args, kwargs: what it was called with; None for a block that is like an earlier one.
+        args, kwargs: its arguments; None for a block that is like an earlier one.
         like: index of the first block that is like it: same class, configuration, parameters and input; its own if it is the first.
     """
 
@@ -76,7 +76,7 @@ def find_blocks(
     Blocks that are called more than once in a forward pass, or not at all, are left as they are.
 
     Raises:
-        ValueError: a name is no module's, two names lie in one another, or no block is called.
+        ValueError: a name is not that of a module, two names lie in one another, or no block is called.
     """
     proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}
@@ -197,7 +197,7 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
             chosen = [name]
         else:
             raise ValueError(
-                f"blocks: '{name}' is no module of this {type(model).__name__}: see model.named_modules()"
+                f"blocks: '{name}' is not a module of this {type(model).__name__}: see model.named_modules()"
             )
         for one in chosen:
             if any(one == block.members[0] for block in blocks):
@@ -238,7 +238,7 @@ def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _copied(values: Any) -> Any:
-    """Inputs as they are now: whatever the model changes later, tensors without their graph."""
+    """Copies of inputs, which the model may change later; tensors without their graph."""
 
     def copy_tensor(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)

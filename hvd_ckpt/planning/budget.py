@@ -21,7 +21,7 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 class BudgetError(ValueError):
-    """No plan fits the budget; the message says what the smallest peak is and what sets it.
+    """No plan fits the budget; the message names the smallest peak and what sets it.
 
     Attributes:
         smallest: bytes of the smallest reachable peak, or that it is larger than, where the budget was refused early.
@@ -39,7 +39,7 @@ class Budget:
     """A budget that may need facts to become bytes.
 
     Attributes:
-        kind: ``bytes``, ``share`` (of what keeping everything needs), ``device`` (share of the device's memory), ``min`` or
+        kind: ``bytes``, ``share`` (of the peak without recomputation), ``device`` (share of the device's memory), ``min`` or
             ``fastest``.
         value: bytes or share.
     """
@@ -64,7 +64,7 @@ def parse_budget(budget: int | float | str | None) -> Budget:
     """Reads a budget.
 
     Args:
-        budget: bytes as a number or as text with a unit (``"6GiB"``, ``"512MB"``); ``"0.3x"`` of what keeping everything needs;
+        budget: bytes as a number or as text with a unit (``"6GiB"``, ``"512MB"``); ``"0.3x"`` of the peak without recomputation;
             ``"80%"`` of the device's memory; ``"min"``; None or ``"fastest"`` for the fastest plan at any memory.
 
     Raises:
@@ -97,7 +97,7 @@ def parse_budget(budget: int | float | str | None) -> Budget:
     count = value * _UNITS[unit.upper()]
     if count < 1:
         raise ValueError(
-            f"budget: '{text}' is less than a byte: did you mean '{text}x', a share of what keeping everything needs?"
+            f"budget: '{text}' is less than a byte: did you mean '{text}x', a share of the peak without recomputation?"
         )
     return Budget("bytes", count)
 

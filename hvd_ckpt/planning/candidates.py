@@ -1,8 +1,8 @@
-"""Where to cut a block: sets of calls to drop that are worth measuring.
+"""Candidate policies of a block: sets of calls whose results are worth dropping, to be measured.
 
-Each result of a block can be kept or dropped. What a set of dropped results saves and costs follows from the block's
-trace; the sets that nothing beats in bytes and seconds are found by trying them all where they are few, and by
-descending from many sides where they are many. The estimates only choose which sets are measured.
+Each result of a block can be kept or dropped. The bytes that a set of dropped results saves and the seconds that it costs are
+estimated from the block's trace. The Pareto frontier of all sets is found by trying them all where they are few, and by descent
+from many sides where they are many. The estimates only choose which policies are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Estimate", "candidates", "estimate"]
 
 _EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
 _PRICES = 20
-_COMPRESSIBLE = 0.02  # share of what is kept below which compression is not tried
+_COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried
 _MATMULS = frozenset(
     {
         "linear",
@@ -39,12 +39,12 @@ _MATMULS = frozenset(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a set of dropped calls should come to.
+    """Estimated cost of a set of dropped calls.
 
     Attributes:
         kept: bytes of the block's own results that are held for the backward pass.
-        seconds: time to compute again what is wanted.
-        working: most bytes that are there at a time because they have been computed again.
+        seconds: time of the recomputation.
+        working: most bytes of recomputed results at a time.
     """
 
     kept: int
@@ -214,28 +214,28 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
 def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[int]]:
     """The sets that none beats in bytes and seconds; of many, those that lie evenly along the curve."""
     order = sorted(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds, len(dropped)))
-    front: list[frozenset[int]] = []
+    frontier: list[frozenset[int]] = []
     for dropped in order:
-        if not front or pool[dropped].seconds < pool[front[-1]].seconds - 1e-12:
-            front.append(dropped)
-    if len(front) > limit:
-        low, high = pool[front[0]].kept, pool[front[-1]].kept
+        if not frontier or pool[dropped].seconds < pool[frontier[-1]].seconds - 1e-12:
+            frontier.append(dropped)
+    if len(frontier) > limit:
+        low, high = pool[frontier[0]].kept, pool[frontier[-1]].kept
         slots: dict[int, frozenset[int]] = {}
-        for dropped in front:
+        for dropped in frontier:
             slot = round((limit - 1) * (pool[dropped].kept - low) / max(high - low, 1))
             best = slots.get(slot)
-            if best is None or _merit(pool, dropped, front) > _merit(pool, best, front):
+            if best is None or _merit(pool, dropped, frontier) > _merit(pool, best, frontier):
                 slots[slot] = dropped
-        slots[0], slots[limit - 1] = front[0], front[-1]
-        front = list(dict.fromkeys(slots[slot] for slot in sorted(slots)))
-    return front
+        slots[0], slots[limit - 1] = frontier[0], frontier[-1]
+        frontier = list(dict.fromkeys(slots[slot] for slot in sorted(slots)))
+    return frontier
 
 
 def _merit(
-    pool: dict[frozenset[int], Estimate], dropped: frozenset[int], front: list[frozenset[int]]
+    pool: dict[frozenset[int], Estimate], dropped: frozenset[int], frontier: list[frozenset[int]]
 ) -> float:
-    """How far a point lies below the straight line between the ends of the front."""
-    first, last, here = pool[front[0]], pool[front[-1]], pool[dropped]
+    """How far a point lies below the straight line between the ends of the frontier."""
+    first, last, here = pool[frontier[0]], pool[frontier[-1]], pool[dropped]
     share = (here.kept - first.kept) / max(last.kept - first.kept, 1)
     return first.seconds + share * (last.seconds - first.seconds) - here.seconds
 

@@ -1,4 +1,4 @@
-"""A model as a chain of blocks with measured costs, and what a schedule of it costs.
+"""A model as a chain of blocks with measured costs, and the cost of a schedule of it.
 
 :func:`simulate` is the definition of time and peak memory that everything else in planning is held against:
 the solver's results are simulated before they are returned, and the tests compare it with exhaustive search.
@@ -28,13 +28,13 @@ class Choice:
     """One way to run a block.
 
     Args:
-        name: what it is called in tables and plan files, such as ``"keep"``.
-        seconds: forward plus backward of the block, whatever it replays included.
+        name: in tables and plan files, such as ``"keep"``.
+        seconds: forward plus backward of the block, recomputation included.
         kept: bytes held between its forward and its backward, above what was held when it started, its
             output included.
         forward_peak: most bytes during its forward, above the start, its output included.
-        backward_peak: most bytes during its backward, above the start of its *forward*: what was kept, the
-            incoming gradient, everything that is replayed.
+        backward_peak: most bytes during its backward, above the start of its *forward*: kept bytes, the
+            incoming gradient, everything that is recomputed.
 
     Raises:
         ValueError: for a negative cost.
@@ -113,7 +113,7 @@ Item = Run | Segment
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule of the whole chain with what :func:`simulate` says of it: peak bytes above the start of the
+    """A schedule of the whole chain with its cost by :func:`simulate`: peak bytes above the start of the
     step, and seconds of a step."""
 
     items: tuple[Item, ...]
@@ -185,7 +185,7 @@ class _Walk:
                 self.reach(item.block, held + waiting + max(choice.forward_peak, choice.kept))
                 held += choice.kept
             else:
-                boundary = 0  # the segment's own input is held already, by whatever made it
+                boundary = 0  # the segment's own input is held already by the items before
                 for index in range(item.first, item.last + 1):
                     block = blocks[index]
                     self.reach(index, held + boundary + waiting + max(block.forward_working, block.output))

@@ -71,7 +71,7 @@ class PlanError(ValueError):
 
 
 class Cost(NamedTuple):
-    """What a training step (forward, loss, backward) takes.
+    """Cost of a training step (forward, loss, backward).
 
     Attributes:
         peak_bytes: the most bytes allocated at a time, above those at its start; parameters' gradients are there before.
@@ -123,7 +123,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`hvd_ckpt.plan` returns.
+    """Checkpoint policies of the blocks of one model, as :func:`hvd_ckpt.plan` returns them.
 
     Attributes:
         blocks: the chain, in the order in which the forward pass calls it.
@@ -261,7 +261,7 @@ class Plan:
             raise PlanError(f"The plan file '{path}' cannot be used: {error}.") from None
 
     def _containers(self) -> dict[str, list[Any]]:
-        """For each ``nn.Sequential`` that must run its children in spans or segments: what it runs, by child names."""
+        """For each ``nn.Sequential`` that must run its children in spans or segments: the items, by child names."""
         found: dict[str, list[Any]] = {}
         for item in self.items:
             members = self._members(item)
@@ -303,7 +303,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def remove(model: nn.Module) -> None:
-    """Takes every policy off a model."""
+    """Removes every policy from a model."""
     for module in model.modules():
         remove_policy(module)
 

@@ -30,9 +30,11 @@ __all__ = ["Planner", "largest_batch", "plan", "thinned"]
 _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
 _RIVALS = 4
-_MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that costs no more than this much of keep-everything's time
+_MIN_SLOWDOWN = (
+    2.0  # "min" is the smallest peak that costs no more than this much of the time without recomputation
+)
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
-_FITS = 0.5  # share of the free memory up to which keeping everything is measured
+_FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
 
 
 class Planner:
@@ -41,8 +43,8 @@ class Planner:
     Arguments as of :func:`plan`. The model is left as it was.
 
     Args:
-        say: is told what is being measured.
-        budget: of the first plan; one in bytes is refused early where what runs around the blocks takes more.
+        say: is called with a line for each measurement.
+        budget: of the first plan; one in bytes is refused early if what runs around the blocks needs more.
 
     Raises:
         BudgetError: it is refused.
@@ -72,7 +74,7 @@ class Planner:
 
     @property
     def baseline(self) -> Cost:
-        """The predicted cost of keeping everything."""
+        """The predicted cost without recomputation."""
         return Cost(*simulate(self._chain, [Run(index, 0) for index in range(len(self._chain))]))
 
     @functools.cached_property
@@ -87,7 +89,7 @@ class Planner:
 
     @functools.cached_property
     def _points(self) -> list[Solution]:
-        """The schedules that none beats in both peak and time, as predicted."""
+        """Schedules on the Pareto frontier of peak and time, as predicted."""
         return self._solver.frontier()
 
     def plan(self, budget: int | float | str | None = None, rounds: int = 3) -> Plan:
@@ -109,7 +111,7 @@ class Planner:
             try:
                 return self._finished(limit, *self._fastest(limit, points, rounds))
             except BudgetError as error:
-                if wanted.kind == "min":  # it takes a little more than was predicted
+                if wanted.kind == "min":  # it needs a little more than was predicted
                     return self._finished(error.smallest, *self._fastest(error.smallest, points, rounds))
                 error.nearest = self._finished(limit, *self._fastest(error.smallest, points, rounds))
                 raise
@@ -190,7 +192,7 @@ class Planner:
                     found = (solution, peak, timeline)
                 if -error <= 0.02 * limit:
                     break
-                target = limit - error  # what the prediction was too careful by can be spent
+                target = limit - error  # the prediction was too careful by this much
             else:
                 target = min(target, solution.peak) - max(peak - limit, limit // 200)
                 if found is not None:
@@ -215,14 +217,14 @@ class Planner:
         return f"block '{self.profile.found[block - 1].members[0]}'"
 
     def _calibrate(self) -> None:
-        """Measures keeping everything, where that surely fits, and charges what it takes beyond the sum of its blocks to the
-        bytes that it keeps: memory that is touched for the first time costs time."""
+        """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
+        blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
         self._chain: list[Block] = self.profile.chain
         self._kept: tuple[int, tuple[tuple[float, int], ...]] | None = None
         everything = self.baseline
         if everything.peak_bytes > _FITS * _free_memory(self._step.device):
             return
-        self._say("measuring a step with everything kept")
+        self._say("measuring a step without recomputation")
         self._step.run()
         self._kept = self._step.peak()
         seconds = statistics.median(self._step.seconds() for _ in range(3))
@@ -284,13 +286,13 @@ def plan(
         loss: from the model's output to one number; by default the output itself if it is one number, else its ``loss``
             attribute, else the sum of its tensors.
         budget: for the peak of a step above its start, with the gradients of the parameters already there. Bytes, or
-            text: ``"6GiB"``; ``"0.3x"`` of what keeping everything needs; ``"80%"`` of the device's memory; ``"min"``, the
+            text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory; ``"min"``, the
             smallest peak that does not double the time; None for the fastest plan at any memory.
         blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default they are found.
         autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
-        lossy: ``torch.bfloat16`` or ``torch.float16``: what is kept may be kept in that precision. Results then change, by about
+        lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be in that precision. Results then change, by about
             that rounding in the gradients.
-        verbose: print on standard error what is being measured, a line for each kind of block and one at least every 30 seconds;
+        verbose: print progress on standard error, a line for each kind of block and one at least every 30 seconds;
             None to begin with that once planning has taken 10 seconds. On rank 0 alone, which plans.
 
     Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It
@@ -301,7 +303,7 @@ def plan(
         The plan, measured, not yet applied: ``plan.apply(model)``.
 
     Raises:
-        ValueError: no blocks, a budget that cannot be read, a loss that is no single number.
+        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number.
         BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. A
             budget in bytes that is below what runs around the blocks (embeddings, head, loss) is refused before they are measured.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint policies: what the forward pass of a block keeps, and how a module is made to follow one.
+"""Checkpoint policies: what the forward pass of a block keeps for its backward pass, and applying one to a module.
 
 A module gets a subclass of its own class whose ``forward`` runs the original one under the policy. So it keeps its identity,
 parameters, hooks and ``state_dict``, is still an instance of its class, and can be copied and pickled.
@@ -101,7 +101,7 @@ def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
             recomputed as a whole. Children that are in none are called as without this.
     """
     remove_policy(module)
-    module.__dict__[_ITEMS] = {_first(item): item for item in items}
+    module.__dict__[_ITEMS] = {_names(item)[0]: item for item in items}
     module.__class__ = _chained(type(module))  # type: ignore[arg-type]
 
 
@@ -141,7 +141,8 @@ def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
     """The modules that share a policy: the module itself, or those children of a chain that run together or in a segment."""
     if _POLICY in module.__dict__:
         return [[module]]
-    return [list(_children(module, item).values()) for item in module.__dict__.get(_ITEMS, {}).values()]
+    items = module.__dict__.get(_ITEMS, {}).values()
+    return [[module.get_submodule(name) for name in _names(item)] for item in items]
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
@@ -172,12 +173,13 @@ def _chained(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, input: Any) -> Any:
         items: dict[str, Any] = self.__dict__[_ITEMS]
         _check_autocast(self)
-        names = list(self._modules)
+        children = {name: child for name, child in self._modules.items() if child is not None}
+        names = list(children)
         position = 0
         while position < len(names):
             item = items.get(names[position], ((names[position],), KEEP))
-            input = _run_item(self, item, input)
-            position += _length(item)
+            input = _run_item(children, item, input)
+            position += len(_names(item))
         return input
 
     return _subclass(base, {"forward": forward})
@@ -217,28 +219,18 @@ def _new(
     return module
 
 
-def _run_item(chain: nn.Module, item: Any, input: Any) -> Any:
-    if isinstance(item, list):
-        return run_checkpointed(
-            functools.partial(_run_segment, _children(chain, item), item), (input,), {}, Options()
-        )
-    return _run_span(_children(chain, item), item, input)
+def _run_item(children: dict[str, nn.Module], item: Any, input: Any) -> Any:
+    if isinstance(item, list):  # a segment; it gets its own children alone
+        inner = {name: children[name] for name in _names(item)}
+        return run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {}, Options())
+    names, policy = item
+    return policy.run(functools.partial(_call_all, [children[name] for name in names]), (input,), {})
 
 
 def _run_segment(children: dict[str, nn.Module], items: list[Any], input: Any) -> Any:
     for item in items:
-        if isinstance(item, list):
-            inner = {name: children[name] for name in _names(item)}
-            input = run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {}, Options())
-        else:
-            input = _run_span(children, item, input)
+        input = _run_item(children, item, input)
     return input
-
-
-def _run_span(children: dict[str, nn.Module], item: Any, input: Any) -> Any:
-    names, policy = item
-    modules = [children[name] for name in names]
-    return policy.run(functools.partial(_call_all, modules), (input,), {})
 
 
 def _call_all(modules: Sequence[nn.Module], input: Any) -> Any:
@@ -247,19 +239,8 @@ def _call_all(modules: Sequence[nn.Module], input: Any) -> Any:
     return input
 
 
-def _children(chain: nn.Module, item: Any) -> dict[str, nn.Module]:
-    return {name: child for name in _names(item) if (child := chain._modules[name]) is not None}
-
-
 def _names(item: Any) -> list[str]:
+    """The children that an item runs, in order."""
     if isinstance(item, list):
         return [name for inner in item for name in _names(inner)]
     return list(item[0])
-
-
-def _first(item: Any) -> str:
-    return _names(item)[0]
-
-
-def _length(item: Any) -> int:
-    return len(_names(item))

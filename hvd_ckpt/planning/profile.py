@@ -1,8 +1,7 @@
-"""What each block of a model costs under each policy, measured on this device with the user's own batch.
+"""Cost of each block of a model under each candidate policy, measured on this device with the user's own batch.
 
 The chain that the solver gets begins with a pseudo-block for what runs before the first block (embeddings) and ends with
-one for what runs behind the last (a head, the loss). What those cost is what a step of the whole model costs beyond its
-blocks.
+one for what runs behind the last (a head, the loss). Their cost is that of a step of the whole model less that of its blocks.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Step:
             return self.model(*self._args, **self._kwargs)
 
     def run(self, marks: Marks | None = None) -> None:
-        """One step; gradients are added to what is there."""
+        """One step; gradients are accumulated."""
         with torch.enable_grad():
             with self.autocast():
                 loss = self._loss_of(self.model(*self._args, **self._kwargs))
@@ -118,7 +117,7 @@ class Profile:
     Attributes:
         found: the blocks.
         policies: of each block, those measured.
-        chain: what the solver takes: one block more at each end.
+        chain: for the solver, with one block more at each end.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class Profile:
             policies = candidates(fastest(traces[1:]), limit, self._lossy)
         runner.memory(policies[:1])
         costs = runner.memory(policies)
-        # Treatments that come to the same bytes, compressing what is not there, say, are measured no further.
+        # Policies with the same bytes, such as one that finds nothing to compress, are measured no further.
         useful = [
             number
             for number, cost in enumerate(costs)
@@ -252,7 +251,7 @@ class Profile:
         return [_holding(block, extra) if extra else block for block, extra in zip(inner, waiting)]
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
-        """The chain with what runs before and behind it, from one step with as little kept as can be."""
+        """The chain with what runs before and behind it, from one step that keeps as little as possible."""
         leanest = [
             min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner
         ]

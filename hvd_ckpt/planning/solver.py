@@ -4,7 +4,7 @@ One dynamic program over *levels*, as in Beaumont et al. (2019), "Optimal checkp
 with several choices per block. Level (s, t) runs blocks s to t forward and backward while the gradient of block t's
 output waits outside. It starts with a run of block s or with a segment s to e, and needs as many bytes as
 
-    run       max(what the choice itself needs, what it keeps + level (s + 1, t))
+    run       max(the need of the choice itself, the bytes it keeps + level (s + 1, t))
     segment   max(its first pass, the output of block e + level (e + 1, t), level (s, e))
 
 The whole chain is a level in which no gradient waits. Each level has a Pareto frontier: the pairs of bytes needed and
@@ -95,7 +95,7 @@ class Solver:
 
     @property
     def fastest(self) -> Solution:
-        """The fastest schedule, whatever it needs."""
+        """The fastest schedule at any memory."""
         return self._solution(-1)
 
     def solve(self, budget: int) -> Solution:
@@ -277,7 +277,7 @@ def _costs_of(choice: Choice) -> tuple[float, ...]:
 
 
 def _costs(block: Block) -> object:
-    """What two blocks have in common that are alike."""
+    """The costs of a block, equal for blocks that are alike."""
     choices = tuple(map(_costs_of, block.choices))
     return choices, block.output, block.forward_seconds, block.forward_working
 

@@ -1,4 +1,4 @@
-"""What a block does, call by call: seconds, bytes, and which tensors autograd wants to keep.
+"""Trace of a block, call by call: seconds, bytes, and the tensors that autograd saves.
 
 The block runs once under a tape that drops everything that can be dropped. What the tape has written down then is
 the whole flow of data: which call reads which result, and which results and inner tensors are saved.
@@ -32,9 +32,9 @@ class TracedCall:
         name: of the function.
         seconds: how long it took.
         droppable: whether its results can be dropped; if not, the fields below are empty.
-        reads: (call, result) pairs of what it reads that is made in the block.
+        reads: (call, result) pairs of its arguments that are made in the block.
         results: for each result, the number of the memory it lies in; several results may lie in one.
-        saved: which results are saved by autograd, by whatever call.
+        saved: numbers of the results that autograd saves, for any call.
         inner: for each inner tensor that it saves, the number of its memory.
     """
 
@@ -67,7 +67,7 @@ class Trace:
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Runs ``function(*args, **kwargs)`` once, with gradients, and says what it did."""
+    """Runs ``function(*args, **kwargs)`` once, with gradients, and returns its trace."""
     watch = _Watch(torch.device("cpu"))
     for tensor in tensors_in(args, kwargs):
         if tensor.device.type != "cpu":

@@ -68,7 +68,7 @@ def estimate_memory(
         model: as it is before ``DistributedOptimizer``. Without a sample it may be on the meta device.
         np: ranks. Nothing is allocated for them.
         shard, offload, bucket_cap_mb, wire, units: as for :func:`hvd_ckpt.DistributedOptimizer`.
-        plan: what is recomputed; None: what the model recomputes by itself.
+        plan: applied to the model; None: the model as it is, with its own recomputation.
         optimizer: a class of ``torch.optim`` by its name in lower case, or a class, with its default options; or an optimizer of
             the model's parameters, with its own.
         precision: ``"fp32"`` (the model's own dtypes), ``"bf16"`` or ``"fp16"`` (under autocast), ``"bf16-params"`` (parameters in
@@ -84,23 +84,14 @@ def estimate_memory(
     """
     _check(np, shard, offload, wire)
     estimator = Estimator(
-        model,
-        plan,
-        optimizer,
-        precision,
-        sample=sample,
-        kwargs=kwargs,
-        loss=loss,
-        bucket_cap_mb=bucket_cap_mb,
-        units=units,
-        device=device,
+        model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
     )
     return estimator.estimate(np, shard, offload, wire)
 
 
 @dataclass
 class _Moment:
-    """Bytes at one time of a step beyond what is there all the time; ``received`` is held by Horovod's own threads."""
+    """Bytes at one time of a step beyond those held all the time; Horovod's own threads hold ``received``."""
 
     phase: str
     activations: int = 0
@@ -126,7 +117,6 @@ class Estimator:
         plan: Plan | None = None,
         optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw",
         precision: str = "fp32",
-        *,
         sample: Any = None,
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
@@ -246,7 +236,7 @@ class Estimator:
         return base, offloaded
 
     def _memory(self, group: Group, stage: int) -> OptimizerMemory:
-        """What the optimizer takes for a group: master weights are stepped in float32."""
+        """Memory of the optimizer for a group; master weights are stepped in float32."""
         dtype = torch.float32 if stage and group.dtype in HALF else group.dtype
         if dtype not in self._taken:
             self._taken[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self._place)
@@ -370,7 +360,7 @@ def _gather(
 
 
 def _together(sizes: Sequence[int]) -> int:
-    """The largest sum of what is in flight at a time, of sizes that follow one another."""
+    """The largest sum of sizes in a row that are in flight at a time."""
     return max((sum(sizes[start : start + IN_FLIGHT]) for start in range(len(sizes))), default=0)
 
 

@@ -114,9 +114,9 @@ def test_named_blocks():
     assert names_of(both, x, blocks=["1"]) == [("1",)]
     assert names_of(both, x, blocks=["0", "1.*"]) == [("0",), ("1.0",), ("1.1",)]
     assert names_of(both, x, blocks=["*"]) == [("0",), ("1",)]
-    with pytest.raises(ValueError, match="'2' is no module of this Sequential"):
+    with pytest.raises(ValueError, match="'2' is not a module of this Sequential"):
         names_of(both, x, blocks=["2"])
-    with pytest.raises(ValueError, match=r"'2\.\*' is no module"):
+    with pytest.raises(ValueError, match=r"'2\.\*' is not a module"):
         names_of(both, x, blocks=["2.*"])
 
 
