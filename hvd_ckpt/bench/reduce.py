@@ -210,7 +210,7 @@ class Case:
 @click.option(
     "--controller", "controllers", default="gloo,mpi", show_default=True, help="What starts the ranks."
 )
-@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="What is trained.")
+@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Workloads to train.")
 @click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
 @click.option(
     "--pairs",

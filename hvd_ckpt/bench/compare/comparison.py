@@ -63,6 +63,7 @@ class Comparison:
         return sum(
             2 + (min(self.passes, 1) if CATALOG[cell.workload].small else self.passes)
             for engine in self.engines
+            if find_engine(engine).unavailable() is None
             for cell in self._cells_of(engine)
         )
 

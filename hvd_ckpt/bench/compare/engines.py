@@ -89,7 +89,7 @@ class Engine(ABC):
         return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
 
     def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-        """What ``model`` recomputes, one plan for all ranks: as :func:`hvd_ckpt.plan`, only of engines with ``plans``.
+        """A plan of what ``model`` recomputes, the same on all ranks: :func:`hvd_ckpt.plan`, for engines with ``plans``.
 
         Raises:
             ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
@@ -105,7 +105,7 @@ class Engine(ABC):
         scaler.step(optimizer)
 
     def after_apex_backward(self, optimizer: Any) -> None:  # noqa: B027  # most engines have nothing to do
-        """What comes at the end of Apex's ``scale_loss``."""
+        """Called at the end of Apex's ``scale_loss``."""
 
     def apex_step(self, optimizer: Optimizer) -> None:
         """The update after a backward pass within Apex's ``scale_loss``."""
@@ -128,7 +128,7 @@ class Engine(ABC):
 
 
 class HorovodFamily(Engine):
-    """What this library and stock Horovod have in common: the launcher, the recipes, the names."""
+    """The launcher, the recipes and the names that this library and stock Horovod share."""
 
     uses_horovod = True
     wraps_after_apex = False
@@ -376,7 +376,7 @@ def find_engine(name: str) -> type[Engine]:
     """The engine of that name in :data:`ENGINES`, or the class that ``module:Class`` names.
 
     Raises:
-        ValueError: there is none, or what ``module:Class`` names is no engine.
+        ValueError: the name is unknown, or ``module:Class`` is not an engine.
     """
     if name in ENGINES:
         return ENGINES[name]

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from hvd_ckpt.bench.compare.report import recomputed, short_name
-from hvd_ckpt.bench.compare.verdict import SEVERITY, Result
+from hvd_ckpt.bench.compare.verdict import SEVERITY, Result, engines_of, worst
 from hvd_ckpt.bench.harness.report import save_figure
 
 __all__ = ["draw_all"]
@@ -46,13 +46,9 @@ def draw_all(
     return names
 
 
-def _engines(results: Sequence[Result]) -> list[str]:
-    return list(dict.fromkeys(result.engine for result in results))
-
-
 def _verdicts(results: Sequence[Result], title: str) -> Figure:
     """A column for each engine, a row for each workload and variant; an entry is the worst verdict and its numbers of segments."""
-    engines = _engines(results)
+    engines = engines_of(results)
     rows = list(dict.fromkeys((result.workload, result.variant) for result in results))
     figure = Figure(figsize=(3.5 + 1.35 * len(engines), 1.3 + 0.27 * len(rows)))
     axes = figure.add_subplot()
@@ -81,9 +77,8 @@ def _verdicts(results: Sequence[Result], title: str) -> Figure:
 def _entry(axes: Axes, x: int, y: int, results: Sequence[Result]) -> None:
     if not results:
         return
-    status = max((result.status for result in results), key=SEVERITY.index)
-    where = [str(result.chunks) for result in results if result.status == status]
-    text = status if len(where) == len(results) else f"{status}: {', '.join(where)} segments"
+    status, where = worst(results)
+    text = f"{status}: {', '.join(where)} segments" if where else status
     color = "white" if status in ("hang", "error") else "black"
     axes.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=COLORS[status]))
     axes.text(x + 0.5, y + 0.52, text, ha="center", va="center", fontsize=7, color=color)
@@ -140,7 +135,7 @@ def _price(results: Sequence[Result], title: str) -> Figure:
 
     An engine whose result is not right has a word in place of its bar.
     """
-    engines = _engines(results)
+    engines = engines_of(results)
     names = list(dict.fromkeys(result.workload for result in results))
     figure = Figure(figsize=(12, 3.2 * len(names)), layout="constrained")
     panels = figure.subplots(len(names), 2, squeeze=False)

@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 class Recomputer(Protocol):
-    """What an engine brings: PyTorch's functions, or its own."""
+    """The functions that an engine brings: PyTorch's, or its own."""
 
     def checkpoint(self, function: Function, *inputs: Any, use_reentrant: bool) -> Any: ...
 

@@ -55,7 +55,7 @@ class Recording:
         self.note(self._names.get(id(parameter), "?") for parameter in parameters)
 
     def note_memory(self, tensors: Sequence[torch.Tensor], name: str | None) -> None:
-        """These tensors leave together; ``name`` is what the wire calls them."""
+        """These tensors leave together; ``name`` is theirs in Horovod."""
         number = BY_ITSELF.match(name or "")
         if number:
             self.note([list(self._parameters)[int(number[1])]])

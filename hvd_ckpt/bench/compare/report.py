@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_ckpt.bench.compare.cells import find_variant
-from hvd_ckpt.bench.compare.verdict import BASELINE, SEVERITY, Result
+from hvd_ckpt.bench.compare.verdict import BASELINE, SEVERITY, Result, engines_of, worst
 from hvd_ckpt.bench.harness.report import Report, Table
 
 __all__ = ["conclude", "make_report", "recomputed", "short_name"]
@@ -143,17 +143,13 @@ def _reasons(results: Iterable[Result], engine: str | None = None) -> Iterable[s
             yield f"{result.engine}, {result.workload} {recomputed(result)}: {result.status}, {reason}"
 
 
-def _engines(results: Iterable[Result]) -> list[str]:
-    return list(dict.fromkeys(result.engine for result in results))
-
-
 def _verdicts(results: Sequence[Result], title: str) -> Table:
     """Who is right where: a row for each workload and variant."""
     groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for result in results:
         row = groups.setdefault((result.workload, result.variant), {})
         row.setdefault(result.engine, []).append(result)
-    engines = _engines(results)
+    engines = engines_of(results)
     columns = ("workload", "recomputed", *map(short_name, engines))
     rows = [(*names, *(_verdict(row.get(engine, [])) for engine in engines)) for names, row in groups.items()]
     return Table(
@@ -175,13 +171,12 @@ def _verdict(results: Sequence[Result]) -> str:
     """The worst verdict of some numbers of segments; with those it holds for, if it does not hold for all."""
     if not results:
         return "-"
-    status = max((result.status for result in results), key=SEVERITY.index)
-    where = [str(result.chunks) for result in results if result.status == status]
-    return status if len(where) == len(results) else f"{status} x{','.join(where)}"
+    status, where = worst(results)
+    return f"{status} x{','.join(where)}" if where else status
 
 
 def _price(results: Sequence[Result]) -> Table:
-    engines = _engines(results)
+    engines = engines_of(results)
     cells: dict[tuple[str, str], dict[str, Result]] = {}
     for result in results:
         cells.setdefault((result.workload, recomputed(result)), {})[result.engine] = result

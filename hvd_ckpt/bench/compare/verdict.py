@@ -10,7 +10,7 @@ in another order than the reference does.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvd_ckpt.bench.compare.cells import Cell
@@ -20,7 +20,7 @@ from hvd_ckpt.bench.compare.reference import mean_losses
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.harness.stats import ratios, slowest
 
-__all__ = ["BASELINE", "SEVERITY", "Result", "add_ratios", "judge"]
+__all__ = ["BASELINE", "SEVERITY", "Result", "add_ratios", "engines_of", "judge", "worst"]
 
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
@@ -89,7 +89,7 @@ def judge(
     size: int,
     precision: str = "fp32",
 ) -> Result:
-    """Judge one cell from the events of its check and of each timed pass; ``failure`` says why there may be none."""
+    """Judges one cell from the events of its check and of each timed pass, or from its failure."""
     result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
     if failure:
         result.status, result.reason = failure.kind, failure.message
@@ -106,6 +106,18 @@ def judge(
     result.losses = mean_losses([event["losses"] for event in trained])
     result.pass_seconds = tuple(statistics.median(_step_seconds(events)) for events in passes if events)
     return result
+
+
+def engines_of(results: Iterable[Result]) -> list[str]:
+    """The engines of results, each once, in order."""
+    return list(dict.fromkeys(result.engine for result in results))
+
+
+def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
+    """The worst verdict over numbers of segments, and those that it holds for; empty if it holds for all."""
+    status = max((result.status for result in results), key=SEVERITY.index)
+    where = [str(result.chunks) for result in results if result.status == status]
+    return status, where if len(where) < len(results) else []
 
 
 def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> list[str]:

@@ -59,7 +59,7 @@ class Workload(ABC):
         requires: optional packages that it needs.
         variants: the ways to recompute that mean something for it.
         plannable: planning what it recomputes means something for it, too.
-        passes: most backward passes in a step, for engines that must be told.
+        passes: most backward passes in a step, for engines that need the number.
         static: the same graph in every step, so that each gradient takes part in exactly one reduction.
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
         uneven: ranks have unequal numbers of steps.
@@ -115,7 +115,7 @@ class Workload(ABC):
         return losses
 
     def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027  # most change nothing
-        """What changes in the (unwrapped) model before a step."""
+        """Changes the (unwrapped) model before a step."""
 
     def steps_of(self, rank: int, size: int, steps: int) -> int:
         """How many of ``steps`` steps a rank has batches for."""

@@ -140,6 +140,6 @@ def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:
     """Whole numbers from 1, separated by commas.
 
     Raises:
-        BadArgument: there is none, one is not a number of ``what``, or one is given twice.
+        BadArgument: the list is empty, an entry is not a number of ``what``, or one is given twice.
     """
     return tuple(whole_number(option, one, what) for one in split_names(option, text))

@@ -140,7 +140,7 @@ class Case:
 
 
 @bench_command("train")
-@click.option("--models", default="bert-mini,gpt-tiny", show_default=True, help="What is trained.")
+@click.option("--models", default="bert-mini,gpt-tiny", show_default=True, help="Models to train.")
 @click.option(
     "--accumulate",
     default="1,4",
