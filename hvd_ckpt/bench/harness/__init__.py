@@ -6,7 +6,7 @@ A benchmark is a command, a worker that runs on every rank, and a function that 
     stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
     report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
     options     ``bench_command``: the options, the progress line and the ending that all benchmark commands share
-    workloads   GPT, BERT, DenseNet, LSTM, transformer and perceptron: model, batch and loss
+    workloads   GPT, BERT, DenseNet, LSTM, transformer: model, batch and loss
 
 A command and its worker, whole::
 

@@ -30,7 +30,7 @@ from hvd_ckpt.probe import launcher_environment
 
 __all__ = [
     "JobError", "Process", "RankJob", "end_processes", "error_line", "load_json", "rank_command", "rank_environment", "reason",
-    "run_job", "run_rank", "run_ranks", "save_json",
+    "run_job", "run_rank", "save_json",
 ]  # fmt: skip
 
 GRACE_SECONDS = 10.0  # for a launcher to end its ranks after SIGTERM
@@ -132,7 +132,9 @@ def run_job(
     """
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
-    status = run_ranks(job.worker, job.file, job.size, controller, variables, job.log_file, timeout)
+    command = rank_command(job.worker, job.file, job.size, controller)
+    with Process(command, job.log_file, variables) as process:
+        status = process.wait(timeout)
     if status is None:
         raise JobError(f"no end after {timeout:.0f} s (log: {job.log_file})")
     if status != 0 or not all(job.result_file(rank).exists() for rank in range(job.size)):
@@ -208,24 +210,6 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def run_ranks(
-    module: str,
-    file: Path,
-    size: int,
-    controller: str,
-    environment: Mapping[str, str],
-    log_file: Path,
-    timeout: float,
-) -> int | None:
-    """Runs ``python -m module file`` on ``size`` ranks, all their output in ``log_file``.
-
-    Returns:
-        the launcher's exit status; None if the job took longer than ``timeout`` seconds and was ended
-    """
-    with Process(rank_command(module, file, size, controller), log_file, environment) as process:
-        return process.wait(timeout)
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> None:

@@ -20,7 +20,7 @@ from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.lstm import lstm_language_model
 
 __all__ = [
-    "SIZES", "WORKLOADS", "Bert", "DenseNet", "Gpt", "Lstm", "ManyGradients", "Perceptron", "Transformer", "Workload", "workload",
+    "SIZES", "WORKLOADS", "Bert", "DenseNet", "Gpt", "Lstm", "ManyGradients", "Transformer", "Workload", "workload",
 ]  # fmt: skip
 
 CLASSES = 10
@@ -242,27 +242,8 @@ class Transformer(Workload):
         return hidden, torch.arange(self.batch) % CLASSES
 
 
-@dataclass(frozen=True)
-class Perceptron(Workload):
-    """A multilayer perceptron on random features."""
-
-    name: ClassVar[str] = "mlp"
-
-    batch: int = 64
-    width: int = 256
-    layers: int = 8
-
-    def model(self) -> nn.Sequential:
-        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(self.layers)]
-        return nn.Sequential(*layers, nn.Linear(self.width, CLASSES))
-
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        features = torch.randn(self.batch, self.width, generator=generator)
-        return features, torch.arange(self.batch) % CLASSES
-
-
 WORKLOADS: dict[str, type[Workload]] = {
-    kind.name: kind for kind in (Gpt, Bert, DenseNet, Lstm, ManyGradients, Transformer, Perceptron)
+    kind.name: kind for kind in (Gpt, Bert, DenseNet, Lstm, ManyGradients, Transformer)
 }
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -285,7 +266,6 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "bert": {"batch": 2, "length": 16, "width": 32, "heads": 2, "layers": 4, "vocabulary": 100},
         "densenet": {"batch": 2, "depth": 22, "pixels": 8},
         "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 3, "vocabulary": 50},
-        "mlp": {"batch": 8, "width": 16, "layers": 4},
     },
 }
 """Sizes that differ from the defaults: none on the CPU, well-known models on a GPU, tiny models for a quick check."""
