@@ -100,7 +100,7 @@ class Communicator:
         if self.sums_once and parameter.grad is not None:
             leave_own_part(parameter.grad, self.process_set, self.is_leader)
 
-    def carries_words(self, bucket: Bucket) -> bool:
+    def carries_flags(self, bucket: Bucket) -> bool:
         """True if control flags, which are float32 and summed, can travel in the bucket's own storage."""
         as_is = travels_as_is(bucket.dtype, self.compression)
         return self.linear and bucket.dtype is torch.float32 and as_is

@@ -27,6 +27,8 @@ class TurnTaker(ABC):
 
     active: bool
     _hooks: GradientHooks
+    _identity: int
+    _generation: int
 
     def begin(self, optimizer: Any) -> None:
         """Makes all parameters this optimizer's. To be called on every rank."""
@@ -72,12 +74,18 @@ class TurnTaker(ABC):
     @abstractmethod
     def abandon(self) -> None: ...
 
-    @abstractmethod
-    def rename(self, identity: int, generation: int) -> None: ...
-
     @property
+    def naming(self) -> tuple[int, int]:
+        """Identity and generation, as :meth:`rename` has set them."""
+        return self._identity, self._generation
+
+    def rename(self, identity: int, generation: int) -> None:
+        """Names this optimizer's tensors; the same on every rank."""
+        self._identity, self._generation = identity, generation
+        self._name_tensors(f"hvd_ckpt.{identity}.{generation}")
+
     @abstractmethod
-    def naming(self) -> tuple[int, int]: ...
+    def _name_tensors(self, prefix: str) -> None: ...
 
 
 # Gradients that are sums over the ranks already: added up again, they would count once per rank.

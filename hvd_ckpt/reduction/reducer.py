@@ -43,11 +43,11 @@ from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 
 class Reducer(TurnTaker):
-    """Reduces the gradients of all parameters of a assignment, once per call of :meth:`synchronize`.
+    """Reduces the gradients of all parameters of an assignment, once per call of :meth:`synchronize`.
 
     Args:
         assignment: the parameters, the same on every rank and in the same order; frozen ones included.
-        wire: how tensors are reduced.
+        communicator: how tensors are reduced.
         identity: a number that no other live optimizer on these ranks has.
         sparse_as_dense: reduce sparse gradients in buckets.
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
@@ -61,7 +61,7 @@ class Reducer(TurnTaker):
     def __init__(
         self,
         assignment: BucketAssignment,
-        wire: Communicator,
+        communicator: Communicator,
         identity: int,
         sparse_as_dense: bool,
         keep_buckets: bool,
@@ -70,7 +70,7 @@ class Reducer(TurnTaker):
         self.stats = ReductionStats()
         self.active = False
         self.notice = self.noticed = False
-        self._communicator = wire
+        self._communicator = communicator
         self.rename(identity, generation=0)
         self._sparse_as_dense = sparse_as_dense
         self._keep_buckets = keep_buckets
@@ -210,12 +210,12 @@ class Reducer(TurnTaker):
         self.noticed, self.notice = flags[2 * count + 1] > 0, False
         used = [index for index, flag in enumerate(flags[:count]) if flag > 0]
         late = [index for index, flag in enumerate(flags[count : 2 * count]) if flag > 0]
-        self._hand_out(set(used), keep=set(replaced))
+        self._assign_gradients(set(used), keep=set(replaced))
         self._unbucketed.add_late_parts(late, self._late_parts)
         self._unbucketed.reduce_sparse([index for index in used if index in assignment.sparse])
         if flags[2 * count] > 0:
             used = self._resynchronize(replaced)
-        self._place([index for index in used if not assignment.has(index)])
+        self._assign_buckets([index for index in used if not assignment.has(index)])
         self._communicator.remember_sums(assignment.parameters[index] for index in used)
         self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)
@@ -227,7 +227,7 @@ class Reducer(TurnTaker):
             self._launch()
         riding = bool(buckets) and buckets[-1].flags > 0
         if buckets:
-            self._launch(with_words=riding)
+            self._launch(with_flags=riding)
         if riding:
             return self._arrive()
         flags: list[float] = self._sum(self._control_flags(), "flags")
@@ -247,7 +247,7 @@ class Reducer(TurnTaker):
         flags[2 * count + 1] = float(self.notice)
         return torch.tensor(flags, dtype=torch.float32)
 
-    def _launch(self, with_words: bool = False) -> None:
+    def _launch(self, with_flags: bool = False) -> None:
         """Fills the next bucket and sends it on its way."""
         bucket = self.assignment.buckets[self._next]
         bucket.void = not bucket.fits_parameters()
@@ -264,7 +264,7 @@ class Reducer(TurnTaker):
         if bucket.flags:
             with torch.no_grad():
                 tail = flat[bucket.numel :]
-                tail.copy_(self._control_flags()) if with_words else tail.zero_()
+                tail.copy_(self._control_flags()) if with_flags else tail.zero_()
         self._in_flight.append(self._communicator.send(bucket, flat))
         bucket.launched = True
         self._departed.update(bucket.indices)
@@ -276,13 +276,13 @@ class Reducer(TurnTaker):
         """Waits for all buckets, in order; returns the control flags if the last one carried them."""
         flags: list[float] = []
         while self._in_flight:
-            flight = self._in_flight.pop(0)
-            self._communicator.receive(flight)
-            if flight.bucket.flags:
-                flags = flight.flat[flight.bucket.numel :].tolist()
+            work = self._in_flight.pop(0)
+            self._communicator.receive(work)
+            if work.bucket.flags:
+                flags = work.flat[work.bucket.numel :].tolist()
         return flags
 
-    def _hand_out(self, used: set[int], keep: set[int]) -> None:
+    def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
         """Makes each ``grad``, but for those to ``keep``, what has arrived in its bucket; puts late parts aside."""
         usual = not (self._late or keep or self.assignment.densified)
         for bucket in self.assignment.buckets:
@@ -317,7 +317,7 @@ class Reducer(TurnTaker):
 
     # ---------------------------------------------------------------------------------- agreeing on something new
 
-    def _place(self, fresh: Sequence[int]) -> None:
+    def _assign_buckets(self, fresh: Sequence[int]) -> None:
         """Gives a place to parameters that are used for the first time, and reduces them.
 
         The first step comes here with all of them: then buckets are made and launched. Later ones are reduced by
@@ -325,9 +325,8 @@ class Reducer(TurnTaker):
         """
         if not fresh:
             return
-        facts = self.assignment.facts(
-            fresh, self._counts.last_arrival if self._communicator.is_leader else None
-        )
+        order = self._counts.last_arrival if self._communicator.is_leader else None
+        facts = self.assignment.facts(fresh, order)
         first = not self.assignment.order
         dense, sparse = self.assignment.extend(fresh, self._sum(facts, "place"), self._sparse_as_dense)
         self._unbucketed.reduce_sparse(sparse)
@@ -336,7 +335,7 @@ class Reducer(TurnTaker):
             while self._next < len(self.assignment.buckets):
                 self._launch()
             self._arrive()
-            self._hand_out(set(dense), keep=set())
+            self._assign_gradients(set(dense), keep=set())
         else:
             for index in dense:
                 self._unbucketed.reduce(index)
@@ -345,25 +344,25 @@ class Reducer(TurnTaker):
     def _make_buckets(self) -> None:
         self.assignment.make_buckets()
         self._next = 0
-        if self.assignment.buckets and self._communicator.carries_words(self.assignment.buckets[-1]):
+        if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
             self.assignment.buckets[-1].flags = 2 * self._known + 2
 
     def _resynchronize(self, replaced: Sequence[int]) -> list[int]:
-        """All ranks compare what has changed, and raise or go on together; returns the parameters in use."""
+        """All ranks compare what has changed, and raise or continue together; returns the parameters in use."""
         names, parameters = self.assignment.names, self.assignment.parameters
         report = self._report
-        facts = (ParameterFacts.of(name, parameter) for name, parameter in zip(names, parameters))
+        table = (ParameterFacts.of(name, parameter) for name, parameter in zip(names, parameters))
         report.table = [
-            dataclasses.replace(fact, requires_grad=True) for fact in facts
+            dataclasses.replace(one, requires_grad=True) for one in table
         ]  # ranks may freeze differently
         report.replaced = [names[index] for index in replaced]
         report.used = [parameter.grad is not None for parameter in parameters]
-        resynchronization = Resynchronization(self._communicator.gather(report, "resynchronization"))
-        resynchronization.check()
+        ranks = Resynchronization(self._communicator.gather(report, "resynchronization"))
+        ranks.check()
         self._known = len(parameters)
-        used = resynchronization.used()
+        used = ranks.used()
         for index, name in enumerate(names):
-            if name in resynchronization.to_reduce:
+            if name in ranks.to_reduce:
                 if used[index]:
                     self._unbucketed.reduce(index)
                 else:
@@ -405,26 +404,19 @@ class Reducer(TurnTaker):
     def abandon(self) -> None:
         """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. To be called on every rank.
 
-        What is in flight goes on in memory and under names that are not used again.
+        Work in flight ends in memory and under names that are not used again.
         """
-        for flight in self._in_flight:
-            mpi_ops._handle_map.pop(flight.handle, None)
-            flight.bucket.free()
+        for work in self._in_flight:
+            mpi_ops._handle_map.pop(work.handle, None)
+            work.bucket.free()
         for parameter in self.assignment.parameters:
             parameter.grad = None
         self._generation += 1
         self.rename(self._identity, self._generation)
         self._end_step(learn=False)
 
-    def rename(self, identity: int, generation: int) -> None:
-        """Names this optimizer's tensors; the same on every rank."""
-        self._identity, self._generation = identity, generation
-        self._communicator = dataclasses.replace(self._communicator, name=f"hvd_ckpt.{identity}.{generation}")
-
-    @property
-    def naming(self) -> tuple[int, int]:
-        """Identity and generation: what :meth:`rename` has set."""
-        return self._identity, self._generation
+    def _name_tensors(self, prefix: str) -> None:
+        self._communicator = dataclasses.replace(self._communicator, name=prefix)
 
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""
@@ -438,7 +430,7 @@ class Reducer(TurnTaker):
         return {**self.assignment.state_dict(), **self._counts.state_dict(self.assignment.names)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up order, layout and counts, so that the next step is reduced as if training had never stopped.
+        """Loads order, layout and counts, so that the next step is reduced as if training had never stopped.
 
         Raises:
             ValueError: the state names a parameter that is not here, or is of another version.
@@ -452,5 +444,5 @@ class Reducer(TurnTaker):
         self._end_step(learn=False)
 
     def follow(self, state: dict[str, Any]) -> None:
-        """Takes up another rank's order and layout, and keeps this rank's counts."""
+        """Loads another rank's order and layout, and keeps this rank's counts."""
         self.load_state_dict({**state, **self._counts.state_dict(self.assignment.names)})

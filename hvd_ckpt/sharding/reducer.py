@@ -317,15 +317,8 @@ class ShardReducer(TurnTaker):
         self._agreed, self._may_wait = len(self._rounds.order), True
         self._end_step(learn=False)
 
-    def rename(self, identity: int, generation: int) -> None:
-        """Names this optimizer's tensors; the same on every rank."""
-        self._identity, self._generation = identity, generation
-        self._exchange.rename(f"hvd_ckpt.{identity}.{generation}")
-
-    @property
-    def naming(self) -> tuple[int, int]:
-        """Identity and generation: what :meth:`rename` has set."""
-        return self._identity, self._generation
+    def _name_tensors(self, prefix: str) -> None:
+        self._exchange.rename(prefix)
 
     def reset(self) -> None:
         """Forgets order and expectations: the next step learns them anew. To be called on every rank."""
