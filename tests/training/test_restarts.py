@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from hvd_ckpt.cli.train import train
 from hvd_ckpt.training import supervise as supervision
+from hvd_ckpt.training.stopping import SIGNALS
 from hvd_ckpt.training.supervise import Commands, supervise
 
 
@@ -36,6 +38,15 @@ class Job:
     def launches(self) -> list[str]:
         """The last word of each launch: the settings."""
         return [line.split()[-1] for line in self._notes.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_heeded() -> Iterator[None]:
+    """Signals that are ignored where the tests were started, as by nohup or ``&`` in a script, stay ignored in a job."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_job_that_dies_goes_on_until_it_is_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
