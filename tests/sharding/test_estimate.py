@@ -108,7 +108,7 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((2, 1), {"optimizer": "lbfgs"}, "does not work on each element by itself"),
         ((2,), {"precision": "int4"}, "precision must be one of fp32, bf16, fp16, bf16-params, not 'int4'"),
         ((2, 1), {"wire": "int8"}, "gradients travel in another format"),
-        ((2, 2), {"wire": "int3"}, "there is no wire format 'int3'"),
+        ((2, 2), {"wire": "int3"}, "unknown wire format 'int3'"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
         ((2,), {"sample": torch.zeros(1, 1024)}, "meta device"),
         ((2, 3), {"units": [nn.Linear(1, 1)]}, "units[0] has a Linear"),
@@ -165,7 +165,7 @@ def test_the_command_shows_stages_and_sizes_and_one_of_them_in_its_parts(run):
         (("--shard", "3"), "--shard 3: give --np"),
         (("--np", "2", "--shard", "parameter"), "--shard: shard must be one of"),
         (("--np", "2", "--offload", "optimizer"), "give --shard"),
-        (("--np", "2", "--wire", "int3"), "--wire: there is no wire format"),
+        (("--np", "2", "--wire", "int3"), "--wire: unknown wire format"),
         (("--np", "2", "--optimizer", "adamv"), "--optimizer: no optimizer 'adamv'"),
     ],
 )

@@ -484,7 +484,7 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.Mon
     refused("compression=Compression.fp16", shard=1, wire={"gradients": "fp16"})
     if hc.size() > 1:
         refused("shard differs between ranks", shard=1 + hc.rank() % 2)
-        refused("is no part of this Linear", shard=3, units=[model, nn.Linear(1, 1)][: 1 + hc.rank() % 2])
+        refused("is not part of this Linear", shard=3, units=[model, nn.Linear(1, 1)][: 1 + hc.rank() % 2])
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     refused("elastic", shard=1)
     monkeypatch.delenv("HOROVOD_ELASTIC")

@@ -95,5 +95,5 @@ def test_a_format_is_found_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int4", None, ["fp32"]])
 def test_an_unknown_name_is_told_with_those_there_are(name: object) -> None:
-    with pytest.raises(ValueError, match=r"no wire format .*'fp32', 'fp16', 'bf16', 'int8'"):
+    with pytest.raises(ValueError, match=r"unknown wire format .*'fp32', 'fp16', 'bf16', 'int8'"):
         wire_format(name)  # type: ignore[arg-type]
