@@ -1,7 +1,7 @@
-"""JSON files that people can read and that nobody has to trust.
+"""JSON files: written in lines of a readable length, and read without trust.
 
-``json.dumps`` writes either one line or every number in a line of its own, and ``json.loads`` takes NaN, keys that are
-given twice (and forgets the first), and any depth and size. These do not.
+``json.dumps`` writes one line, or every number in a line of its own, and ``json.loads`` accepts NaN, keys that are given twice
+(and drops the first), and any depth and size. The functions here do not.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ WIDTH = 120  # of a line, where it can be broken
 
 
 class Wrong(Exception):
-    """What is wrong and the way out, to become a sentence."""
+    """An error in a file or a state: its reason and the way out, for the caller to make a sentence of."""
 
 
 def write_json(value: Any, path: Path) -> None:
-    """Writes a value of dicts, lists, texts and finite numbers; the file is there whole or not at all.
+    """Writes a value of dicts, lists, texts and finite numbers; the file is there completely or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -44,20 +44,20 @@ def write_json(value: Any, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Writes a text; the file is there whole or not at all.
+    """Writes a text; the file is there completely or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
-    whole = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    unnamed = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        with open(whole, "x", encoding="utf-8") as file:
+        with open(unnamed, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(whole, path)
+        os.replace(unnamed, path)
     except BaseException:
-        whole.unlink(missing_ok=True)
+        unnamed.unlink(missing_ok=True)
         raise
 
 
@@ -70,11 +70,12 @@ def read_json(path: Path, give: str, repair: str) -> Any:
     """The value in a file.
 
     Args:
-        give: the way out if it is no such file at all, such as "give a file that Plan.save() wrote".
+        give: the way out if the file is of another kind, such as "give a file that Plan.save() wrote".
         repair: the way out if it is damaged, such as "make the plan again".
 
     Raises:
-        Wrong: it is no regular file, too large, no UTF-8, no JSON, too deep, or has a number that is none or a key twice.
+        Wrong: it is not a regular file, too large, not UTF-8, not valid JSON, too deep, or has a number that is not finite or a key
+            twice.
         OSError: it cannot be read.
     """
     return loads(read_bytes(path, give), give, repair)
@@ -104,22 +105,24 @@ def loads(content: bytes, give: str, repair: str) -> Any:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Wrong(f"byte {error.start} is no UTF-8: {give}") from None
+        raise Wrong(f"byte {error.start} is not UTF-8: {give}") from None
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         what = error.msg[:1].lower() + error.msg[1:]
-        raise Wrong(f"it is no JSON, line {error.lineno} column {error.colno}: {what}: {repair}") from None
+        raise Wrong(
+            f"it is not valid JSON, line {error.lineno} column {error.colno}: {what}: {repair}"
+        ) from None
     except RecursionError:
         raise Wrong(f"it is nested too deeply: {repair}") from None
-    except _NoValue as error:
+    except _Refused as error:
         raise Wrong(f"{error}: {repair}") from None
     except ValueError:  # an integer of thousands of digits
         raise Wrong(f"a number in it has too many digits: {repair}") from None
 
 
-class _NoValue(Exception):
-    """What is JSON to Python's decoder and not here."""
+class _Refused(Exception):
+    """JSON that Python's decoder accepts and these functions do not."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -127,12 +130,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise _NoValue(f"the key {shown(twice)} is given twice in one place")
+        raise _Refused(f"the key {shown(twice)} is given twice in one place")
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _NoValue(f"it has the value {name}, and numbers must be finite")
+    raise _Refused(f"it has the value {name}, and numbers must be finite")
 
 
 def shown(value: Any) -> str:

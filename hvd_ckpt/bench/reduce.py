@@ -8,6 +8,7 @@ its steps. Exit status 0 if every engine was measured everywhere, 1 if one faile
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
-from hvd_ckpt.bench.harness.options import BenchRun, Steps, bench_command, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
@@ -259,44 +260,31 @@ def reduce(
     }
     cases: list[Case] = []
     with run.progress(len(chosen) * len(counts) * len(carriers) * rounds) as progress:
-        for size in counts:
-            for controller in carriers:
-                cases += _measure_group(
-                    run, progress, size, controller, chosen, names, rounds, steps, timeout
-                )
+        for size, controller in itertools.product(counts, carriers):
+            group = [Case(name, size, controller) for name in names]
+            cases += group
+            for pair, engine in alternating(chosen, rounds):
+                progress.start(f"{size} ranks over {controller}, pair {pair + 1} of {rounds}, {engine}")
+                name = f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")
+                job = Job(run.jobs / name, size, engine, names, steps, memory=pair == 0)
+                _run(job, group, controller, timeout)
     run.finish(make_report(cases, settings), success=not any(case.failures for case in cases))
 
 
-def _measure_group(
-    run: BenchRun,
-    progress: Steps,
-    size: int,
-    controller: str,
-    engines: Sequence[str],
-    workloads: tuple[str, ...],
-    pairs: int,
-    steps: int | None,
-    timeout: float,
-) -> list[Case]:
-    """Runs the jobs of one number of ranks over one controller; an engine that fails is left out from then on."""
+def _run(job: Job, cases: Sequence[Case], controller: str, timeout: float) -> None:
+    """Runs a job, and adds its results to the cases of its workloads; an engine that has failed is left out from then on."""
     from hvd_ckpt.runtime import threads_per_rank
 
-    cases = [Case(workload, size, controller) for workload in workloads]
-    for pair, engine in alternating(engines, pairs):
-        progress.start(f"{size} ranks over {controller}, pair {pair + 1} of {pairs}, {engine}")
-        if engine in cases[0].failures:
-            continue
-        folder = run.jobs / f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")
-        job = Job(folder, size, engine, workloads, steps, memory=pair == 0)
-        try:
-            ranks = run_job(job, RankResult, controller, timeout, threads=threads_per_rank(size))
-        except JobError as error:
-            for case in cases:
-                case.failures[engine] = str(error)
-            continue
+    if job.engine in cases[0].failures:
+        return
+    try:
+        ranks = run_job(job, RankResult, controller, timeout, threads=threads_per_rank(job.size))
+    except JobError as error:
         for case in cases:
-            case.add(engine, ranks)
-    return cases
+            case.failures[job.engine] = str(error)
+    else:
+        for case in cases:
+            case.add(job.engine, ranks)
 
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.json_file import Wrong, shown
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, SnapshotError, shard_file
+from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, shard_file
 from hvd_ckpt.snapshots.tensors import save_weights
 
 __all__ = ["Consolidated", "consolidate"]

@@ -2,6 +2,8 @@
 
 Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. A snapshot of the same step that
 exists already is ``.step-00000120.old-<token>`` for the moment between two renames, and counts as a snapshot if nothing follows.
+
+It imports no PyTorch, since the supervisor of a job needs none.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvd_ckpt.json_file import Wrong
-from hvd_ckpt.snapshots.schema import SnapshotError
+from hvd_ckpt.names import one_line
 
 __all__ = [
     "SNAPSHOT",
+    "SnapshotError",
     "Warn",
     "discard",
     "is_left_over",
@@ -44,6 +47,13 @@ SNAPSHOT = re.compile(r"step-([0-9]{8,19})")
 _REPLACED = re.compile(r"\.(step-[0-9]{8,19})\.old-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.step-[0-9]{8,19}\.tmp-[0-9a-f]{8}")
 _under_way: list[str] = []  # temporary folders that this process writes to, once for each of its writers
+
+
+class SnapshotError(ValueError):
+    """A snapshot cannot be written or read; one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_ckpt.snapshots.schema import SnapshotError
+from hvd_ckpt.snapshots.folder import SnapshotError
 
 __all__ = ["random_state", "seed_all", "seed_of_rank", "set_random_state"]
 

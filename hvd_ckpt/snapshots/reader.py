@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
-from hvd_ckpt.snapshots.folder import SNAPSHOT, Warn, is_left_over, list_snapshots, names_in, remove
+from hvd_ckpt.snapshots.folder import (
+    SNAPSHOT,
+    SnapshotError,
+    Warn,
+    is_left_over,
+    list_snapshots,
+    names_in,
+    remove,
+)
 from hvd_ckpt.snapshots.schema import (
     DAMAGED,
     MANIFEST,
@@ -28,7 +36,6 @@ from hvd_ckpt.snapshots.schema import (
     REPLICATED,
     Manifest,
     Sharding,
-    SnapshotError,
     rank_file,
     weights_file,
 )

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from hvd_ckpt.json_file import Wrong, shown
 from hvd_ckpt.schema import Strict, first_error
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import (
     DAMAGED,
     Sharding,
     ShardMetadata,
-    SnapshotError,
     TensorMetadata,
     overlap,
     shard_file,

@@ -29,7 +29,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps, loads, shown
-from hvd_ckpt.names import one_line
 from hvd_ckpt.schema import Strict, parse_json
 from hvd_ckpt.sharding.layout import Form
 
@@ -42,7 +41,6 @@ __all__ = [
     "Manifest",
     "ShardMetadata",
     "Sharding",
-    "SnapshotError",
     "TensorMetadata",
     "files_of",
     "new_manifest",
@@ -62,13 +60,6 @@ DAMAGED = "use the snapshot before it, or restore it from a copy"
 _GIVE = "give the folder of a snapshot"
 
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class SnapshotError(ValueError):
-    """A snapshot cannot be written or read; one line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
 
 
 class FileEntry(Strict):

@@ -31,6 +31,7 @@ from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
 from hvd_ckpt.snapshots.content import Content, complete, stage, write_content
 from hvd_ckpt.snapshots.folder import (
+    SnapshotError,
     Warn,
     discard,
     make_folder,
@@ -40,7 +41,7 @@ from hvd_ckpt.snapshots.folder import (
     under_way,
 )
 from hvd_ckpt.snapshots.reader import prune
-from hvd_ckpt.snapshots.schema import MAX_STEP, SnapshotError
+from hvd_ckpt.snapshots.schema import MAX_STEP
 from hvd_ckpt.snapshots.shards import ShardState
 from hvd_ckpt.snapshots.tensors import Staging
 

@@ -1,7 +1,7 @@
 """Fuzz run: python tests/fuzz/run.py --inputs 10000 --seed 1
 
-Prints for each kind of input how many were fed and what came of them; ends with 1 if anything came of one that must not, naming
-``KIND:SEED``, with which ``--only`` repeats that input alone.
+Prints for each kind of input how many were fed and their outcomes, and a finding in the simplest form that Hypothesis reaches.
+Exit status 1 if there was one. The same seed feeds the same inputs.
 """
 
 from __future__ import annotations
@@ -10,76 +10,87 @@ import argparse
 import os
 import sys
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--inputs", type=int, default=10_000, help="to feed in all")
+    parser.add_argument("--inputs", type=int, default=10_000, help="number of inputs in all")
     parser.add_argument("--seed", type=int, default=1, help="of all inputs")
-    parser.add_argument("--kinds", default="", help="separated by commas; all by default")
-    parser.add_argument(
-        "--only", metavar="KIND:SEED", help="feed this input alone, with the traceback of what it ends in"
-    )
+    parser.add_argument("--kinds", default="", help="names, separated by commas; all by default")
     options = parser.parse_args()
-    from catalogue import kinds_of
-    from fuzzing import limit_address_space
+    import data
+    import settings
+    import snapshots
+    from watch import Watch, limit_address_space
 
+    kinds = [kind() for module in (snapshots, settings, data) for kind in module.KINDS]
+    wanted = {name for name in options.kinds.split(",") if name}
+    unknown = wanted - {kind.name for kind in kinds}
+    if unknown:
+        parser.error(f"no kind '{min(unknown)}': there are {', '.join(kind.name for kind in kinds)}")
+    kinds = [kind for kind in kinds if not wanted or kind.name in wanted]
     limit_address_space()
-    if options.only:
-        name, _, seed = options.only.partition(":")
-        return 1 if fuzz(kinds_of(name), [int(seed)], aloud=True) else 0
-    findings = fuzz(kinds_of(options.kinds), None, options.inputs, options.seed)
+    began, total, findings, watch = time.monotonic(), 0, 0, Watch()
+    try:
+        for kind in kinds:
+            watch.prepare(kind)
+            inputs = max(round(options.inputs * kind.share / sum(one.share for one in kinds)), 1)
+            start = time.monotonic()
+            outcomes, error = fuzz(watch, kind, inputs, options.seed)
+            figures = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+            print(
+                f"{kind.name:18} {outcomes.total():6}  {time.monotonic() - start:5.0f} s  {figures}",
+                flush=True,
+            )
+            total += outcomes.total()
+            if error is not None:
+                findings += 1
+                print(f"finding in {kind.name}, --seed {options.seed}: {error}", flush=True)
+    finally:
+        watch.close()
+    print(f"{'all':18} {total:6}  {time.monotonic() - began:5.0f} s  {findings} findings")
     return 1 if findings else 0
 
 
-def fuzz(kinds, seeds, inputs: int = 0, first: int = 1, aloud: bool = False, out=print) -> list[str]:
-    """Feeds inputs, says what came of them, and returns the findings."""
-    from fuzzing import Finding, Sandbox, seeds_of
+def fuzz(watch, kind, inputs: int, seed: int) -> tuple[Counter[str], str | None]:
+    """Feeds inputs of a kind until one is a finding; returns how many had which outcome, and the finding."""
+    import hypothesis
+    from hostile import Draw
+    from hypothesis import strategies as st
+    from watch import Finding
 
-    began = time.monotonic()
-    outcomes: dict[str, Counter[str]] = {}
-    seconds: Counter[str] = Counter()
-    findings = []
-    sandbox = Sandbox(kinds)
+    outcomes: Counter[str] = Counter()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=inputs,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.given(st.data())
+    def run(data: st.DataObject) -> None:
+        try:
+            outcome = watch.feed(kind, Draw(data))
+        except Finding as finding:
+            raise AssertionError(str(finding)) from None
+        outcomes[outcome] += 1
+
     try:
-        pairs = (
-            seeds_of(kinds, inputs, first)
-            if seeds is None
-            else ((kind, seed) for kind in kinds for seed in seeds)
-        )
-        for kind, seed in pairs:
-            start = time.monotonic()
-            try:
-                outcome = sandbox.run(kind, seed)
-            except KeyboardInterrupt:
-                out(f"interrupted in {kind.name}:{seed}")
-                break
-            except BaseException as error:
-                what = str(error) if isinstance(error, Finding) else f"{type(error).__name__}: {error}"
-                outcome = "FINDING"
-                findings.append(f"{kind.name}:{seed}  {what[:300]!r}")
-                out(f"finding {findings[-1]}")
-                if aloud:
-                    traceback.print_exc()
-            seconds[kind.name] += time.monotonic() - start
-            outcomes.setdefault(kind.name, Counter())[outcome] += 1
-    finally:
-        sandbox.close()
-    total: Counter[str] = Counter()
-    for name, counts in outcomes.items():
-        total += counts
-        figures = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-        out(f"{name:18} {counts.total():6}  {seconds[name]:5.0f} s  {figures}")
-    out(f"{'all':18} {total.total():6}  {time.monotonic() - began:5.0f} s  {total['FINDING']} findings")
-    return findings
+        run()
+    except Exception as error:
+        return outcomes, f"{type(error).__name__}: {error!s:.500}"
+    return outcomes, None
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
 from click.testing import CliRunner
-from fuzzing import Finding, Kind, check_message
-from mutations import TEXTS, changed, odd_value, replace, spoil
+from hostile import TEXTS, Draw
 from torch import nn
+from watch import Finding, Kind, check_message
 
 from hvd_ckpt import command_line, runtime
 from hvd_ckpt.bench.compare.engines import launched_rank_and_size
@@ -25,12 +24,6 @@ from hvd_ckpt.folders import cache_folder, new_folder
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
-
-
-def as_given(path: Path) -> Path:
-    """A file that may be made to be in the way; its folder is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 class Plans(Kind):
@@ -46,14 +39,14 @@ class Plans(Kind):
         made.save(folder / "plan.json")
         self.content = (folder / "plan.json").read_bytes()
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         file = folder / "plan.json"
         file.write_bytes(self.content)
-        if draw.random() < 0.5:
-            tree = changed(draw, json.loads(self.content))
+        if draw.chance(0.5):
+            tree = draw.changed(json.loads(self.content))
             file.write_text(json.dumps(tree))
         else:
-            spoil(draw, file, b"{}")
+            draw.spoil(file, b"{}")
         try:
             found = Plan.load(file)
         except OSError as error:  # as documented; the commands say so in one line
@@ -110,35 +103,25 @@ class Yaml(Kind):
             b"optimizer_options: {betas: [0.9, 0.98], eps: 1e-6}\nlr: 1e-3\nbudget: 0.5x\nclip: 1.0\nheld-out: 0.1\n"
             b"text: corpus.txt\n"
         )
+        (folder / "config.yaml").write_bytes(self.content)
+        self.values = json.loads(json.dumps(Config.make(read_yaml(folder / "config.yaml")).as_dict()))
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         file = folder / "config.yaml"
         file.write_bytes(self.content)
-        way = draw.random()
-        if way < 0.3:
+        way, line = draw.below(4), draw.choice(HOSTILE_YAML)
+        if way == 0:
             lines = self.content.decode().splitlines(keepends=True)
-            lines.insert(draw.randrange(len(lines)), draw.choice(HOSTILE_YAML))
-            file.write_bytes(
-                "".join(lines if draw.random() < 0.5 else [draw.choice(HOSTILE_YAML)]).encode(
-                    "utf-8", "surrogatepass"
-                )
-            )
-        elif way < 0.5:
-            values = changed(draw, json.loads(json.dumps(Config.make(_values(self.content)).as_dict())))
-            file.write_text(json.dumps(values))  # which is YAML
+            lines.insert(draw.below(len(lines)), line)
+            file.write_bytes("".join(lines).encode("utf-8", "surrogatepass"))
+        elif way == 1:
+            file.write_bytes(line.encode("utf-8", "surrogatepass"))
+        elif way == 2:
+            file.write_text(json.dumps(draw.changed(self.values)))  # which is YAML
         else:
-            spoil(draw, file, draw.choice(HOSTILE_YAML).encode("utf-8", "surrogatepass"))
+            draw.spoil(file, line.encode("utf-8", "surrogatepass"))
         made = Config.make(read_yaml(file))
         return _survives(made, folder)
-
-
-def _values(content: bytes) -> dict[str, Any]:
-    import yaml
-
-    values = dict(yaml.safe_load(content))
-    values["optimizer_options"] = {"eps": 1e-6}
-    values["lr"] = 1e-3
-    return values
 
 
 def _survives(made: Config, folder: Path) -> str:
@@ -158,14 +141,10 @@ class Settings(Kind):
     share = 8.0
     errors = (ConfigError,)
 
-    def feed(self, draw: Random, folder: Path) -> str:
-        names = list(Config.model_fields)
-        values = {
-            "model": "gpt-tiny",
-            **{draw.choice(names): odd_value(draw) for _ in range(draw.choice((1, 1, 2, 5)))},
-        }
-        if draw.random() < 0.1:
-            values[draw.choice(TEXTS)] = odd_value(draw)
+    def feed(self, draw: Draw, folder: Path) -> str:
+        values = {"model": "gpt-tiny"}
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            values[draw.choice((*Config.model_fields, *Config.model_fields, *TEXTS))] = draw.odd()
         return _survives(Config.make(values), folder)
 
 
@@ -184,34 +163,20 @@ VARIABLES = (
 )
 
 
+NO_NUMBERS = (
+    "rubbish", "nan", "1.5", "-3", "0", "", " 2 ", "9" * 5000, "٣", "²", "0x10", "1,2", "2\n", "/", "/proc/self/mem", "../..",
+    "$HOME", "é",
+)  # fmt: skip
+
+
 class Environment(Kind):
     """Variables that hold rubbish: what is read of them is a number that can be, or an error of one line."""
 
     name = "environment"
     share = 8.0
 
-    def feed(self, draw: Random, folder: Path) -> str:
-        rubbish = (
-            "rubbish",
-            "nan",
-            "1.5",
-            "-3",
-            "0",
-            "",
-            " 2 ",
-            "9" * 5000,
-            "٣",
-            "²",
-            "0x10",
-            "1,2",
-            "2\n",
-            "/",
-            "/proc/self/mem",
-            "../..",
-            "$HOME",
-            "é",
-        )
-        chosen = {draw.choice(VARIABLES): draw.choice(rubbish) for _ in range(draw.choice((1, 1, 2, 4)))}
+    def feed(self, draw: Draw, folder: Path) -> str:
+        chosen = {draw.choice(VARIABLES): draw.choice(NO_NUMBERS) for _ in range(draw.choice((1, 1, 2, 4)))}
         with mock.patch.dict(os.environ, chosen):
             runtime.check_environment()
             rank = command_line._launched_rank()
@@ -237,32 +202,28 @@ class Outputs(Kind):
     name = "output"
     share = 3.0
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         place = folder / "run"
-        way = draw.randrange(6)
+        way = draw.below(5)
         if way == 0:
-            as_given(place / "kept").write_text("kept")
+            place.mkdir()
+            (place / "kept").write_text("kept")
         elif way == 1:
             place.symlink_to(draw.choice((folder.parent / "outside", "nowhere", "run", "/etc", "/dev/null")))
         elif way == 2:
             place.mkdir()
         elif way == 3:
-            replace(draw, place, b"kept")
+            draw.replace(place, b"kept")
         (folder / "file").touch()
-        name = (
-            str(place)
-            if way < 4
-            else draw.choice(
-                (
-                    str(folder / "file" / "x"),
-                    "/dev/null/x",
-                    "/dev/null",
-                    str(folder / ("x" * 300)),
-                    str(folder / "a\nb"),
-                    str(folder),
-                )
-            )
+        odd = (
+            folder / "file" / "x",
+            "/dev/null/x",
+            "/dev/null",
+            folder / ("x" * 300),
+            folder / "a\nb",
+            folder,
         )
+        name = str(place if way < 4 else draw.choice(odd))
         found = new_folder(name, "train")
         if not found.is_dir() or any(found.iterdir()) or not str(found).startswith(str(folder)):
             raise Finding(f"{found} is to be written to")
@@ -286,68 +247,20 @@ STOPS = (
 )
 
 COMMANDS = (
-    ("train",),
-    ("train",),
-    ("plan",),
-    ("compare",),
-    ("bench", "reduce"),
-    ("bench", "recompute"),
-    ("bench", "train"),
-    ("doctor", "--help"),
-)
+    ("train",), ("train",), ("plan",), ("compare",), ("bench", "reduce"), ("bench", "recompute"), ("bench", "train"), ("doctor",
+    "--help"),
+)  # fmt: skip
 WORDS = (
-    "--help",
-    "--version",
-    "-x",
-    "--",
-    "-",
-    "",
-    "@file",
-    "nowhere.yaml",
-    "/dev/zero",
-    "/",
-    "model=gpt-tiny",
-    "--=",
-    "--model=",
+    "--help", "--version", "-x", "--", "-", "", "@file", "nowhere.yaml", "/dev/zero", "/", "model=gpt-tiny", "--=", "--model=",
     "--steps",
     *TEXTS,
-)
+)  # fmt: skip
 VALUES = (
-    "1",
-    "0",
-    "-1",
-    "2,4",
-    "a,a",
-    ",,",
-    "gpt-tiny",
-    "gpt-tinyy",
-    "os:system",
-    "nowhere:x",
-    "x:",
-    ":",
-    "cpu",
-    "cuda:99",
-    "meta",
+    "1", "0", "-1", "2,4", "a,a", ",,", "gpt-tiny", "gpt-tinyy", "os:system", "nowhere:x", "x:", ":", "cpu", "cuda:99", "meta",
     "cuda:-1",
-    "mkldnn",
-    "0.3x",
-    "1e999x",
-    "90000000000GiB",
-    "min",
-    "layers=2",
-    "layers=&a [*a]",
-    "layers=!!int ''",
-    "=",
-    "layers=",
-    "x=" + "[" * 2000,
-    "auto",
-    "mpi",
-    "nan",
-    "inf",
-    "1e400",
-    "9" * 5000,
-    *TEXTS,
-)
+    "mkldnn", "0.3x", "1e999x", "90000000000GiB", "min", "layers=2", "layers=&a [*a]", "layers=!!int ''", "=", "layers=",
+    "x=" + "[" * 2000, "auto", "mpi", "nan", "inf", "1e400", "9" * 5000, *TEXTS,
+)  # fmt: skip
 
 
 class CommandLines(Kind):
@@ -365,13 +278,13 @@ class CommandLines(Kind):
                 found = found.get_command(None, word)
             self.flags[command] = [name for one in found.params for name in one.opts if name.startswith("-")]
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         command = draw.choice(COMMANDS)
         words = list(command)
-        if command[0] in ("train", "plan") and draw.random() < 0.8:
+        if command[0] in ("train", "plan") and draw.chance(0.8):
             words += ["--model", draw.choice(("gpt-tiny", draw.choice(VALUES)))]
-        for _ in range(draw.randrange(5)):
-            if draw.random() < 0.8:
+        for _ in range(draw.below(5)):
+            if draw.chance(0.8):
                 words += [draw.choice(self.flags[command]), draw.choice(VALUES)]
             else:
                 words.append(draw.choice(WORDS))
@@ -416,55 +329,38 @@ def _answer(result: Any) -> str:
 
 
 class Logs(Kind):
-    """Pictures of logs that are none; what is in the way of a picture stays, unless it is one."""
+    """Pictures of logs that hold anything."""
 
     name = "plot"
     errors = ()
     share = 2.0
 
     def prepare(self, folder: Path) -> None:
-        records = [
-            {"step": 10 * at, "kind": ("train", "eval")[at % 3 == 0], "loss": 3.0 / (at + 1)}
-            for at in range(12)
-        ]
+        kinds = ("train", "eval")
+        records = [{"step": 10 * at, "kind": kinds[at % 3 == 0], "loss": 3.0 / (at + 1)} for at in range(12)]
         self.content = "".join(json.dumps(one) + "\n" for one in records).encode()
         (folder / "log.jsonl").write_bytes(self.content)
         CliRunner().invoke(
             main, ["plot", str(folder), "--output", str(folder / "loss.png")]
         )  # imports what it needs
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         log = folder / "run" / "log.jsonl"
         log.parent.mkdir()
         log.write_bytes(self.content)
-        way = draw.random()
-        if way < 0.5:
+        if draw.chance(0.5):
             lines = self.content.splitlines()
-            at = draw.randrange(len(lines))
-            lines[at] = json.dumps(changed(draw, json.loads(lines[at]))).encode()
+            at = draw.below(len(lines))
+            lines[at] = json.dumps(draw.changed(json.loads(lines[at]))).encode()
             log.write_bytes(b"\n".join(lines) + b"\n")
-        elif way < 0.9:
-            spoil(draw, log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
+        else:
+            draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
         picture = folder / draw.choice(("loss.png", "a/b.png", "x.txt", "no\nne.png", "x" * 300 + ".png"))
-        before = None
-        if draw.random() < 0.4 and len(picture.name) < 100:
-            as_given(picture)
-            replace(draw, picture, b"kept")
-            before = picture.read_bytes() if picture.is_file() and picture.stat().st_size < 1 << 20 else None
         title = draw.choice(("Loss", *TEXTS)).replace("\0", "")
         name = draw.choice(("", "", "$x=", "a=", "_hidden=", "$\\frac{=", "é="))
-        words = [
-            "plot",
-            f"{name}{draw.choice((log, log.parent))}",
-            "--output",
-            str(picture),
-            "--title",
-            title,
-        ]
-        answer = _answer(CliRunner().invoke(main, words))
-        if before is not None and not before.startswith(b"\x89PNG") and picture.read_bytes() != before:
-            raise Finding("a file that is no picture was overwritten")
-        return answer
+        source = f"{name}{draw.choice((log, log.parent))}"
+        words = ["plot", source, "--output", str(picture), "--title", title]
+        return _answer(CliRunner().invoke(main, words))
 
 
 KINDS: tuple[type[Kind], ...] = (Plans, Yaml, Settings, Environment, Outputs, CommandLines, Logs)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import io
 import json
 import math
 import shutil
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
-from fuzzing import Finding, Kind
-from mutations import changed, odd_value, replace, spoil
+from hostile import ODD, Draw
+from hypothesis import strategies as st
+from snapshot_files import sign, write
 from torch import Tensor, nn
+from watch import Finding, Kind
 
 from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
-from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.optim import build_optimizer
 from hvd_ckpt.training.resume import (
@@ -49,31 +48,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
-def sign(path: Path, **changes: Any) -> None:
-    """Makes the manifest fit the files, as somebody who means harm would."""
-    document = json.loads((path / "manifest.json").read_bytes()) | changes
-    document.pop("sha256", None)
-    for name, facts in document["files"].items() if isinstance(document.get("files"), dict) else ():
-        file = path / name
-        if not isinstance(facts, dict) or file.is_symlink() or not file.is_file():
-            continue
-        facts.update(bytes=file.stat().st_size)
-        if file.stat().st_size < 1 << 21:
-            content = file.read_bytes()
-            facts.update(sha256=hashlib.sha256(content).hexdigest())
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    document["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(document))
-
-
-def write(folder: Path, step: int, weights: Any, replicated: Any, per_rank: Any) -> Path:
-    with SnapshotWriter(folder, 9, "01234567", 0, 1, print, blocking=True) as writer:
-        writer.begin(step, weights=weights, replicated=replicated, per_rank=per_rank)
-        found = writer.wait()
-    assert found is not None
-    return found
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -137,7 +111,7 @@ class _Snapshots(Kind):
         weights, common, own = state_of_run()
         weights["tied"] = weights["0.weight"]
         for step in (1, 2):
-            path = write(self.good, step, weights, common, own)
+            path = write(self.good, step, common, own, weights)
             shutil.copy(path / "rank-00000.pt", path / "rank-00001.pt")
             files = json.loads((path / "manifest.json").read_bytes())["files"]
             files |= {name.replace("rank-00000", "rank-00001"): dict(facts) for name, facts in files.items()}
@@ -157,17 +131,17 @@ class Damaged(_Snapshots):
     name = "snapshot-damaged"
     share = 14.0
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         path = self.copied(folder)
         for _ in range(draw.choice((1, 1, 2))):
             self._spoil(draw, path)
         return self._read(path)
 
-    def _spoil(self, draw: Random, path: Path) -> None:
+    def _spoil(self, draw: Draw, path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             return
         present = sorted(file for file in path.iterdir() if file.is_file() and not file.is_symlink())
-        way = draw.randrange(12)
+        way = draw.below(12)
         if not present or way == 0:
             moved = path.rename(path.with_name("moved"))
             path.symlink_to(draw.choice((moved, moved.parent / "step-00000001", "/", "nowhere")))
@@ -182,10 +156,10 @@ class Damaged(_Snapshots):
             one.write_bytes(other.read_bytes())
         elif way == 5:
             shutil.rmtree(path)
-            replace(draw, path, b"no folder")
+            draw.replace(path, b"no folder")
         else:
             file = draw.choice(present)
-            spoil(draw, file, self.files[draw.choice(sorted(self.files))])
+            draw.spoil(file, self.files[draw.choice(sorted(self.files))])
 
     def _read(self, path: Path) -> str:
         found = reader.find(path.parent)
@@ -213,40 +187,52 @@ def draw_rank(path: Path) -> int:
     return len(path.name) % RANKS
 
 
+LEAF = (
+    ODD
+    | st.sampled_from(((), (1, 2), (None,), {1: 2}, {(): 0}))
+    | st.builds(
+        lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype)),
+        st.lists(st.integers(0, 4), max_size=2),
+        st.sampled_from(["float32", "float64", "int64", "uint8", "bool", "complex64", "bfloat16"]),
+    )
+)
+"""A value of any type that a state file can hold."""
+
+
 class Forged(_Snapshots):
     """Right checksums over wrong content: a SnapshotError, or a tree."""
 
     name = "snapshot-forged"
     share = 14.0
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         path = self.copied(folder)
         names = [name for name in self.files if name != "manifest.json"]
         for _ in range(draw.choice((1, 1, 2))):
-            way = draw.randrange(6)
+            way = draw.below(6)
             file = path / draw.choice(names)
             if way < 2:
-                spoil(draw, file, self.files[draw.choice(names)])
+                draw.spoil(file, self.files[draw.choice(names)])
             elif way < 4 and file.is_file() and not file.is_symlink():
                 self._edit(draw, file)
-        if draw.random() < 0.3:
-            manifest = changed(draw, json.loads(self.files["manifest.json"]))
+        if draw.chance(0.3):
+            manifest = draw.changed(json.loads(self.files["manifest.json"]))
             (path / "manifest.json").write_text(json.dumps(manifest))
         with contextlib.suppress(
             OSError, AttributeError, TypeError, KeyError, ValueError
         ):  # what cannot be signed stays as it is
             sign(path)
-        reader.read(path, draw.randrange(3))
+        reader.read(path, draw.below(3))
         return "accepted"
 
-    def _edit(self, draw: Random, file: Path) -> None:
+    def _edit(self, draw: Draw, file: Path) -> None:
         content = self.files[file.name]
         if file.suffix == ".pt":
             state = torch.load(io.BytesIO(content), weights_only=True)
-            torch.save(changed(draw, state, _leaf), file)
+            torch.save(draw.changed(state, LEAF), file)
             return
         length = int.from_bytes(content[:8], "little")
-        header = json.dumps(changed(draw, json.loads(content[8 : 8 + length]))).encode()
+        header = json.dumps(draw.changed(json.loads(content[8 : 8 + length]))).encode()
         file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
@@ -259,15 +245,15 @@ class Resumed(Kind):
 
     def prepare(self, folder: Path) -> None:
         weights, common, own = state_of_run()
-        path = write(folder, 2, weights, common, own)
+        path = write(folder, 2, common, own, weights)
         self.good = reader.read(path, 0)
         self._go_on(self.good)
 
-    def feed(self, draw: Random, folder: Path) -> str:
+    def feed(self, draw: Draw, folder: Path) -> str:
         good = self.good
         parts = {"replicated": good.replicated, "per_rank": good.per_rank, "weights": good.weights}
         part = draw.choice(("replicated", "replicated", "replicated", "per_rank", "per_rank", "weights"))
-        parts[part] = changed(draw, parts[part], _leaf)
+        parts[part] = draw.changed(parts[part], LEAF)
         ranks = draw.choice((1, 1, 2, 4))
         if part == "weights" and not (
             isinstance(parts["weights"], dict)
@@ -310,35 +296,13 @@ class Resumed(Kind):
                     assignment.load_state_dict(resumed.per_rank["reduction"])
                 except ValueError as error:  # as the trainer
                     raise ConfigError(str(error)) from None
-                assert sum(len(bucket.slots) for bucket in assignment.buckets) == len(assignment.order)
+                assert sum(len(bucket.entries) for bucket in assignment.buckets) == len(assignment.order)
             loss, weight = resumed.per_rank["logged"]
             assert loss / weight if weight else True
             set_random_state(resumed.per_rank["random"])
         step(model, optimizer)
         step(model, optimizer)
         return "accepted"
-
-
-def _leaf(draw: Random) -> Any:
-    """What a snapshot's tree may hold."""
-    way = draw.randrange(4)
-    if way == 0:
-        shape = [draw.randrange(5) for _ in range(draw.randrange(3))]
-        dtype = draw.choice(
-            (
-                torch.float32,
-                torch.float64,
-                torch.int64,
-                torch.uint8,
-                torch.bool,
-                torch.complex64,
-                torch.bfloat16,
-            )
-        )
-        return torch.zeros(shape, dtype=dtype)
-    if way == 1:
-        return draw.choice(((), (1, 2), b"bytes", (None,), {1: 2}, {(): 0}))
-    return odd_value(draw)
 
 
 KINDS: tuple[type[Kind], ...] = (Damaged, Forged, Resumed)

@@ -36,8 +36,9 @@ def sign(path: Path, **changes: Any) -> None:
     for name, entry in document["files"].items() if isinstance(document.get("files"), dict) else ():
         file = path / name
         if isinstance(entry, dict) and file.is_file() and not file.is_symlink():
-            content = file.read_bytes()
-            entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+            entry.update(bytes=file.stat().st_size)
+            if entry["bytes"] < 1 << 22:
+                entry.update(sha256=hashlib.sha256(file.read_bytes()).hexdigest())
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     document["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(document))

@@ -10,9 +10,8 @@ one process.
     scenarios    small models that are hard, and the catalogue of all
     recomputing  how a model's forward pass recomputes in a cell
     engines      how a rank joins the others, wraps model and optimizer, and recomputes
-    precision    a training step in each precision
     recording    which gradients are reduced, how often, and in which order
-    training     one training run: seeds, steps, fingerprints
+    training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process
     worker       a rank of an engine's job: trains the cells, writes events
     jobs         what the launcher tells the ranks, and their events

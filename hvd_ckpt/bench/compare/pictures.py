@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from hvd_ckpt.bench.compare.report import recomputed, short_name
-from hvd_ckpt.bench.compare.verdict import SEVERITY, Result, engines_of, worst
+from hvd_ckpt.bench.compare.verdict import SEVERITY, Result, engines_of, recomputed, short_name, worst
 from hvd_ckpt.bench.harness.report import save_figure
 
 __all__ = ["draw_all"]

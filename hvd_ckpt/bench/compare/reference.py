@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from hvd_ckpt.bench.compare.cells import Settings
-from hvd_ckpt.bench.compare.precision import EnginePrecision
 from hvd_ckpt.bench.compare.recomputing import KEEP
-from hvd_ckpt.bench.compare.training import build_seed, step_seed
+from hvd_ckpt.bench.compare.training import EnginePrecision, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 
 __all__ = ["Reference", "largest_difference", "make_reference", "mean_losses"]

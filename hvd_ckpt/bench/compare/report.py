@@ -12,10 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_ckpt.bench.compare.cells import find_variant
-from hvd_ckpt.bench.compare.verdict import BASELINE, SEVERITY, Result, engines_of, worst
+from hvd_ckpt.bench.compare.verdict import (
+    BASELINE,
+    SEVERITY,
+    Result,
+    engines_of,
+    recomputed,
+    short_name,
+    worst,
+)
 from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["conclude", "make_report", "recomputed", "short_name"]
+__all__ = ["conclude", "make_report"]
 
 REASON = 160  # characters
 MIB = 1 << 20
@@ -49,16 +57,6 @@ PLANNED = (
     "plan: `hvd_ckpt.plan` chose what is recomputed for that budget, which limits the peak of a step above its start; peak MiB "
     "counts from before the model is made. Other engines have no plans."
 )
-
-
-def recomputed(result: Result) -> str:
-    """The variant and the number of segments, such as ``reentrant x4``."""
-    return result.variant if not result.chunks else f"{result.variant} x{result.chunks}"
-
-
-def short_name(engine: str) -> str:
-    """An engine's name without the module it comes from."""
-    return engine.rpartition(":")[2]
 
 
 def conclude(results: Sequence[Result], subject: str) -> tuple[bool, str]:

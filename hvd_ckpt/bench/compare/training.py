@@ -1,30 +1,101 @@
-"""One training run, the same lines for every engine, and its result.
+"""One training run, the same lines for every engine and every precision, and its result.
 
 Every rank starts from different weights, so an engine that does not make them equal is found out; the reference has
 rank 0's. Before the first step each rank gets a random state of its own, which dropout draws from: an engine
 whose recomputation draws again, or not the same, is found out too.
+
+``fp16`` and ``bf16`` are ``torch.autocast``; fp16 scales the loss with the engine's gradient scaler. ``apex-O1`` is NVIDIA Apex's
+``apex.amp``, by the recipe of each engine's documentation.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hvd_ckpt.bench.compare.cells import Cell, Settings
 from hvd_ckpt.bench.compare.engines import Engine
-from hvd_ckpt.bench.compare.precision import EnginePrecision
 from hvd_ckpt.bench.compare.recomputing import Recompute
 from hvd_ckpt.bench.compare.recording import Recording
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 from hvd_ckpt.measure import now
 
-__all__ = ["Trained", "build_seed", "fingerprint", "step_seed", "train"]
+__all__ = ["AUTOCAST", "EnginePrecision", "Trained", "build_seed", "fingerprint", "step_seed", "train"]
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class EnginePrecision:
+    """The precision of one training run.
+
+    Args:
+        name: one of :data:`~hvd_ckpt.bench.compare.cells.PRECISIONS`.
+        device: where the model is.
+        engine: who reduces the gradients; None for the reference, which is one process.
+        scales_loss: scale the loss in other precisions than fp16, too.
+    """
+
+    def __init__(self, name: str, device: torch.device, engine: Engine | None, scales_loss: bool) -> None:
+        self._name, self._device, self._engine = name, device, engine
+        self._amp: ModuleType | None = importlib.import_module("apex.amp") if name == "apex-O1" else None
+        self._optimizer: Optimizer | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        if self._amp is None and (name == "fp16" or scales_loss):
+            make = torch.amp.GradScaler if engine is None else engine.grad_scaler
+            self._scaler = make(device.type)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
+        """Lets the engine wrap model and optimizer, and Apex before or after it, as the engine wants it."""
+        engine = self._engine
+        if self._amp is not None and (engine is None or engine.wraps_after_apex):
+            model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        if engine is not None:
+            model, optimizer = engine.wrap(model, optimizer, passes)
+            if self._amp is not None and not engine.wraps_after_apex:
+                model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        self._optimizer = optimizer
+        return model, optimizer
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for a forward pass and its loss."""
+        if self._name not in AUTOCAST:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=AUTOCAST[self._name])
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of one loss."""
+        if self._amp is not None:
+            with self._amp.scale_loss(loss, self._optimizer) as scaled:
+                scaled.backward()
+                if self._engine is not None:
+                    self._engine.after_apex_backward(self._optimizer)
+        elif self._scaler is not None:
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The update, skipped where scaled gradients have overflowed."""
+        if self._scaler is not None:
+            if self._engine is None:
+                self._scaler.step(optimizer)
+            else:
+                self._engine.scaled_step(self._scaler, optimizer)
+            self._scaler.update()
+        elif self._amp is not None and self._engine is not None:
+            self._engine.apex_step(optimizer)
+        else:
+            optimizer.step()
 
 
 @dataclass
@@ -77,8 +148,8 @@ def train(
     bare = workload.model(Recompute(cell, engine)).to(device)
     trained = Trained(bare)
     parameters = dict(bare.named_parameters())
-    mixed = EnginePrecision(settings.precision, device, engine, workload.scales_loss)
-    model, optimizer = mixed.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
+    step_precision = EnginePrecision(settings.precision, device, engine, workload.scales_loss)
+    model, optimizer = step_precision.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
     prepare(bare)
     torch.manual_seed(step_seed(settings.seed, engine.rank))
     if record_in is not None:
@@ -92,9 +163,17 @@ def train(
             workload.before_step(bare, number)
             start = now(device)
             optimizer.zero_grad()
-            step = Step(model, engine.rank, engine.size, number, batches, mixed.autocast, mixed.backward)
+            step = Step(
+                model,
+                engine.rank,
+                engine.size,
+                number,
+                batches,
+                step_precision.autocast,
+                step_precision.backward,
+            )
             losses = workload.run(step)
-            mixed.step(optimizer)
+            step_precision.step(optimizer)
             trained.seconds.append(now(device) - start)
             trained.losses.append(sum(loss.item() for loss in losses) / len(losses))
             if trained.recording is not None:

@@ -20,7 +20,17 @@ from hvd_ckpt.bench.compare.reference import mean_losses
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.harness.stats import ratios, slowest
 
-__all__ = ["BASELINE", "SEVERITY", "Result", "add_ratios", "engines_of", "judge", "worst"]
+__all__ = [
+    "BASELINE",
+    "SEVERITY",
+    "Result",
+    "add_ratios",
+    "engines_of",
+    "judge",
+    "recomputed",
+    "short_name",
+    "worst",
+]
 
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
@@ -196,3 +206,13 @@ def _step_seconds(events: Sequence[Event]) -> list[float]:
     """The time of each step after the warm-up: that of the slowest rank, as all wait for it."""
     steps = slowest(event["seconds"] for event in events if event["event"] == "timed")
     return steps[min(WARM_UP, len(steps) - 1) :]
+
+
+def recomputed(result: Result) -> str:
+    """The variant and the number of segments, such as ``reentrant x4``."""
+    return result.variant if not result.chunks else f"{result.variant} x{result.chunks}"
+
+
+def short_name(engine: str) -> str:
+    """An engine's name without the module it comes from."""
+    return engine.rpartition(":")[2]

@@ -22,10 +22,9 @@ from torch import nn
 from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.engines import Engine, find_engine, launched_rank_and_size
 from hvd_ckpt.bench.compare.jobs import EventWriter, Job
-from hvd_ckpt.bench.compare.precision import AUTOCAST
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
 from hvd_ckpt.bench.compare.scenarios import make_workload
-from hvd_ckpt.bench.compare.training import Trained, fingerprint, train
+from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
 from hvd_ckpt.install.extras import first_line
 from hvd_ckpt.memory import recording_peak

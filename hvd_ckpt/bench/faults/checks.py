@@ -13,7 +13,7 @@ from torch import Tensor
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training import logs
 
-__all__ = ["differences", "newest_good", "unreadable"]
+__all__ = ["differences", "differing", "newest_good", "unreadable"]
 
 REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples")
 PER_RANK = ("random", "buffers", "logged")
@@ -55,16 +55,14 @@ def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
         for rank in range(ranks):
             ours, theirs = (reader.read(folder, rank) for folder in folders)
             if rank == 0:
-                found += _some(_differing("weights", ours.weights, theirs.weights))
+                found += _some(differing("weights", ours.weights, theirs.weights))
                 for name in REPLICATED:
-                    found += _some(_differing(name, ours.replicated[name], theirs.replicated[name]))
+                    found += _some(differing(name, ours.replicated[name], theirs.replicated[name]))
             if ours.per_rank is None or theirs.per_rank is None:
                 found.append(f"rank {rank} has no state in the snapshot")
                 continue
             for name in PER_RANK:
-                found += _some(
-                    _differing(f"rank {rank}'s {name}", ours.per_rank[name], theirs.per_rank[name])
-                )
+                found += _some(differing(f"rank {rank}'s {name}", ours.per_rank[name], theirs.per_rank[name]))
         return [*found, *_some(_losses_differ(run, reference))]
     except (reader.SnapshotError, ValueError) as error:
         return [*found, str(error)]
@@ -75,7 +73,8 @@ def _some(found: Iterator[str]) -> list[str]:
     return names if len(names) <= FIRST else [*names[:FIRST], f"and {len(names) - FIRST} more of these"]
 
 
-def _differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+def differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    """The names of the values that differ, by a single bit, between two states of dicts, lists, tensors and plain values."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
         if not (same and torch.equal(_bytes(ours), _bytes(theirs))):
@@ -84,12 +83,12 @@ def _differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:
         if ours.keys() != theirs.keys():
             yield f"{name}: its names"
         for key in ours.keys() & theirs.keys():
-            yield from _differing(f"{name}.{key}", ours[key], theirs[key])
+            yield from differing(f"{name}.{key}", ours[key], theirs[key])
     elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
         if len(ours) != len(theirs):
             yield f"{name}: its length"
         for number, (one, other) in enumerate(zip(ours, theirs)):
-            yield from _differing(f"{name}[{number}]", one, other)
+            yield from differing(f"{name}[{number}]", one, other)
     elif ours != theirs:
         yield name
 

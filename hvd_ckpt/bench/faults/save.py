@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hvd_ckpt.bench.faults.checks import differing
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -125,14 +126,9 @@ class _Content:
         """How a snapshot differs from this content."""
         if found.step != step_of(self.number):
             return f"write {self.number} has step {found.step} instead of {step_of(self.number)}"
-        if found.per_rank != {"number": self.number}:
-            return f"write {self.number} has the per-rank state {str(found.per_rank)[:60]}"
-        state = [*self.weights.values(), *self.optimizer]
-        saved = [*found.weights.values(), *found.replicated["optimizer"]]
-        wrong = [number for number, pair in enumerate(zip(state, saved)) if not torch.equal(*pair)]
-        if found.weights.keys() != self.weights.keys() or len(saved) != len(state) or wrong:
-            return f"write {self.number} has other tensors than were written: {wrong}"
-        return None
+        saved = {"weights": found.weights, "replicated": found.replicated, "per_rank": found.per_rank}
+        wrong = list(differing("state", self.state(), saved))
+        return f"write {self.number} has another {wrong[0]} than was written" if wrong else None
 
 
 def _numbers(size: int, start: int) -> Tensor:

@@ -1,0 +1,211 @@
+"""What the library may do with hostile input, and a watch over it.
+
+Allowed are a value, or an error of the kind's own classes with a message of one line. Everything else is a finding: another error,
+an exit, a longer message, a program that is started, a pickle that is loaded, a file outside the input's folder that is opened for
+writing, removed or changed, more than five seconds of CPU time or a gigabyte of memory, or no end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hostile import PRECIOUS, Draw
+
+CPU_SECONDS = 5.0
+HANG_SECONDS = 30.0  # a machine that is shared may be slow
+MEMORY = 1 << 30
+ADDRESS_SPACE = 24 << 30  # more than is in use: what asks for it gets a MemoryError, not the machine's memory
+MESSAGE = 1000  # characters
+STARTS = (
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "socket.connect",
+)
+CHANGES = (
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.truncate",
+    "os.symlink",
+    "os.link",
+    "os.chmod",
+)
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Finding(BaseException):
+    """The library did something that it must not; no code under test should catch it."""
+
+
+class Kind(ABC):
+    """A kind of input.
+
+    Attributes:
+        name: in reports and for ``--kinds``.
+        share: of all inputs, relative to those of the other kinds.
+        errors: classes that an input may end in.
+    """
+
+    name: str
+    share: float = 1.0
+    errors: tuple[type[BaseException], ...] = (ValueError,)
+
+    def prepare(self, folder: Path) -> None:
+        """Makes valid input, once."""
+        return
+
+    @abstractmethod
+    def feed(self, draw: Draw, folder: Path) -> str:
+        """Feeds one input, made in an empty folder, and returns the outcome in a word, such as "accepted".
+
+        Beside the folder lies ``outside``, with a file that nobody may read or change.
+
+        Raises:
+            Finding: the outcome is wrong.
+        """
+
+
+class Watch:
+    """The folders of a run, and what happens while an input is fed."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="hvd_ckpt_fuzz_"))
+        self.outside, self.input = self.root / "outside", self.root / "input"
+        self._watching = False
+        self._seen: list[str] = []
+        sys.addaudithook(self._audit)
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def prepare(self, kind: Kind) -> None:
+        (self.root / kind.name).mkdir()
+        kind.prepare(self.root / kind.name)
+
+    def feed(self, kind: Kind, draw: Draw) -> str:
+        """The outcome of one input.
+
+        Raises:
+            Finding: one that is not allowed.
+        """
+        for folder in (self.input, self.outside):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        (self.outside / "precious.txt").write_text(PRECIOUS)
+        self._seen.clear()
+        held, began = _reset_peak_memory(), time.process_time()
+        with _alarm(HANG_SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            draw.watched = self._watched
+            try:
+                with self._watched():
+                    outcome = kind.feed(draw, self.input)
+            except kind.errors as error:
+                outcome = f"refused: {type(error).__name__}"
+                check_message(str(error))
+        if self._seen:
+            raise Finding(self._seen[0])
+        if (
+            os.listdir(self.outside) != ["precious.txt"]
+            or (self.outside / "precious.txt").read_text() != PRECIOUS
+        ):
+            raise Finding(f"files outside were changed: {os.listdir(self.outside)}")
+        if (spent := time.process_time() - began) > CPU_SECONDS:
+            raise Finding(f"it took {spent:.1f} s of CPU time")
+        if (grown := _peak_memory() - held) > MEMORY:
+            raise Finding(f"it took {grown >> 20} MiB of memory")
+        return outcome
+
+    @contextlib.contextmanager
+    def _watched(self, on: bool = True) -> Iterator[None]:
+        before, self._watching = self._watching, on
+        try:
+            yield
+        finally:
+            self._watching = before
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._watching:
+            wrong = self._wrong(event, arguments)
+            if wrong is not None:
+                self._seen.append(wrong)
+
+    def _wrong(self, event: str, arguments: tuple[Any, ...]) -> str | None:
+        if event in STARTS:
+            return f"{event} was called: {arguments!r:.200}"
+        if event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING:
+            place = arguments[0]
+        elif event in CHANGES:
+            if event in ("os.remove", "os.rmdir") and isinstance(arguments[-1], int) and arguments[-1] >= 0:
+                return None  # relative to a folder that is open
+            place = arguments[1] if event in ("os.symlink", "os.link") else arguments[0]
+        else:
+            return None
+        if not isinstance(place, (str, bytes)):
+            return None
+        path = os.path.abspath(os.fsdecode(place))
+        allowed = (
+            path.startswith((str(self.root), "/dev/null", "/proc/self", "/dev/shm")) or "__pycache__" in path
+        )
+        return None if allowed else f"{event} of {path}, which is outside"
+
+
+def check_message(message: str) -> None:
+    """Raises Finding unless it is a message of one line."""
+    if not message.strip() or len(message) > MESSAGE or not message.isprintable():
+        raise Finding(
+            f"a message of {len(message)} characters, {message.count(chr(10))} line ends: {message[:300]!r}"
+        )
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def ring(number: int, frame: Any) -> NoReturn:
+        raise Finding(f"no end after {seconds:g} s: {''.join(traceback.format_stack(frame)[-3:])}")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _reset_peak_memory() -> int:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak_memory()
+
+
+def _peak_memory() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def limit_address_space() -> None:
+    """Makes an absurd allocation an error of this process, and not the end of others."""
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ADDRESS_SPACE
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+    )
