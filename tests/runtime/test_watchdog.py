@@ -55,7 +55,9 @@ def test_a_long_wait_without_a_limit_is_announced_once() -> None:
     announced = re.findall(
         r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", result.stderr
     )
-    assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], result.stderr
+    assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], (
+        result.stderr
+    )
 
 
 def test_the_watchdog_is_one_thread_that_outlives_a_new_start() -> None:
