@@ -1,7 +1,7 @@
 """Tests lie in one folder per room of hvd_ckpt. A file's marker says how its tests run:
 
 - without a marker in one process: ``pytest tests/recompute``;
-- ``pytest.mark.launch`` runs whole commands, and takes longer;
+- ``pytest.mark.launch`` runs whole commands, and takes longer; with ``pytest.mark.hosts``, too, on several hosts;
 - ``pytest.mark.ranks(gloo=(1, 2), mpi=(4,))`` runs once on every rank, on 1 and 2 ranks over Gloo and on 4 over MPI:
   ``horovodrun -np 2 --gloo python -m pytest tests/reduction``. A test's own marker goes before its file's. Where MPI does not
   work, its numbers of ranks run over Gloo, too.

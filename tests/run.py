@@ -3,8 +3,8 @@
 conftest.py says which kinds of tests there are. Those of one process and those of whole commands run under plain pytest; those
 of ranks run under horovodrun, with 1, 2, 3 and 4 ranks over Gloo and 2 and 4 over MPI where it works. Each rank leaves a JUnit
 file. A test failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The last
-line sums all runs. Whole commands keep one core busy, most of the time, so they run beside all that needs no MPI, whose output
-follows theirs.
+line sums all runs. Whole commands keep one core busy, most of the time, and those on several hosts wait, most of the time. So both
+run beside all that needs no MPI, whose output follows theirs.
 
 Arguments go to pytest. Those that name files or folders choose the tests:
 
@@ -36,6 +36,8 @@ RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
 SECONDS = 2700.0  # that a run may take on a busy machine
+
+SELECTIONS = {"hosts": "hosts", "launch": "launch and not hosts", "process": "not launch"}
 
 _interrupted = threading.Event()
 

@@ -23,6 +23,7 @@ from hosts import Hosts
 
 pytestmark = [
     pytest.mark.launch,
+    pytest.mark.hosts,
     pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable())),
 ]
 

@@ -23,7 +23,9 @@ class Tree:
         (root / "tests").mkdir(parents=True)
         for name in ("run.py", "conftest.py"):
             shutil.copy(RUN.with_name(name), root / "tests")
-        markers = "[tool:pytest]\naddopts = --import-mode=importlib\nmarkers =\n    launch\n    ranks\n"
+        markers = (
+            "[tool:pytest]\naddopts = --import-mode=importlib\nmarkers =\n    launch\n    hosts\n    ranks\n"
+        )
         (root / "setup.cfg").write_text(markers)
 
     def write(self, name: str, text: str) -> None:

@@ -28,6 +28,7 @@ from hvd_ckpt.training import logs
 
 pytestmark = [
     pytest.mark.launch,
+    pytest.mark.hosts,
     pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable())),
 ]
 

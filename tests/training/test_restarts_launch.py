@@ -17,7 +17,7 @@ import pytest
 from hosts import Hosts, unavailable
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.hosts]
 
 PROGRAM = str(Path(sys.executable).parent / "hvd-ckpt")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # else a host of one rank computes with more threads than one of two
