@@ -50,12 +50,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    if LAUNCHED or "pytest.mark.ranks(" in text:
-        return None if LAUNCHED and "pytest.mark.ranks(" in text else True
-    only = config.option.markexpr
-    if only in ("launch", "not launch"):
-        return None if ("pytest.mark.launch" in text) == (only == "launch") else True
-    return None
+    kind = next((kind for kind in ("hosts", "launch", "ranks") if f"pytest.mark.{kind}" in text), "process")
+    if LAUNCHED or kind == "ranks":
+        return None if LAUNCHED and kind == "ranks" else True
+    only = {"hosts": "hosts", "launch and not hosts": "launch", "not launch": "process"}.get(
+        config.option.markexpr
+    )
+    return None if only in (None, kind) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

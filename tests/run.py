@@ -44,41 +44,43 @@ _interrupted = threading.Event()
 
 @dataclass(frozen=True)
 class Run:
-    """One pytest run: its name, what selects its tests, and on how many ranks over what it runs."""
+    """One pytest run: its name, the kind of its tests, and on how many ranks over what it runs."""
 
     title: str
-    selection: tuple[str, ...] = ()
+    kind: str
     ranks: int = 1
     controller: str = ""
 
     def command(self, results: Path, arguments: Sequence[str]) -> list[str]:
-        worker = [sys.executable, __file__, "--worker", str(results), *self.selection, *arguments]
+        worker = [sys.executable, __file__, "--worker", str(results), *arguments]
         if not self.controller:
-            return worker
+            return [*worker, "-m", SELECTIONS[self.kind]]
         launcher = str(Path(sys.executable).parent / "horovodrun")
         return [launcher, "-np", str(self.ranks), f"--{self.controller}", *worker, "--color=no"]
 
 
 def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
-    return tuple(Run(f"{size} ranks over {controller}", (), size, controller) for size in sizes)
+    return tuple(Run(f"{size} ranks over {controller}", "ranks", size, controller) for size in sizes)
 
 
 LANES = (  # beside each other
-    (Run("whole commands", ("-m", "launch")),),
-    (Run("one process", ("-m", "not launch")), *_over("gloo", 1, 2, 3, 4)),
+    (Run("whole commands", "launch"),),
+    (Run("several hosts", "hosts"),),
+    (Run("one process", "process"), *_over("gloo", 1, 2, 3, 4)),
 )
 ALONE = _over("mpi", 2, 4)  # ranks that wait in MPI keep their cores busy
 
 
 def belongs(path: str, run: Run) -> bool:
-    """Whether a run collects a file that is named; it does look into every folder."""
-    file = ROOT / path.split("::")[0]
-    if file.is_dir():
-        return True
-    text = file.read_text(encoding="utf-8")
-    if "pytest.mark.ranks(" in text or run.controller:
-        return "pytest.mark.ranks(" in text and bool(run.controller)
-    return ("pytest.mark.launch" in text) == ("launch" in run.selection)
+    """Whether a run has a test in a file, or in a folder."""
+    place = ROOT / path.split("::")[0]
+    files = place.rglob("test_*.py") if place.is_dir() else [place]
+    return any(run.kind == kind_of(file.read_text(encoding="utf-8")) for file in files)
+
+
+def kind_of(text: str) -> str:
+    """Which kind of tests a file has; conftest.py collects by the same rule."""
+    return next((kind for kind in ("hosts", "launch", "ranks") if f"pytest.mark.{kind}" in text), "process")
 
 
 @functools.cache
@@ -128,7 +130,7 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
     # Without yielding, a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
     # Small tensors gain nothing from a second thread, and the other core has work.
     environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
-    if "not launch" in run.selection:
+    if run.kind == "process":
         environment["OMP_NUM_THREADS"] = "1"
     if run.controller and mpi_works():
         environment["HVD_CKPT_TESTS_MPI_WORKS"] = "1"  # conftest.py tells why
