@@ -149,7 +149,7 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
 
 
 def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[CheckpointPolicy]:
-    """Treatments worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
+    """Policies worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
     there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given."""
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)

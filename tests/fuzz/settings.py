@@ -242,7 +242,7 @@ STOPS = (
     "hvd_ckpt.cli.train.run",
     "hvd_ckpt.cli.train.supervise",
     "hvd_ckpt.cli.plan.output_folder",
-    "hvd_ckpt.cli.plan.build",
+    "hvd_ckpt.cli.plan_models.build",
     "hvd_ckpt.bench.harness.options.output_folder",
 )
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report
 from hvd_ckpt.command_line import BadArgument, check_controller, check_device, job_options, split_names
 from hvd_ckpt.machine import machine_facts
 
@@ -75,9 +74,9 @@ def recompute(
 
     from hvd_ckpt.bench.harness.jobs import JobError, run_job
     from hvd_ckpt.bench.harness.workloads import WORKLOADS as KNOWN
-    from hvd_ckpt.bench.recompute import report as tables
     from hvd_ckpt.bench.recompute.case import Case, RecomputeJob, merged, run_case
     from hvd_ckpt.bench.recompute.methods import COMPILED, FAMILIES
+    from hvd_ckpt.bench.recompute.report import make_report
 
     names = split_names("--workloads", workloads, KNOWN)
     families = split_names("--methods", methods, FAMILIES)
@@ -101,34 +100,13 @@ def recompute(
     forms = (False, True) if compiled else (False,)
     cases: list[Case] = []
 
-    def report() -> Report:
-        facts = {
-            "device": _describe(place),
-            "threads": str(torch.get_num_threads()),
-            "rounds": str(count_of_rounds),
-        }
-        return Report(
-            "Recomputation, measured",
-            {**machine_facts(), **facts},
-            [
-                table
-                for case in cases
-                if case.entries
-                for table in (tables.method_table(case), tables.plan_table(case))
-            ],
-            [tables.result(case) for case in cases],
-            [line for case in cases for line in tables.remarks(case)],
-            tables.NOTES,
-            draw=lambda folder: tables.draw(folder, cases),
-            settings={
-                "workloads": names,
-                "methods": families,
-                "budgets": wishes,
-                "np": sizes,
-                "sizes": scale,
-            },
-        )
-
+    facts = {
+        **machine_facts(),
+        "device": _describe(place),
+        "threads": str(torch.get_num_threads()),
+        "rounds": str(count_of_rounds),
+    }
+    settings = {"workloads": names, "methods": families, "budgets": wishes, "np": sizes, "sizes": scale}
     plan = [
         (name, form, size, count) for name in names for form in forms for size in sizes for count in counts
     ]
@@ -158,8 +136,8 @@ def recompute(
                     lambda part: progress.show(f"{what}: {part}"),  # noqa: B023  # called at once
                 )  # fmt: skip
             cases.append(case)
-            run.save(report())  # a long run that is ended leaves what it has found
-    run.finish(report(), all(case.sound for case in cases))
+            run.save(make_report(cases, facts, settings))  # a long run that is ended leaves what it has found
+    run.finish(make_report(cases, facts, settings), all(case.sound for case in cases))
 
 
 def _too_large(job: RecomputeJob) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_ckpt.bench.harness.report import Table, plain, save_figure
+from hvd_ckpt.bench.harness.report import Report, Table, plain, save_figure
 from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.recompute.case import Case
 from hvd_ckpt.bench.recompute.measure import Entry
@@ -16,7 +16,7 @@ from hvd_ckpt.bench.recompute.methods import KEEP, OURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["NOTES", "draw", "method_table", "plan_table", "remarks", "result"]
+__all__ = ["make_report", "method_table", "plan_table", "remarks"]
 
 MIB = 1 << 20
 PICTURE = "recompute.png"
@@ -48,6 +48,21 @@ STYLES = {
     "compiled": ("D", "#d1495b"),
 }
 ACROSS = 2  # panels beside each other
+
+
+def make_report(cases: Sequence[Case], facts: dict[str, str], settings: dict[str, Any]) -> Report:
+    """The report of all cases so far."""
+    shown = [case for case in cases if case.entries]
+    return Report(
+        "Recomputation, measured",
+        facts,
+        [table for case in shown for table in (method_table(case), plan_table(case))],
+        [result(case) for case in cases],
+        [line for case in cases for line in remarks(case)],
+        NOTES,
+        draw=lambda folder: draw(folder, shown),
+        settings=settings,
+    )
 
 
 def method_table(case: Case) -> Table:
@@ -137,12 +152,11 @@ def draw(folder: Path, cases: Sequence[Case]) -> list[str]:
     """A panel for each case: peak as a ratio to no recomputation across, time as a ratio to it upwards."""
     from matplotlib.figure import Figure
 
-    shown = [case for case in cases if case.entries]
-    if not shown:
+    if not cases:
         return []
-    rows, columns = -(-len(shown) // ACROSS), min(ACROSS, len(shown))
+    rows, columns = -(-len(cases) // ACROSS), min(ACROSS, len(cases))
     figure = Figure(figsize=(6.4 * columns, 4.4 * rows), layout="constrained")
-    for number, case in enumerate(shown, start=1):
+    for number, case in enumerate(cases, start=1):
         _plot(figure.add_subplot(rows, columns, number), case)
     return [save_figure(figure, folder / PICTURE)]
 

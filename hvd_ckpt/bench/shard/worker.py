@@ -26,7 +26,7 @@ from hvd_ckpt.bench.shard.engines import Session
 from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
 from hvd_ckpt.memory import measure_peak, recording_marks
 
-__all__ = ["Answer", "Findings", "ShardJob", "asked", "storage_bytes"]
+__all__ = ["Answer", "Findings", "ShardJob", "requested_bytes", "storage_bytes"]
 
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
@@ -147,7 +147,7 @@ class Bench:
             found.counted = after - sent
         else:
             samples = self.samples.step(SETTLE + 1)
-            found.counted = asked(lambda: found.losses.append(session.step(samples)), self.job.size)
+            found.counted = requested_bytes(lambda: found.losses.append(session.step(samples)), self.job.size)
 
     @staticmethod
     def _hold(session: Session, found: Findings) -> None:
@@ -195,7 +195,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> tuple[int,
     return memory, files
 
 
-def asked(work: Callable[[], object], ranks: int) -> int:
+def requested_bytes(work: Callable[[], object], ranks: int) -> int:
     """Bytes that each rank must send for the collectives of ``torch.distributed`` over Gloo that ``work`` calls, on average.
 
     Of n ranks an allreduce must send 2 (n - 1) / n of what is reduced, a reduce-scatter, allgather, broadcast or reduce (n - 1) / n
