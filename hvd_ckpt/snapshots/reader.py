@@ -262,16 +262,16 @@ def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
     if keep < 1:
         raise ValueError(f"prune: keep is {keep}: keep 1 snapshot or more")
     folder = Path(folder)
-    kept = 0
+    complete, kept = 0, set()
     for path in list_snapshots(folder):
-        if kept == keep:
+        if complete == keep:
             remove(path, warn)
         else:
-            kept += _looks_whole(path)
-    standing = set(list_snapshots(folder))
+            kept.add(path)
+            complete += _looks_whole(path)
     for name in names_in(folder):
         path = folder / name
-        if path not in standing and is_left_over(path):
+        if path not in kept and is_left_over(path):
             remove(path, warn)
 
 

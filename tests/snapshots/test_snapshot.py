@@ -482,15 +482,15 @@ def test_a_step_written_again_replaces_the_old_one_when_it_is_whole(
     with pytest.raises(SnapshotError):
         write(tmp_path, 5, replicated=Odd())
     assert reader.read(path).replicated == "old"
-    rename = os.rename
+    rename = Path.rename
 
-    def fail_for_new(source: Any, target: Any) -> None:
-        if ".tmp-" in str(source):
+    def fail_for_new(source: Path, target: Path) -> Path:
+        if ".tmp-" in source.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        rename(source, target)
+        return rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", fail_for_new)
+        patch.setattr(Path, "rename", fail_for_new)
         with pytest.raises(SnapshotError, match="rank 0: Input/output error"):
             write(tmp_path, 5, replicated="newer")
     assert [reader.read(one).replicated for one in tmp_path.iterdir()] == ["old"]
@@ -505,20 +505,27 @@ def test_a_step_written_again_replaces_the_old_one_when_it_is_whole(
     assert [reader.read(one).replicated for one in tmp_path.iterdir()] == ["newer"]
 
 
+def test_prune_removes_what_an_old_snapshot_was_replacing(tmp_path: Path) -> None:
+    replaced, newest = write(tmp_path, 1), write(tmp_path, 2)
+    shutil.copytree(replaced, tmp_path / ".step-00000001.old-01234567")
+    reader.prune(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [newest]
+
+
 def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, rename = os.fsync, Path.rename
 
     def synced(descriptor: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         fsync(descriptor)
 
-    def renamed(path: Any, target: Any) -> None:
+    def renamed(path: Path, target: Path) -> Path:
         events.append("rename")
-        rename(path, target)
+        return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(Path, "rename", renamed)
     write(tmp_path)
     temporary = events[-3]
     assert temporary.startswith(".step-00000001.tmp-")
