@@ -156,10 +156,9 @@ class Trainer:
             self.sampler = Sampler(len(self.train), config.seed, config.epochs)
             self.precision = precision_of(config, self.device)
             self.model = prepare_model(model, config, self.device)
-            optimizer = build_optimizer(
-                config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
-            )
-        return optimizer
+            options = config.optimizer_options
+            made = build_optimizer(config.optimizer, self.model, config.lr, config.weight_decay, options)
+        return made
 
     def _read_snapshot(
         self, point: ResumePoint, optimizer: torch.optim.Optimizer
