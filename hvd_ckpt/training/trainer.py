@@ -120,17 +120,17 @@ class Trainer:
         self._writer: SnapshotWriter | None = None
         self._evaluation: dict[str, float] = {}
 
-        optimizer = self._prepare(model)
+        self._prepare(model)
         point = point or find_resume_point(config)
         self.folder = point.folder
-        snapshot, kept = self._read_snapshot(point, optimizer)
+        snapshot, kept = self._read_snapshot(point)
         taken = self.progress.step
         print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
         broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.plan, self._plan_text = apply_plan(
             self.model, config, train, objective, self.device, self.folder, plan_text(config, snapshot)
         )
-        self._distribute(optimizer)
+        self._distribute()
         seed_all(seed_of_rank(config.seed, taken))
         self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
         if snapshot is not None:
@@ -147,8 +147,8 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- start and resume
 
-    def _prepare(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Sets device, order of samples, precision and model, and returns the optimizer of one rank."""
+    def _prepare(self, model: nn.Module) -> None:
+        """Sets device, order of samples, precision, model, and the optimizer of one rank."""
         config = self.config
         with errors_everywhere("hvd_ckpt.train.settings"):
             check_job(config)
@@ -157,12 +157,11 @@ class Trainer:
             self.precision = precision_of(config, self.device)
             self.model = prepare_model(model, config, self.device)
             options = config.optimizer_options
-            made = build_optimizer(config.optimizer, self.model, config.lr, config.weight_decay, options)
-        return made
+            self.optimizer: Any = build_optimizer(
+                config.optimizer, self.model, config.lr, config.weight_decay, options
+            )
 
-    def _read_snapshot(
-        self, point: ResumePoint, optimizer: torch.optim.Optimizer
-    ) -> tuple[Snapshot | None, dict[str, dict[str, Any]]]:
+    def _read_snapshot(self, point: ResumePoint) -> tuple[Snapshot | None, dict[str, dict[str, Any]]]:
         """Reads and validates the snapshot to resume from, loads its weights, and sets progress, steps and schedule.
 
         Returns:
@@ -170,12 +169,12 @@ class Trainer:
         """
         config = self.config
         with errors_everywhere("hvd_ckpt.train.snapshot"):
-            snapshot = read_snapshot(point, config, len(self.train), self.model, optimizer)
+            snapshot = read_snapshot(point, config, len(self.train), self.model, self.optimizer)
             kept: dict[str, dict[str, Any]] = {}
             self.progress = Progress()
             self._first_ranks: int = hvd.size()
             if snapshot is not None:
-                kept = state_of_shards(optimizer, self.model)
+                kept = state_of_shards(self.optimizer, self.model)
                 self.progress = Progress(**snapshot.replicated["progress"])
                 self._first_ranks = snapshot.replicated["ranks"]
             left = self.sampler.batches_left(self.progress.position, config.batch * hvd.size())
@@ -188,11 +187,11 @@ class Trainer:
         self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if snapshot else []
         return snapshot, kept
 
-    def _distribute(self, optimizer: torch.optim.Optimizer) -> None:
+    def _distribute(self) -> None:
         """Sets the ``DistributedOptimizer`` and the averaged weights. Collective."""
         config = self.config
         self._shards = RunShards(self.model, config.stage, lossy=config.wire != "fp32")
-        self.optimizer: Any = distributed(optimizer, self.model, config)
+        self.optimizer = distributed(self.optimizer, self.model, config)
         if is_elastic():  # where ranks have made different numbers of optimizers
             self.optimizer.agree_on_naming()
         self.model, self.optimizer = self.precision.prepare(self.model, self.optimizer)
