@@ -1,6 +1,6 @@
-"""``hvd-ckpt consolidate``: the weights of a run or snapshot, of whatever number of ranks, as one safetensors file.
+"""``hvd-ckpt consolidate``: the weights of a run or snapshot, of any number of ranks, as one safetensors file.
 
-Exit status 0 with a file, 2 for a run, snapshot or file that cannot be.
+Exit status 0 with a file, 2 if the run, the snapshot or the file's name cannot be used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["consolidate"]
     metavar="FILE",
     default="model.safetensors",
     show_default=True,
-    help="For the weights; a new one.",
+    help="For the weights; must not exist.",
 )
 @click.option(
     "--ema", is_flag=True, help="Write the moving averages of `hvd-ckpt train --ema` in place of the weights."
@@ -32,8 +32,9 @@ __all__ = ["consolidate"]
 def consolidate(run: str, output: str, ema: bool) -> None:
     """Write the whole weights of a run of `hvd-ckpt train` as one safetensors file.
 
-    RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is taken, or of a snapshot. Whatever was split over the
-    ranks is put together, with the names and shapes of the model's `state_dict()`, buffers included. Checksums are verified.
+    RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is used, or of a snapshot. The file has the names and
+    shapes of the model's `state_dict()`, buffers included, however the run was sharded. Checksums are verified. It takes memory
+    for one model.
     """
     from hvd_ckpt.snapshots.consolidate import consolidate as write_consolidated
     from hvd_ckpt.snapshots.reader import SnapshotError
@@ -62,7 +63,7 @@ def _snapshot_of(path: Path) -> Path:
     """The snapshot itself, or the newest one of a run that is not damaged.
 
     Raises:
-        BadArgument: there is none.
+        BadArgument: there is no snapshot.
     """
     from hvd_ckpt.snapshots.reader import find
 

@@ -181,12 +181,12 @@ def run(config: Config) -> None:
     from hvd_ckpt import runtime, watchdog
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
-    from hvd_ckpt.training.ending import leave, one_ending
+    from hvd_ckpt.training.failures import exit_handler, exit_now
     from hvd_ckpt.training.report import DryRun
     from hvd_ckpt.training.stopping import asked_by, status_of
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
-    with one_ending(Path(folder) if folder else None):
+    with exit_handler(Path(folder) if folder else None):
         watchdog.end_with_parent()
         try:
             runtime.init(stall_timeout=config.stall_timeout)
@@ -204,7 +204,7 @@ def run(config: Config) -> None:
     if outcome.stopped:
         # Everything is written, and a launcher may give no time for the interpreter's own end.
         hvd.shutdown()
-        leave(status_of(outcome.stopped))
+        exit_now(status_of(outcome.stopped))
 
 
 def _prepared(config: Config) -> Trainer:

@@ -72,6 +72,10 @@ class Sampler:
             found[here] = self._permutation(int(epoch))[offsets[here]]
         return found.tolist(), epochs.tolist()
 
+    def batches_left(self, position: int, count: int) -> int | None:
+        """The number of global batches of ``count`` samples from a position on; None if there is no end."""
+        return None if self.length is None else -(-max(self.length - position, 0) // count)
+
     def _permutation(self, epoch: int) -> NDArray[numpy.integer]:
         if self._cached is None or self._cached[0] != epoch:
             numbers = numpy.arange(self.samples, dtype=numpy.uint32 if self.samples < 2**32 else numpy.int64)

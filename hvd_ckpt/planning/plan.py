@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import nn
 
-from hvd_ckpt.json_file import Wrong, dumps, read_bytes, write_text
+from hvd_ckpt.json_file import Wrong, dumps, read_bytes, shown, write_text
 from hvd_ckpt.names import one_line
 from hvd_ckpt.planning.policy import (
     KEEP,
@@ -52,7 +52,7 @@ def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
         raise ValueError(f"segments are nested more than {_MAX_NESTING} deep")
     for one in value:
         if isinstance(one, bool) or not isinstance(one, (int, list, tuple)):
-            raise ValueError(f"has {one!r} where a block number or a list is expected")
+            raise ValueError(f"has {shown(one)} where a block number or a list is expected")
     return tuple(one if isinstance(one, int) else _nested(one, depth + 1) for one in value)
 
 
@@ -112,7 +112,9 @@ class BlockPlan:
     def __post_init__(self) -> None:
         containers = {name.rpartition(".")[0] for name in self.members}
         if len(containers) != 1 or len(set(self.members)) < len(self.members):
-            raise ValueError(f"members must be different modules of one container, got {list(self.members)}")
+            raise ValueError(
+                f"members must be different modules of one container, got {shown(', '.join(self.members))}"
+            )
 
     @property
     def name(self) -> str:
@@ -163,7 +165,7 @@ class Plan:
             )
         for item in self.items:
             if isinstance(item, tuple) and len({name.rpartition(".")[0] for name in self._members(item)}) > 1:
-                raise ValueError(f"items have a segment of blocks that are not in one container: {item}")
+                raise ValueError("items have a segment of blocks that are not in one container")
 
     def apply(self, model: M) -> M:
         """Gives the blocks of ``model`` their policies, in place; returns ``model``.

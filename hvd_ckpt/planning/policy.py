@@ -16,6 +16,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import nn
 
+from hvd_ckpt.json_file import shown
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 
@@ -35,7 +36,7 @@ __all__ = [
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError(f"{text!r} must be printable")
+        raise ValueError(f"{shown(text)} must be printable")
     return text
 
 
@@ -70,7 +71,7 @@ class CheckpointPolicy:
             for number in self.selective.dropped | self.selective.breaks:
                 if not 0 <= number < count:
                     raise ValueError(
-                        f"call {number} does not exist: there are {count} calls, numbered from 0"
+                        f"call {shown(number)} does not exist: there are {count} calls, numbered from 0"
                     )
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

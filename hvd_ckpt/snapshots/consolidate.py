@@ -49,7 +49,7 @@ def consolidate(path: Path, output: Path, ema: bool = False) -> Consolidated:
         ema: write the moving averages of the weights in their place.
 
     Raises:
-        SnapshotError: the snapshot is damaged, or there is none, or it has no averages.
+        SnapshotError: the snapshot is missing or damaged, or has no averages.
         FileExistsError: something has the file's name.
         OSError: the file cannot be written.
     """

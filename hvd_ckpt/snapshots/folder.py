@@ -119,7 +119,7 @@ def remove(path: Path, warn: Warn | None = None) -> None:
     """Removes a folder so that, if that is interrupted, what is left does not look like a snapshot.
 
     Args:
-        warn: is told why it cannot be removed; by default it is a warning of Python's.
+        warn: takes the reason if it cannot be removed; by default it is a warning of Python's.
     """
     if not os.path.lexists(path):
         return

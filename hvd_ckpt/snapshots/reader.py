@@ -160,7 +160,7 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
         rank: whose per-rank state to read: this process's by default. The other ranks' is not read.
 
     Raises:
-        SnapshotError: there is none, or it is damaged, or not what a :class:`~hvd_ckpt.snapshots.writer.SnapshotWriter` writes.
+        SnapshotError: it is missing or damaged, or not what a :class:`~hvd_ckpt.snapshots.writer.SnapshotWriter` writes.
     """
     if rank is None:
         rank = hvd.rank() if hvd.is_initialized() else 0

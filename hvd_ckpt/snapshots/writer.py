@@ -1,4 +1,4 @@
-"""Snapshots that are written while training goes on.
+"""Snapshots that are written while training continues.
 
 A thread copies the state while the next forward and backward pass run, which only read it, and writes the copy to the disk while
 training changes the state again. Training waits only before the optimizer's update, if the copy is not complete by then (CheckFreq,
@@ -313,7 +313,7 @@ class SnapshotWriter:
         if fault is not None and self._rank == 0 and job.bug is None:
             self._warnings.append(
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
-                f"Training goes on, and older snapshots stay."
+                f"Training continues, and older snapshots stay."
             )
         job.done.set()
 

@@ -29,7 +29,7 @@ from hvd_ckpt.precision import Precision
 from hvd_ckpt.recompute import CheckpointSequential
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.torch_private import AnyBatchNorm
-from hvd_ckpt.training.agreement import errors_everywhere
+from hvd_ckpt.training.collective import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""``hvd-ckpt train`` in a job of Horovod Elastic: ranks come and go, and the run goes on from its last commit.
+"""``hvd-ckpt train`` in a job of Horovod Elastic: ranks come and go, and the run resumes from its last commit.
 
-Going on is resuming, from memory: after each change of ranks all of them, old and new, make the run anew from its configuration and
-rank 0's last commit, as a resume from a snapshot by another number of ranks would. Each rank draws new random states, the order of
-gradients is learned anew, and a plan is not made again.
+A commit is a snapshot in memory, without per-rank state. Horovod's ``TorchState`` keeps it, and sends it to the ranks that are
+there after a change: all of them, old and new, then build the run anew from its configuration and that snapshot, as a resume with
+another number of ranks would. Each rank draws new random states, the order of gradients is learned anew, and a plan is kept.
 
 The batch of a rank stays, so a step has more or fewer samples than before, and the learning rate changes with it: it is multiplied
 by the number of ranks over the number with which the run began (the linear scaling rule of Goyal et al., "Accurate, Large Minibatch
@@ -14,63 +14,62 @@ from __future__ import annotations
 import gc
 
 import horovod.torch as hvd
-from horovod.common.elastic import State, run_fn
-from horovod.torch.mpi_ops import global_process_set
+from horovod.common.elastic import run_fn
+from horovod.torch.elastic import TorchState
 
 from hvd_ckpt import runtime
-from hvd_ckpt.reduction.agreement import broadcast_from
-from hvd_ckpt.snapshots.tensors import Staging
-from hvd_ckpt.training.agreement import run_folder
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.training.build import assemble_in_turn
+from hvd_ckpt.training.collective import ResumePoint, find_resume_point
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.resume_point import MemoryCheckpoint, ResumePoint, broadcast_resume_point
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
 __all__ = ["RunState", "train"]
 
 
-class RunState(State):  # type: ignore[misc]
-    """What outlasts a change of ranks: where the run starts again.
+class RunState(TorchState):  # type: ignore[misc]
+    """State that outlasts a change of ranks.
 
     Attributes:
-        origin: the last commit, in the run's folder; None until the folder is decided.
-        stop: a request to stop that this rank had heard when ranks changed.
+        point: where the run resumes; None until its folder is decided.
+        stop: a request to stop that this rank had received when ranks changed.
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            lambda value: broadcast_from(value, 0, global_process_set, "hvd_ckpt.elastic.hosts"), hvd.rank
-        )
-        self.origin: ResumePoint | None = None
+        super().__init__(point=None)
+        self.point: ResumePoint | None
         self.stop: str | None = None
         self._trainer: Trainer | None = None
-        self._memory = Staging()
+
+    def start(self, point: ResumePoint) -> None:
+        """Decides where the run starts."""
+        self.point = point
+        super().save()
 
     def follow(self, trainer: Trainer) -> None:
-        """Takes its commits from this trainer from now on, the first one at once if there is none yet."""
+        """Takes commits from this trainer from now on, the first one at once if there is none yet."""
         self._trainer = trainer
-        trainer.asked_to_stop = self.stop
-        if self.origin is None or self.origin.checkpoint is None:
+        trainer.requested_stop = self.stop
+        if self.point is None or self.point.commit is None:
             self.save()
 
     def save(self) -> None:
-        """Takes a commit of the trainer's state."""
+        """Takes a commit: a copy of the trainer's state on the CPU."""
         assert self._trainer is not None
         state, step = self._trainer.state(), self._trainer.progress.step
-        checkpoint = MemoryCheckpoint.take(step, state["weights"], state["replicated"], self._memory)
-        self.origin = ResumePoint(self._trainer.folder, checkpoint=checkpoint)
-
-    def sync(self) -> None:
-        """Every rank starts where rank 0 does, which is one of those that were there before. Collective."""
-        self.origin = broadcast_resume_point(self.origin)
-
-    def restore(self) -> None:
-        """Nothing to take back: a new trainer starts from the commit."""
+        weights, replicated = map_tensors(
+            (dict(state["weights"]), state["replicated"]),
+            "state",
+            lambda tensor, _: tensor.detach().to("cpu", copy=True),
+        )
+        commit = Snapshot(step, hvd.size(), weights, replicated, None, None)
+        self.start(ResumePoint(self._trainer.folder, commit=commit))
 
     def reset(self) -> None:
-        """Lets go of the trainer."""
+        """Releases the trainer."""
         if self._trainer is not None:
-            self.stop = self._trainer.asked_to_stop
+            self.stop = self._trainer.requested_stop
         self._trainer = None
 
 
@@ -93,16 +92,17 @@ def _restart(config: Config) -> None:
 
 
 def _train(state: RunState, config: Config) -> Outcome:
-    gc.collect()  # the trainer before, whose hooks and parameters hold each other
+    gc.collect()  # the trainer before, whose hooks and parameters refer to each other
     assembly = assemble_in_turn(config)
-    if state.origin is None:
-        state.origin = ResumePoint(*run_folder(config))
-    goes_on = state.origin.checkpoint is not None
-    trainer = Trainer(config, *assembly, origin=state.origin)
+    if state.point is None:
+        state.start(find_resume_point(config))
+    assert state.point is not None
+    resumes = state.point.commit is not None
+    trainer = Trainer(config, *assembly, point=state.point)
     state.follow(trainer)
-    if goes_on and hvd.rank() == 0:
+    if resumes and hvd.rank() == 0:
         rate = f"learning rate x {trainer.rate_scale:.6g}"
-        print(f"Goes on after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
+        print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
 
     def commit() -> None:
         if trainer.progress.step % config.commit_every == 0:

@@ -1,4 +1,4 @@
-"""How well a model does on samples that it is not trained on."""
+"""Evaluation on samples that the model is not trained on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.models.objectives import Objective
+from hvd_ckpt.sharding.averaging import AveragedWeights
 
 __all__ = ["evaluate"]
 
@@ -26,6 +27,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     autocast: Callable[[], AbstractContextManager[Any]],
     in_step: bool = False,
+    average: AveragedWeights | None = None,
 ) -> dict[str, float]:
     """Loss and metrics over the samples of ``data``, each seen by one rank; means over all their terms, the same on every rank.
 
@@ -33,15 +35,37 @@ def evaluate(
 
     Args:
         batch: samples of a batch.
-        batches: the most batches that each rank looks at; None for all samples.
-        autocast: gives the context of the forward pass.
+        batches: the most batches that each rank evaluates; None for all samples.
+        autocast: returns the context of the forward pass.
         in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
-            samples left runs it on one that counts nothing.
+            samples left runs it on one without weight.
+        average: averaged weights of the model, evaluated as well, under names that begin with ``ema_``.
 
     Returns:
-        ``{"loss": ..., ...}`` with what :meth:`Objective.metrics` and :meth:`Objective.of_loss` name, and the number of samples.
+        ``{"loss": ..., ...}`` with the names of :meth:`Objective.metrics` and :meth:`Objective.of_loss`, and the number of samples.
     """
     samples = len(data) if batches is None else min(len(data), batches * batch * hvd.size())
+
+    def run() -> dict[str, float]:
+        return _evaluate(model, data, objective, samples, batch, torch.device(device), autocast, in_step)
+
+    means = run()
+    if average is not None:
+        with average.applied():
+            means.update({f"ema_{name}": mean for name, mean in run().items()})
+    return {**means, "samples": samples}
+
+
+def _evaluate(
+    model: nn.Module,
+    data: Dataset,
+    objective: Objective,
+    samples: int,
+    batch: int,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    in_step: bool,
+) -> dict[str, float]:
     own = range(hvd.rank(), samples, hvd.size())
     sums: dict[str, torch.Tensor] = {}
     terms = 0.0
@@ -52,7 +76,7 @@ def evaluate(
             most = -(-samples // hvd.size())  # of one rank
             for first in range(0, most if in_step else len(own), batch):
                 indices = own[first : first + batch] or range(1)
-                one = data.batch(indices, [0] * len(indices)).to(torch.device(device))
+                one = data.batch(indices, [0] * len(indices)).to(device)
                 with autocast():
                     output = model(*one.inputs, **one.shared)
                     means = {"loss": objective.loss(output, one), **objective.metrics(output, one)}
@@ -65,11 +89,11 @@ def evaluate(
     finally:
         model.train(training)
     found = _over_ranks(sums, terms)
-    return {**found, **objective.of_loss(found["loss"]), "samples": samples}
+    return {**found, **objective.of_loss(found["loss"])}
 
 
 def _over_ranks(sums: dict[str, torch.Tensor], terms: float) -> dict[str, float]:
-    """The means. A rank without samples does not know what there is to sum, so names travel with the numbers."""
+    """The means. A rank without samples does not know the names, so they are sent with the numbers."""
     own = (terms, {name: float(value) for name, value in sums.items()})
     everyone = hvd.allgather_object(own, name="hvd_ckpt.evaluation") if hvd.size() > 1 else [own]
     total = sum(count for count, _ in everyone)

@@ -31,8 +31,12 @@ from hvd_ckpt.snapshots.resume import (
     check_optimizer,
     check_sharding,
     check_tensors,
+    ranges_of,
+    read_shards,
 )
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
+from hvd_ckpt.snapshots.shards import RunShards
+from hvd_ckpt.training.collective import ResumePoint, errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.report import Report
 
@@ -47,8 +51,9 @@ __all__ = [
     "load_average",
     "load_optimizer",
     "load_rank_state",
-    "load_weights",
+    "load_state",
     "plan_text",
+    "read_snapshot",
     "remove_abandoned",
 ]
 
@@ -257,20 +262,62 @@ def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
 # ------------------------------------------------------------------------------------ loading
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], resume: str | None) -> None:
-    """Loads a snapshot's weights.
+def read_snapshot(
+    point: ResumePoint,
+    config: Config,
+    samples: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Snapshot | None:
+    """Reads and validates the snapshot to resume from, and loads its weights; None for the beginning.
 
     Args:
-        resume: what the user calls the snapshot.
+        samples: that there are to train on.
+        optimizer: of the model, not yet distributed.
 
     Raises:
-        ConfigError: they are of another model.
+        ConfigError, SnapshotError: the snapshot cannot be used, or is of another run.
     """
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"resume {resume}: the snapshot is of another model: {reason}") from None
+    snapshot = point.read()
+    if snapshot is not None:
+        check_state(snapshot)
+        check_resumed(config, samples, snapshot)
+        check_fits(snapshot, model, optimizer)
+        try:
+            model.load_state_dict(snapshot.weights)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"resume {config.resume}: the snapshot is of another model: {reason}") from None
+    return snapshot
+
+
+def load_state(
+    snapshot: Snapshot,
+    kept: dict[str, dict[str, Any]],
+    model: nn.Module,
+    optimizer: Any,
+    shards: RunShards,
+    average: AveragedWeights | None,
+    scaler: GradScaler | None,
+    report: Report,
+) -> None:
+    """Loads everything but the weights. Collective.
+
+    Args:
+        kept: the state that the optimizer keeps of each shard, from before it was distributed.
+        optimizer: the ``DistributedOptimizer``.
+        report: continues the open entry of its log.
+    """
+    parts = None
+    with errors_everywhere("hvd_ckpt.train.parts"):
+        if snapshot.sharding is not None:
+            parts = read_shards(snapshot, ranges_of(optimizer, model), kept, len(optimizer.param_groups))
+    load_optimizer(snapshot, parts, optimizer)
+    shards.broadcast_weights(optimizer)
+    if average is not None:
+        load_average(average, snapshot.replicated, parts)
+    with errors_everywhere("hvd_ckpt.train.resume"):
+        load_rank_state(snapshot, model, optimizer, scaler, report)
 
 
 def load_optimizer(resumed: Snapshot, parts: Sequence[Mapping[str, Any]] | None, optimizer: Any) -> None:

@@ -1,7 +1,7 @@
-"""Asking a run to stop: by a signal to any of its ranks, or by a file in its folder.
+"""Requests to stop: by a signal to any of its ranks, or by a file in its folder.
 
-A handler only takes note. The loop asks at every step, tells the other ranks (``optimizer.notify()``), and all stop after the
-same step, with a snapshot.
+A handler only notes the request. The loop looks for it in every step, tells the other ranks (``optimizer.notify()``), and all stop
+after the same step, with a snapshot.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ __all__ = [
 ]
 
 STOP_FILE = "stop"
-FAILURE_FILE = (
-    "failure.txt"  # in which a job leaves word for its supervisor that a restart would end the same way
-)
+FAILURE_FILE = "failure.txt"  # in which a job writes for its supervisor why a restart would fail the same way
 SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"  # "1" where there is one
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
@@ -39,13 +37,13 @@ LOOK_SECONDS = 1.0  # between two looks for the file, which may be on a slow fil
 
 
 class StopRequest:
-    """Takes note of requests to stop while its context is entered. A program's own signal handlers stay in place.
+    """Notes requests to stop while its context is entered. A program's own signal handlers stay in place.
 
     A second Ctrl-C interrupts at once.
 
     Args:
         folder: of the run, on the rank that looks for ``stop`` in it; None on the others.
-        reason: a request that was made before, and not met.
+        reason: an earlier request.
     """
 
     def __init__(self, folder: Path | None, reason: str | None = None) -> None:
@@ -56,7 +54,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """The signal's name, ``"stop"`` for the file, or None as long as nobody has asked."""
+        """The signal's name, ``"stop"`` for the file, or None without a request."""
         if self._reason is None and self._file is not None:
             now = time.monotonic()
             if now - self._looked >= LOOK_SECONDS:
@@ -79,8 +77,8 @@ class StopRequest:
             signal.signal(number, handler)
         self._replaced.clear()
 
-    def met(self) -> None:
-        """Removes the file: the request has been met."""
+    def acknowledge(self) -> None:
+        """Removes the file: the run has stopped."""
         if self._file is not None:
             forget_file(self._file.parent)
 
@@ -97,7 +95,7 @@ def forget_file(folder: Path) -> None:
 
 
 def asked_by(reason: str) -> str:
-    """Who has asked a run to stop, in words for people."""
+    """The source of a request to stop, in words."""
     if reason != STOP_FILE:
         return "Ctrl-C (SIGINT)" if reason == "SIGINT" else reason
     supervised = os.environ.get(SUPERVISED_VARIABLE) == "1"

@@ -64,7 +64,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     return reader.read(write(folder, 2, common, own, model.state_dict()), 0)
 
 
-def test_what_a_run_wrote_is_taken(resumed: Snapshot) -> None:
+def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
     check_state(resumed)
     check_fits(resumed, *make())
 
@@ -87,7 +87,7 @@ def test_what_a_run_wrote_is_taken(resumed: Snapshot) -> None:
         (("per_rank", "logged"), (1.0, float("inf")), r"logged\[1\] is inf"),
     ],
 )
-def test_a_snapshot_that_no_run_wrote_is_refused_with_its_key(
+def test_invalid_state_is_refused_with_its_key(
     resumed: Snapshot, place: tuple[Any, ...], value: object, says: str
 ) -> None:
     parts = {"replicated": copy.deepcopy(resumed.replicated), "per_rank": copy.deepcopy(resumed.per_rank)}
@@ -114,7 +114,7 @@ def test_a_missing_key_is_named(resumed: Snapshot) -> None:
                 check_state(forged)
 
 
-def test_a_state_of_another_model_or_of_other_options_is_refused(resumed: Snapshot) -> None:
+def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -> None:
     with pytest.raises(ConfigError, match=r"weights\[.*must be a tensor of float32 .*of another model"):
         check_fits(resumed, *make(5))
     model, _ = make()
@@ -137,7 +137,7 @@ def test_a_state_of_another_model_or_of_other_options_is_refused(resumed: Snapsh
         ("HOROVOD_SIZE", "9" * 5000),
     ],
 )
-def test_a_variable_that_holds_no_number_is_named(
+def test_a_variable_that_is_not_a_number_is_named(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)

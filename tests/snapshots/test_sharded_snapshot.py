@@ -131,7 +131,7 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     return tmp_path / "snapshots" / "step-00000002", model, optimizer
 
 
-def test_what_ranks_have_shared_out_is_put_together(
+def test_shards_of_all_ranks_make_whole_weights(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     path, model, _ = made
@@ -157,7 +157,7 @@ def test_what_ranks_have_shared_out_is_put_together(
         assert average[name].dtype == weight.dtype and torch.equal(average[name], wanted), name
 
 
-def test_any_rank_of_another_job_reads_what_it_wants(
+def test_any_rank_of_another_job_reads_the_shards_it_needs(
     made: tuple[Path, nn.Module, torch.optim.Optimizer],
 ) -> None:
     path, model, optimizer = made
@@ -181,7 +181,7 @@ def test_any_rank_of_another_job_reads_what_it_wants(
             assert torch.equal(values, expected.float())
 
 
-def test_a_damaged_part_is_found_and_the_snapshot_before_taken(
+def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     path, model, optimizer = made
@@ -205,7 +205,7 @@ def test_a_damaged_part_is_found_and_the_snapshot_before_taken(
     assert "Weights of step 1, written by 3 ranks, 11 tensors" in result.output
 
 
-def test_what_cannot_be_consolidated_is_one_line(
+def test_consolidate_errors_are_one_line(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     (tmp_path / "there").touch()

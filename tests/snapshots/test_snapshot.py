@@ -90,13 +90,13 @@ trees = st.recursive(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
-def test_any_tree_comes_back(tmp_path: Path, tree: Any) -> None:
+def test_any_state_dict_round_trips(tmp_path: Path, tree: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)  # which takes most of the time
         assert same(round_trip(tmp_path, tree), tree)
 
 
-def test_every_kind_of_tensor_comes_back(tmp_path: Path) -> None:
+def test_every_kind_of_tensor_round_trips(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tree: dict[str, Any] = {
         str(dtype): torch.arange(6).to(dtype)
@@ -143,7 +143,7 @@ class Odd:
         ({b"key": 1}, "b'key' of bytes"),
     ],
 )
-def test_what_cannot_be_stored_is_named(tmp_path: Path, value: Any, says: str) -> None:
+def test_values_that_files_do_not_hold_are_named(tmp_path: Path, value: Any, says: str) -> None:
     before = write(tmp_path)
     with pytest.raises(SnapshotError, match=f"step 2 was not written to '{tmp_path}': rank 0: .*{says}"):
         write(tmp_path, 2, per_rank={"a": [value]})
@@ -191,7 +191,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_an_optimizer_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     # LBFGS takes contiguous gradients only.
     memory_format = torch.contiguous_format if name == "LBFGS" else torch.channels_last
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=memory_format)
@@ -587,7 +587,7 @@ def draws() -> list[Any]:
     ]
 
 
-def test_random_state_comes_back(tmp_path: Path) -> None:
+def test_random_state_round_trips(tmp_path: Path) -> None:
     np.random.randn()  # NumPy and Python keep every second normal number
     random.gauss(0, 1)
     path = write(tmp_path, per_rank=random_state())

@@ -258,7 +258,7 @@ def no_room_for_a_part(job: Job) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("trouble", "own", "says"),
     [
-        (full_disk, None, r"rank 0: File too large.*: make room\. Training goes on, and older"),
+        (full_disk, None, r"rank 0: File too large.*: make room\. Training continues, and older"),
         (file_in_its_place, None, "rank 0: .*(File exists|Not a directory)"),
         (vanishing, None, "No such file or directory"),
         (no_part, None, "rank 1 has not written its files for 0.1 seconds"),
@@ -266,7 +266,7 @@ def no_room_for_a_part(job: Job) -> Iterator[None]:
         (None, {"odd": object()}, r"rank 1: per_rank\.odd is a builtins\.object"),
     ],
 )  # fmt: skip
-def test_training_goes_on_with_one_warning(tmp_path: Path, trouble: Any, own: Any, says: str) -> None:
+def test_training_continues_with_one_warning(tmp_path: Path, trouble: Any, own: Any, says: str) -> None:
     folder = tmp_path / "snapshots"
     with Job(folder) as job:
         before = job.write(1)
@@ -281,7 +281,7 @@ def test_training_goes_on_with_one_warning(tmp_path: Path, trouble: Any, own: An
         assert job.writers[0].failed is None and len(job.told) == 1
 
 
-def test_a_rank_that_comes_late_does_not_bring_back_what_was_given_up(
+def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(barrier, "RANK_SECONDS", 0.1)
@@ -335,7 +335,7 @@ def test_a_rank_does_not_wait_for_ever_for_a_rank_0_that_is_gone(
         assert job.writers[1].wait() is None and "is not there on host" in str(job.writers[1].failed)
 
 
-def test_time_in_which_a_job_is_suspended_is_no_waiting(
+def test_time_in_which_a_job_is_suspended_does_not_count_as_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = itertools.count(0, 3600)
@@ -358,7 +358,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("killed_after", range(5))
-def test_killed_while_it_removes_an_abandoned_course_a_run_goes_on_from_its_end_or_from_the_new_one(
+def test_a_run_killed_while_it_removes_later_snapshots_resumes_from_the_last_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
 ) -> None:
     def counted(function: Any) -> Any:
@@ -384,7 +384,7 @@ def test_killed_while_it_removes_an_abandoned_course_a_run_goes_on_from_its_end_
     assert not list(tmp_path.glob("*40")) or killed_after == 0
 
 
-def test_what_of_an_abandoned_course_cannot_be_removed_is_told_like_all_else(
+def test_later_snapshots_that_cannot_be_removed_are_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     def denied(path: Path, *_: Any, **__: Any) -> None:
@@ -400,7 +400,7 @@ def test_what_of_an_abandoned_course_cannot_be_removed_is_told_like_all_else(
     assert len(job.told) == 1 and "cannot be removed: Permission denied" in job.told[0] and not recwarn
 
 
-def test_a_rank_that_comes_early_waits_to_tell_its_fault(tmp_path: Path) -> None:
+def test_an_early_rank_waits_to_report_its_fault(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         first, second = job.writers
         second.begin(1, weights={}, replicated=None, per_rank=object())
@@ -455,7 +455,9 @@ def test_killed_at_any_moment_a_good_snapshot_is_there(tmp_path: Path) -> None:
     assert names(tmp_path) == [newest.name]
 
 
-def test_what_is_being_written_is_no_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_leaves_a_snapshot_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writing = Gate(monkeypatch, writer, "write_content")
     with Job(tmp_path) as job:
         job.begin(1)

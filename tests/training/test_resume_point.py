@@ -1,8 +1,9 @@
-"""A commit, a snapshot in memory, is the same on every rank and stays as it was taken."""
+"""A commit of an elastic run stays as it was taken, and is the same on every rank after a change."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,30 +11,30 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots.tensors import Staging
-from hvd_ckpt.training.resume_point import MemoryCheckpoint, ResumePoint, broadcast_resume_point
+from hvd_ckpt.training.collective import ResumePoint
+from hvd_ckpt.training.elastic import RunState
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
 
-def state(seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 3, 5, 5, generator=generator)
     weights = {
         "weight": weight.to(memory_format=torch.channels_last),
-        "tied": weight,
         "half": weight.bfloat16(),
         "count": torch.tensor(seed),
         "none": torch.empty(0, 7),
     }
-    common = {"optimizer": {"state": {0: {"mean": weight + 1, "seen": weight > 0}}}, "lr": (seed, 0.5)}
-    return weights, common
+    replicated = {"optimizer": {"state": {0: {"mean": weight + 1, "seen": weight > 0}}}, "lr": (seed, 0.5)}
+    return {"weights": weights, "replicated": replicated}
 
 
-def taken(commit: MemoryCheckpoint) -> tuple[dict[str, Tensor], Any]:
-    made = commit.snapshot()
-    assert made.per_rank is None and made.step == commit.step
-    return made.weights, made.replicated
+def trainer(rank: int, values: dict[str, Any]) -> Any:
+    progress = SimpleNamespace(step=rank)
+    return SimpleNamespace(
+        folder=Path(f"/run-{rank}"), progress=progress, state=lambda: values, requested_stop=None
+    )
 
 
 def same(one: Any, other: Any) -> bool:
@@ -46,29 +47,36 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_every_rank_gets_what_rank_0_has() -> None:
-    assert broadcast_resume_point(None) is None
+def test_every_rank_resumes_from_the_commit_of_rank_0() -> None:
     rank = hc.rank()
-    place = Path(f"/run-{rank}")
-    assert broadcast_resume_point(ResumePoint(place, place / "start")) == ResumePoint(
-        Path("/run-0"), Path("/run-0/start")
-    )
-    theirs = ResumePoint(place, checkpoint=MemoryCheckpoint.take(rank, *state(rank), Staging()))
-    for origin in (theirs, theirs if rank == 0 else None):  # of one that was there before, and of a new rank
-        received = broadcast_resume_point(origin)
-        assert received is not None and received.checkpoint is not None
-        assert received.folder == Path("/run-0") and received.checkpoint.step == 0
-        assert same(taken(received.checkpoint), state(0))
+    run = RunState()
+    run.sync()
+    assert run.point is None
+    run.start(ResumePoint(Path(f"/run-{rank}"), Path(f"/run-{rank}/start")))
+    run.sync()
+    assert run.point == ResumePoint(Path("/run-0"), Path("/run-0/start"))
+    if rank == 0:  # the others are new
+        run.follow(trainer(rank, state(rank)))
+    else:
+        run = RunState()
+    run.sync()
+    assert run.point is not None and run.point.folder == Path("/run-0")
+    made = run.point.read()
+    assert made is not None and (made.step, made.ranks, made.per_rank) == (0, hc.size(), None)
+    assert same({"weights": made.weights, "replicated": made.replicated}, state(0))
 
 
 def test_a_commit_stays_as_it_was_taken() -> None:
-    weights, common = state(1)
-    memory = Staging()
-    MemoryCheckpoint.take(6, *state(2), memory)
-    commit = MemoryCheckpoint.take(7, weights, common, memory)
-    weights["weight"].zero_()
-    common["optimizer"]["state"][0]["mean"].zero_()
-    common["optimizer"]["state"].clear()
-    optimizer_keeps_it = taken(commit)[1]
-    optimizer_keeps_it["optimizer"]["state"][0]["mean"].zero_()
-    assert same(taken(commit), state(1))
+    values = state(1)
+    run = RunState()
+    run.follow(trainer(7, values))
+    values["weights"]["weight"].zero_()
+    values["replicated"]["optimizer"]["state"][0]["mean"].zero_()
+    values["replicated"]["optimizer"]["state"].clear()
+    for _ in range(2):
+        run.restore()
+        assert run.point is not None
+        made = run.point.read()
+        assert made is not None
+        assert same({"weights": made.weights, "replicated": made.replicated}, state(1))
+        made.replicated["optimizer"]["state"][0]["mean"].zero_()  # as an optimizer does

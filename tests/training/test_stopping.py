@@ -15,7 +15,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.guards import NonFiniteLoss
+from hvd_ckpt.training.failures import NonFiniteLoss
 from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Outcome, Trainer
 

@@ -14,8 +14,8 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.training.agreement import errors_everywhere
 from hvd_ckpt.training.build import assemble
+from hvd_ckpt.training.collective import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Trainer
