@@ -15,7 +15,7 @@ from hvd_ckpt.data.text import MaskedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.bert import bert
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})

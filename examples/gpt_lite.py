@@ -16,7 +16,7 @@ from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.trainer import Trainer
 

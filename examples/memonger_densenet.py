@@ -21,7 +21,7 @@ from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.models.sizes import DENSENETS
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 
 
 @click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})

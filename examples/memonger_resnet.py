@@ -19,7 +19,7 @@ from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.objectives import Classification
 from hvd_ckpt.models.resnet import resnet
 from hvd_ckpt.models.sizes import RESNETS
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.trainer import Trainer
 

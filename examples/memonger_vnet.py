@@ -15,7 +15,7 @@ from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.models.objectives import Segmentation
 from hvd_ckpt.models.vnet import vnet
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.trainer import Trainer
 

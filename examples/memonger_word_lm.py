@@ -26,7 +26,7 @@ from hvd_ckpt.data.tokens import Tokens, find_text_files, library_files
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.lstm import lstm_language_model
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.trainer import Trainer
 

@@ -196,9 +196,7 @@ from hvd_ckpt.batchnorm import (
 from hvd_ckpt.distributed import (
     DistributedOptimizer as DistributedOptimizer,
 )
-from hvd_ckpt.planning.budget import (
-    BudgetError as BudgetError,
-)
+from hvd_ckpt.planning.budget import BudgetError as BudgetError
 from hvd_ckpt.planning.plan import (
     Plan as Plan,
 )

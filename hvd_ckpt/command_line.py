@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.heartbeat import Heartbeat, elapsed
 from hvd_ckpt.launchers import RANK_VARIABLES, launched_rank
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
-from hvd_ckpt.names import PRECISIONS
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.text import PRECISIONS
 
 
 class GradScaler(torch.amp.GradScaler):

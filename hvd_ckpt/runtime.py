@@ -26,8 +26,8 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt import uncaught, watchdog
-from hvd_ckpt.environment import check_environment, whole_in
 from hvd_ckpt.install.extras import explain_import_error
+from hvd_ckpt.launchers import check_environment, whole_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI

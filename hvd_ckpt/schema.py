@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hvd_ckpt.json_file import Wrong, loads, shown
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 __all__ = ["Strict", "first_error", "parse_json"]
 

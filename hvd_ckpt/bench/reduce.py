@@ -19,10 +19,9 @@ import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
-from hvd_ckpt.machine import machine_facts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,7 +27,8 @@ from hvd_ckpt.command_line import (
 )
 from hvd_ckpt.install.extras import explain_import_error, say_no_pictures
 from hvd_ckpt.models import catalog
-from hvd_ckpt.planning.budget import BudgetError, parse_budget, show_bytes
+from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.values import named
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvd_ckpt.command_line import BadArgument
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 
 if TYPE_CHECKING:
     from hvd_ckpt.cli.plan_models import Job

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from hvd_ckpt.data.dataset import random_split
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 __all__ = ["Source", "StandardisedSamples", "channel_statistics", "load"]
 

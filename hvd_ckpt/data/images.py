@@ -21,7 +21,7 @@ from torch.nn import functional
 from hvd_ckpt.data.arrays import Source, StandardisedSamples, channel_statistics, load
 from hvd_ckpt.data.dataset import check_samples, check_seed
 from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 __all__ = ["Digits", "ImageArrays", "ImageFolder", "Images", "open_images"]
 

@@ -18,7 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from hvd_ckpt import folders
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvd_ckpt.models.sizes import DENSENETS, RESNETS
-from hvd_ckpt.names import nearest, unknown
+from hvd_ckpt.text import nearest, unknown
 
 if TYPE_CHECKING:
     from torch import nn

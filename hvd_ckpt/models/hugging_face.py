@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_ckpt.json_file import Wrong, read_json, shown
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

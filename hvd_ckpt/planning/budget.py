@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["Budget", "BudgetError", "parse_budget", "show_bytes"]
+__all__ = ["Budget", "BudgetError", "parse_budget"]
 
 _MOST = 2.0**62
 _UNITS = {"": 1, "B": 1}
@@ -115,13 +115,3 @@ def device_budget(share: float, device: torch.device) -> int:
         total = psutil.virtual_memory().total
         held = psutil.Process().memory_info().rss
     return max(int(share * total) - held, 1)
-
-
-def show_bytes(count: int) -> str:
-    """``1.50 GiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError

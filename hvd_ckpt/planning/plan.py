@@ -20,7 +20,6 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import nn
 
 from hvd_ckpt.json_file import Wrong, dumps, read_bytes, shown, write_text
-from hvd_ckpt.names import one_line
 from hvd_ckpt.planning.policy import (
     KEEP,
     CheckpointPolicy,
@@ -32,6 +31,7 @@ from hvd_ckpt.planning.policy import (
 )
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.schema import Strict, parse_json
+from hvd_ckpt.text import one_line
 
 __all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from hvd_ckpt.heartbeat import talking
 from hvd_ckpt.measure import undisturbed
-from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget, show_bytes
+from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solver import Solver
+from hvd_ckpt.text import show_bytes
 
 __all__ = ["Planner", "largest_batch", "plan", "thinned"]
 

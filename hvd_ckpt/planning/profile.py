@@ -19,13 +19,14 @@ from hvd_ckpt.measure import no_collection, now
 from hvd_ckpt.memory import Mark, Marks, recording_marks
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
-from hvd_ckpt.planning.budget import BudgetError, show_bytes
+from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.text import show_bytes
 
 __all__ = ["Profile", "Step"]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 
 if TYPE_CHECKING:
     from hvd_ckpt.sharding.exchange import Exchange

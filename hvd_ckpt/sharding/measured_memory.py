@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import recording_marks
-from hvd_ckpt.names import unknown
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.text import unknown
 
 __all__ = ["OptimizerMemory", "Stretch", "check_optimizer", "make_optimizer", "measure_step"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.sharding import STAGES
+from hvd_ckpt.text import show_bytes
 
 __all__ = ["PARTS", "MemoryEstimate"]
 

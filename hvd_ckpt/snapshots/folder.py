@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvd_ckpt.json_file import Wrong
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 
 __all__ = [
     "SNAPSHOT",

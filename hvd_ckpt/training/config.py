@@ -24,10 +24,10 @@ from pydantic import (
 from typing_extensions import Self
 
 from hvd_ckpt.json_file import write_text
-from hvd_ckpt.names import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.schema import Strict, first_error
 from hvd_ckpt.sharding import STAGES, stage_of
+from hvd_ckpt.text import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
 from hvd_ckpt.values import BROKEN, PlainDumper, PlainLoader
 
 __all__ = ["Config", "ConfigError", "read_yaml"]

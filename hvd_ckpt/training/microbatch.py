@@ -17,7 +17,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from hvd_ckpt.frames import without_recomputation
-from hvd_ckpt.names import CHECKPOINTS
+from hvd_ckpt.text import CHECKPOINTS
 from hvd_ckpt.torch_private import pytree
 
 __all__ = ["Accumulated", "accumulate"]

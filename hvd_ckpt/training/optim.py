@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.names import SCHEDULES, unknown
+from hvd_ckpt.text import SCHEDULES, unknown
 
 __all__ = ["Schedule", "build_optimizer", "optimizer_names"]
 
@@ -115,7 +115,7 @@ class Schedule:
     DenseNet, Huang et al., 2017, and nearly as ResNet, He et al., 2016).
 
     Attributes:
-        name: one of :data:`~hvd_ckpt.names.SCHEDULES`.
+        name: one of :data:`~hvd_ckpt.text.SCHEDULES`.
         lr: the highest rate.
         steps: of the whole training.
         warmup: steps of the warm-up; the first has lr / warmup, the last lr.

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hvd_ckpt.names import one_line
+from hvd_ckpt.text import one_line
 from hvd_ckpt.training import logs
 
 __all__ = ["loss_plot"]

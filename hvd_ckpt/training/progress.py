@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from hvd_ckpt.heartbeat import Heartbeat, elapsed
 from hvd_ckpt.launchers import launcher_terminal
-from hvd_ckpt.planning.budget import show_bytes
+from hvd_ckpt.text import show_bytes
 
 __all__ = ["ProgressLine", "peak_memory", "quantity"]
 

@@ -20,9 +20,9 @@ from typing_extensions import Self
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.runtime import controller
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.logs import Logs
 from hvd_ckpt.training.microbatch import Accumulated

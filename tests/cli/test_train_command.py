@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 from hvd_ckpt.cli.train import train
 from hvd_ckpt.command_line import RANK_VARIABLES
-from hvd_ckpt.planning.budget import show_bytes
 from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training import logs
 
 pytestmark = pytest.mark.launch

@@ -13,7 +13,7 @@ from snapshot_files import write
 from torch import nn
 
 from hvd_ckpt.data.volumes import open_volumes
-from hvd_ckpt.environment import check_environment
+from hvd_ckpt.launchers import check_environment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.reader import Snapshot

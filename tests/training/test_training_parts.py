@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hvd_ckpt import names
+from hvd_ckpt import text as names
 from hvd_ckpt.heartbeat import elapsed
-from hvd_ckpt.names import SCHEDULES
+from hvd_ckpt.text import SCHEDULES
 from hvd_ckpt.training import logs, progress
 from hvd_ckpt.training.optim import Schedule, build_optimizer, optimizer_names
 from hvd_ckpt.training.plots import COLORS, loss_plot

@@ -16,9 +16,8 @@ from hvd_ckpt.bench.compare.launch import Failure, Launcher
 from hvd_ckpt.bench.compare.report import make_report
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
-from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.harness.stats import alternating
-from hvd_ckpt.machine import machine_facts
 
 __all__ = ["Comparison", "ComparisonError"]
 

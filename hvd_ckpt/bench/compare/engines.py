@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from hvd_ckpt.environment import whole_in
+from hvd_ckpt.launchers import whole_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,9 +10,8 @@ from pathlib import Path
 import click
 
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
-from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.machine import machine_facts
 
 __all__ = ["faults"]
 

@@ -1,4 +1,6 @@
-"""Reports: tables in the terminal, ``report.md`` and ``details.md`` for people, ``results.json`` for programs, and pictures."""
+"""Reports: tables in the terminal, ``report.md`` and ``details.md`` for people, ``results.json`` for programs, pictures, and
+the facts of the machine to print beside a measured number.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,17 @@ from hvd_ckpt.json_file import write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+import importlib.metadata
+import os
+import platform
 
-__all__ = ["Report", "Table", "plain", "save_figure"]
+__all__ = [
+    "Report",
+    "Table",
+    "machine_facts",
+    "plain",
+    "save_figure",
+]
 
 
 @dataclass
@@ -181,3 +192,32 @@ def save_figure(figure: Figure, file: Path) -> str:
     FigureCanvasAgg(figure)
     figure.savefig(file, dpi=110, bbox_inches="tight")
     return file.name
+
+
+PACKAGES = ("torch", "horovod", "transformers")
+PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
+
+
+def machine_facts(threads: int | None = None) -> dict[str, str]:
+    """Machine, versions, and variables that are set for Horovod and Open MPI, as lines for a report.
+
+    Args:
+        threads: CPU threads of each rank, where that is one number.
+    """
+    from hvd_ckpt.runtime import allowed_cpus  # which imports PyTorch
+
+    per_rank = "" if threads is None else f", {threads} thread(s) per rank"
+    versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
+    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]
+    return {
+        "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs{per_rank}",
+        "versions": ", ".join(versions),
+        "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

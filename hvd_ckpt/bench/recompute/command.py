@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.report import machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, check_device, job_options, split_names
-from hvd_ckpt.machine import machine_facts
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def _too_large(job: RecomputeJob) -> str | None:
     import psutil
 
     from hvd_ckpt.bench.recompute.measure import predicted_peak
-    from hvd_ckpt.planning.budget import show_bytes
+    from hvd_ckpt.text import show_bytes
 
     needed, room = predicted_peak(job.workload), int(SHARE * psutil.virtual_memory().available / job.size)
     if needed <= room:

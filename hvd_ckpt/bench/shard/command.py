@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option
-from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.shard.configurations import ENGINES, OURS, Configuration, configurations
 from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
-from hvd_ckpt.machine import machine_facts
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.shard.results import Result, Results

@@ -13,10 +13,9 @@ import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, plain
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
-from hvd_ckpt.machine import machine_facts
 from hvd_ckpt.models import catalog
 
 __all__ = ["Case", "Job", "RankResult", "train"]

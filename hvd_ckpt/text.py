@@ -1,11 +1,11 @@
-"""Names that settings may have, and how an error names one that is unknown. It imports no PyTorch, so that help is quick."""
+"""Texts: names of settings, messages about unknown ones, and byte sizes. Importing it imports no PyTorch, so that help is quick."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CHECKPOINTS", "PRECISIONS", "SCHEDULES", "nearest", "one_line", "unknown"]
+__all__ = ["CHECKPOINTS", "PRECISIONS", "SCHEDULES", "nearest", "one_line", "show_bytes", "unknown"]
 
 CHECKPOINTS = ("always", "except_last", "never")
 """Which micro-batches :func:`hvd_ckpt.accumulate` recomputes."""
@@ -47,6 +47,16 @@ def one_line(message: str) -> str:
     if not message.isprintable():
         message = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in message)
     return message if len(message) <= LONGEST else f"{message[: LONGEST - 300]} ... {message[-290:]}"
+
+
+def show_bytes(count: int) -> str:
+    """``1.50 GiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError
 
 
 def _plain(name: str) -> str:
