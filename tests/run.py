@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,13 @@ def belongs(path: str, run: Run) -> bool:
     """Whether a run has a test in a file, or in a folder."""
     place = ROOT / path.split("::")[0]
     files = place.rglob("test_*.py") if place.is_dir() else [place]
-    return any(run.kind == kind_of(file.read_text(encoding="utf-8")) for file in files)
+    texts = [
+        text for text in (file.read_text(encoding="utf-8") for file in files) if kind_of(text) == run.kind
+    ]
+    if run.kind != "ranks":
+        return bool(texts)
+    sizes = re.findall(r"(?:gloo|mpi)=\(([\d, ]+)\)", "".join(texts))
+    return str(run.ranks) in re.findall(r"\d+", " ".join(sizes))
 
 
 def kind_of(text: str) -> str:

@@ -207,5 +207,5 @@ def test_a_folder_is_trained_on_what_its_vocabulary_holds(tmp_path: Path) -> Non
 def test_a_folder_takes_no_longer_samples_than_it_has_positions(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "roberta", 300, 16)
     assert assemble(settings(folder, tmp_path, length=16)).model.training
-    with pytest.raises(ConfigError, match="length 17: the model .* takes 16 tokens at most"):
+    with pytest.raises(ConfigError, match="length 17: the model .* 16 tokens"):
         assemble(settings(folder, tmp_path, length=17))

@@ -405,9 +405,9 @@ def keep_pickles_only(folder):
         (
             lambda folder: point_to(folder, "weights.bin"),
             ValueError,
-            "'weights.bin', which is no safetensors",
+            "'weights.bin'",
         ),
-        (lambda folder: point_to(folder, "../x.safetensors"), ValueError, "x.safetensors', which is no safe"),
+        (lambda folder: point_to(folder, "../x.safetensors"), ValueError, "x.safetensors'"),
         (lambda folder: (folder / "adapter_config.json").touch(), ValueError, "holds an adapter"),
         (keep_pickles_only, FileNotFoundError, "no model.safetensors, only pytorch_model.bin.*pickles"),
     ],

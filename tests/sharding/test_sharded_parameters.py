@@ -503,7 +503,7 @@ def test_what_cannot_be_split_or_grouped_is_named() -> None:
     model = Stack(2)
     with pytest.raises(TypeError, match=r"units\[1\] must be a module .* 'blocks'"):
         find_units(model, [model.blocks[0], "blocks"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="no part of this Stack"):
+    with pytest.raises(ValueError, match="not part of this Stack"):
         find_units(model, [Block()])
     with pytest.raises(ValueError, match=r"'blocks\.0', which is in a unit already"):
         find_units(model, [model.blocks[0], [model.blocks[1], model.blocks[0]]])
