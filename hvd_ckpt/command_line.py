@@ -77,7 +77,7 @@ def split_names(
         find: looks a name up, and raises ValueError if there is nothing of that name.
 
     Raises:
-        BadArgument: there is none, one is unknown, or one is given twice.
+        BadArgument: the list is empty, or a name is unknown or given twice.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:

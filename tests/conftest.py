@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvd_ckpt.launchers import RANK_VARIABLES
+
 HANG_SECONDS = 120
 MPI_WORKS = "HVD_CKPT_TESTS_MPI_WORKS"  # set by tests/run.py
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 _status = pytest.StashKey[int]()
 

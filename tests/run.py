@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
 SECONDS = 2700.0  # that a run may take on a busy machine
@@ -220,7 +219,9 @@ def work(results: str, arguments: list[str]) -> int:
     """One process of a run: pytest, its outcomes written where :func:`execute` looks for them."""
     import pytest
 
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    from hvd_ckpt.launchers import launched_rank
+
+    rank = launched_rank() or 0
     status = int(pytest.main([f"--junitxml={results}/{rank}.xml", *arguments]))
     return 0 if status == NO_TESTS else status  # a launcher would take any other status for a crash
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from call_names import CallNames
 from programs import REENTRANT, Block, Program
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -13,7 +14,6 @@ from torch.utils import checkpoint as torch_checkpoint
 import hvd_ckpt as hc
 from hvd_ckpt.planning.plan import BlockPlan, Plan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
-from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
 from hvd_ckpt.recompute.tape import Policy
 
 __all__ = ["Caught", "Net", "build"]
@@ -169,21 +169,9 @@ class Net(nn.Module):
         Plan(tuple(blocks), tuple(items)).apply(self)
 
 
-class _Names(CallMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if any(True for _ in tensors_in(result)):
-            self.names.append(call_name(func))
-        return result
-
-
 def _drop_all(part: Part) -> CheckpointPolicy:
     buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
-    with torch.random.fork_rng(), torch.no_grad(), _Names() as mode:
+    with torch.random.fork_rng(), torch.no_grad(), CallNames() as mode:
         part(torch.randn(4, WIDTH))
     for name, buffer in part.named_buffers():
         buffer.copy_(buffers[name])

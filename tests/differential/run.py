@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+SHARED = [str(HERE.parent / "helpers"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), *SHARED]
 
 
 def main() -> int:
@@ -99,7 +100,7 @@ class Job:
                 str(HERE / "worker.py"),
             ]
             command += [str(log), "-" if program is None else str(given), *map(str, seeds)]
-            path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+            path = os.pathsep.join([*SHARED, os.environ.get("PYTHONPATH", "")])
             environment = {
                 "OMPI_MCA_mpi_yield_when_idle": "1",
                 "OMP_NUM_THREADS": "1",

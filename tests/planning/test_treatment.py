@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_names import CallNames
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.policy import (
@@ -20,20 +21,7 @@ from hvd_ckpt.planning.policy import (
     base_class,
     remove_policy,
 )
-from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
 from hvd_ckpt.recompute.tape import Policy
-
-
-class Names(CallMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if any(True for _ in tensors_in(result)):
-            self.names.append(call_name(func))
-        return result
 
 
 class Block(nn.Module):
@@ -53,7 +41,7 @@ class Block(nn.Module):
 
 
 def drop_all(function: Callable[[Tensor], Any], x: Tensor) -> CheckpointPolicy:
-    with torch.random.fork_rng(), Names() as mode:
+    with torch.random.fork_rng(), CallNames() as mode:
         function(x)
     return CheckpointPolicy("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from call_names import CallNames
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvd_ckpt as hc
 from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.recompute.calls import CallMode, call_name, tensors_in
+from hvd_ckpt.recompute.calls import CallMode
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 
 
@@ -151,23 +152,11 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-class Names(CallMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if any(True for _ in tensors_in(result)):
-            self.names.append(call_name(func))
-        return result
-
-
 def names(function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
     """The calls of a function, whose effects on modules and random numbers are undone."""
     if isinstance(function, nn.Module):
         function = copy.deepcopy(function)
-    with torch.random.fork_rng(), Names() as mode:
+    with torch.random.fork_rng(), CallNames() as mode:
         function(*args)
     return tuple(mode.names)
 

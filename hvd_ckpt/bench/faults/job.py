@@ -155,7 +155,7 @@ class RunView:
 
 
 def logged_step(run: Path) -> int:
-    """The last step in the log of a run; 0 if there is none."""
+    """The last step in the log of a run, or 0."""
     try:
         with (run / "log.jsonl").open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
@@ -166,7 +166,7 @@ def logged_step(run: Path) -> int:
 
 
 def newest_step(run: Path) -> int:
-    """The step of the newest snapshot that is in place; 0 if there is none."""
+    """The step of the newest snapshot that is in place, or 0."""
     return max((int(name[5:]) for name in _names(run) if name.startswith("step-")), default=0)
 
 

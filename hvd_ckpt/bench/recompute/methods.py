@@ -237,7 +237,7 @@ def compile_chain(model: nn.Sequential, budget: float = 1.0, *, whole: bool = Fa
     """``model`` under ``torch.compile`` with that ``activation_memory_budget``.
 
     Args:
-        whole: whether it must be one graph; if not, what cannot be traced runs as it is.
+        whole: whether it must be one graph; if not, code that is not traceable runs as it is.
     """
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
