@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
@@ -212,12 +212,7 @@ class Case:
 )
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Workloads to train.")
 @click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
-@click.option(
-    "--pairs",
-    type=click.IntRange(1),
-    default=None,
-    help=f"Jobs per engine, alternating.  [default: {PAIRS}; with --quick {QUICK_PAIRS}]",
-)
+@count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @click.option(
     "--steps", type=click.IntRange(1), default=None, help="Timed steps per job.  [default: by workload]"
 )

@@ -26,7 +26,7 @@ from hvd_ckpt.command_line import (
     whole_number,
 )
 
-__all__ = ["BenchRun", "Steps", "bench_command", "quick_option", "whole_numbers"]
+__all__ = ["BenchRun", "Steps", "bench_command", "count_option", "quick_option", "whole_numbers"]
 
 
 class Steps:
@@ -134,6 +134,14 @@ def bench_command(
 def quick_option(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The flag ``--quick``."""
     return click.option("--quick", is_flag=True, help=help)
+
+
+def count_option(
+    *names: str, help: str, default: int, quick: int
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option for a number from 1 whose default depends on ``--quick``; the command gets None where it is not given."""
+    shown = f"{help}  [default: {default}; with --quick {quick}]"
+    return click.option(*names, type=click.IntRange(1), default=None, help=shown)
 
 
 def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
 from hvd_ckpt.bench.harness.report import machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, check_device, job_options, split_names
 
@@ -37,12 +37,7 @@ SHARE = 0.8  # of the free memory that a step may take
     show_default=True,
     help="Of our plans, as hvd_ckpt.plan takes them, or 'fastest'.",
 )
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=None,
-    help=f"Timed steps of each, in turn.  [default: {ROUNDS}; with --quick {QUICK_ROUNDS}]",
-)
+@count_option("--rounds", help="Timed steps of each, in turn.", default=ROUNDS, quick=QUICK_ROUNDS)
 @click.option("--np", "ranks", default="1", show_default=True, help="Numbers of ranks that train together.")
 @click.option(
     "--batches", default=None, help="Samples of a step, over all ranks.  [default: by workload, on each rank]"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, quick_option
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.shard.configurations import ENGINES, OURS, Configuration, configurations
 from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
@@ -34,13 +34,7 @@ FOR_WIRE = {"width": 128, "layers": 4, "heads": 4, "length": 64, "passes": 1, "b
 
 
 @bench_command("shard", width=200)
-@click.option(
-    "--np",
-    "ranks",
-    type=click.IntRange(1),
-    default=None,
-    help=f"Number of ranks.  [default: {RANKS}; with --quick {QUICK_RANKS}]",
-)
+@count_option("--np", "ranks", help="Number of ranks.", default=RANKS, quick=QUICK_RANKS)
 @click.option(
     "--stages",
     default="0,1,2,3",
@@ -48,18 +42,8 @@ FOR_WIRE = {"width": 128, "layers": 4, "heads": 4, "length": 64, "passes": 1, "b
     help="What is split: 1 optimizer state, 2 gradients, 3 parameters.",
 )
 @click.option("--peers", default=",".join(PEERS), show_default=True, help=f"Other engines, or {NOBODY}.")
-@click.option(
-    "--accumulate",
-    type=click.IntRange(1),
-    default=None,
-    help=f"Micro-batches of a step.  [default: {PASSES}; with --quick {QUICK_PASSES}]",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=None,
-    help=f"Timed steps of each.  [default: {ROUNDS}; with --quick {QUICK_ROUNDS}]",
-)
+@count_option("--accumulate", help="Micro-batches of a step.", default=PASSES, quick=QUICK_PASSES)
+@count_option("--rounds", help="Timed steps of each.", default=ROUNDS, quick=QUICK_ROUNDS)
 @click.option(
     "--text",
     metavar="FILE",
@@ -69,12 +53,7 @@ FOR_WIRE = {"width": 128, "layers": 4, "heads": 4, "length": 64, "passes": 1, "b
 @click.option(
     "--wire", is_flag=True, help="Train with each wire format instead, and compare losses, errors and bytes."
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    default=None,
-    help=f"With --wire: of each run.  [default: {STEPS}; with --quick {QUICK_STEPS}]",
-)
+@count_option("--steps", help="With --wire: of each run.", default=STEPS, quick=QUICK_STEPS)
 @click.option(
     "--chart",
     metavar="FILE",
