@@ -25,7 +25,7 @@ __all__ = [
     "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter",
 ]  # fmt: skip
 
-OLDEST = (2, 13)  # the oldest that the tests have passed with (2.9 fails some); setup.cfg asks for it
+OLDEST = (2, 13)  # 2.12 frees saved tensors that the replay of a tape reads; setup.cfg asks for the same
 
 ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
     (torch.Tensor, ("_version", "_backward_hooks")),
