@@ -1,43 +1,36 @@
-"""``hvd-ckpt bench faults`` as its user runs it, in short: a killed run, four kills within a save."""
+"""``hvd-ckpt bench faults`` in short: a killed run, two kills within a save."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.faults.plan import FaultPlan, Kill
 
 pytestmark = pytest.mark.launch
 
 
-def test_killed_runs_end_as_the_undisturbed_one_and_killed_saves_leave_a_good_snapshot(
-    tmp_path: Path,
+def test_a_killed_run_ends_as_the_undisturbed_one_and_killed_saves_leave_a_good_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, file = tmp_path / "out", tmp_path / "results.jsonl"
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "hvd_ckpt.cli.main", "bench", "faults", "--np", "2", "--seed", "8"),
-            *("--runs", "1", "--saves", "4", "--add", str(file), "--output", str(output)),
-        ],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    kill = Kill("all ranks", "SIGKILL", "step", 20, 0.0)
+    monkeypatch.setattr(
+        "hvd_ckpt.bench.faults.kill.draw_plan", lambda seed, *_: FaultPlan(seed, 1, "gloo", (kill,))
     )
-    assert process.returncode == 0, process.stdout + process.stderr
+    output, file = tmp_path / "out", tmp_path / "results.jsonl"
+    arguments = ["faults", "--np", "1", "--seed", "8", "--runs", "1", "--saves", "2", "--add", str(file)]
+    result = CliRunner().invoke(bench, [*arguments, "--output", str(output)])
+    assert result.exit_code == 0, result.output
     report = json.loads((output / "results.json").read_text())["results"]
-    runs = report["kill"]["found"]
-    assert [run["seed"] for run in runs] == [8]
-    assert all(run["differences"] == [] and run["lost"] == run["left"] == 0 for run in runs)
-    kills = [kill for run in runs for kill in run["kills"]]
-    assert kills and all(kill["signal"] in ("SIGKILL", "SIGTERM", "SIGINT") for kill in kills)
+    (run,) = report["kill"]["found"]
+    assert (run["seed"], run["restarts"], run["differences"], run["lost"], run["left"]) == (8, 1, [], 0, 0)
+    assert [one["signal"] for one in run["kills"]] == ["SIGKILL"]
     saves = report["save"]["found"]
-    assert [kill["fault"] for kill in saves] == [None] * 4
-    assert {kill["writer"] for kill in saves} == {"blocking", "background"}
-    assert len(file.read_text().splitlines()) == 5
-    for text in (process.stdout, (output / "report.md").read_text()):
-        for words in ("1 of 1 runs (1 at np=2) end as the undisturbed run", "4 of 4 kills", "machine: "):
-            assert words in text
+    assert [one["fault"] for one in saves] == [None] * 2
+    assert {one["writer"] for one in saves} == {"blocking", "background"}
+    assert len(file.read_text().splitlines()) == 3
+    assert "1 of 1 runs" in result.output and "2 of 2 kills" in result.output

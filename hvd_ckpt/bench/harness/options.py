@@ -86,9 +86,12 @@ class BenchRun:
     @contextlib.contextmanager
     def progress(self, total: int) -> Iterator[Steps]:
         """The progress over so many parts; SIGTERM ends the ranks that are running."""
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        with progress_bar() as progress:
-            yield Steps(progress, progress.add_task("starting", total=total))
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            with progress_bar() as progress:
+                yield Steps(progress, progress.add_task("starting", total=total))
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def save(self, report: Report) -> None:
         """Writes the report; call it after each part too, and a long run that is ended leaves what it has found."""

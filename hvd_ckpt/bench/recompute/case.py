@@ -271,9 +271,7 @@ def measure(job: RecomputeJob) -> Case:
 
     hc.init()
     cpu = torch.device("cpu")
-    case = run_case(job.workload, cpu, job.families, job.budgets, job.rounds, ranks=hc.size())
-    hc.shutdown()
-    return case
+    return run_case(job.workload, cpu, job.families, job.budgets, job.rounds, ranks=hc.size())
 
 
 if __name__ == "__main__":

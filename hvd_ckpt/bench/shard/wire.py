@@ -113,7 +113,6 @@ def measure(job: WireJob) -> Runs:
             means = hc.allreduce(every, name=f"losses.{stage}.{name}").tolist()
             finite = [mean if math.isfinite(mean) else None for mean in means]
             runs.append(Run(stage, name, finite, sent, gradient_error, weight_error))
-    hc.shutdown()
     return Runs(runs)
 
 

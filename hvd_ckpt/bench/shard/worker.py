@@ -241,11 +241,11 @@ def measure(job: ShardJob) -> Answer:
     if job.rounds:
         bench.time(running)
     elements = sum(parameter.numel() for parameter in build(job.training).parameters())
-    hc.shutdown()
     return Answer(torch.get_num_threads(), elements, bench.findings)
 
 
 if __name__ == "__main__":
     run_rank(ShardJob, measure)
+    hc.shutdown()
     sys.stdout.flush()
     os._exit(0)  # the orderly end of several engines in one process takes long

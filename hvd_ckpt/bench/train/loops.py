@@ -207,14 +207,12 @@ def measure(job: Job) -> RankResult:
     gc.freeze()  # what is collected within a round is what the loops leave
     trainer.run()
     trainer.by_hand.close()
-    result = RankResult(
+    return RankResult(
         torch.get_num_threads(),
         trainer.seconds,
         trainer.seconds_by_hand,
         differences(trainer.model, trainer.by_hand.model),
     )
-    hvd.shutdown()
-    return result
 
 
 if __name__ == "__main__":

@@ -175,20 +175,3 @@ def test_command_writes_a_report(tmp_path: Path) -> None:
     assert "| checkpoint every block |" in (folder / "report.md").read_text()
     if installed("matplotlib"):
         assert (folder / "recompute.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--workloads", "vgg"], "--workloads: 'vgg'"),
-        (["--device", "meta"], "--device: 'meta'"),
-        (["--batches", "few"], "--batches: 'few'"),
-        (["--np", "1,2", "--batches", "16,5"], "--batches: 5"),
-        (["--np", "2", "--compiled"], "--np: 2"),
-        (["--output", __file__], "--output: "),
-    ],
-)
-def test_a_bad_argument_is_one_line(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["recompute", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output

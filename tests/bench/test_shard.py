@@ -1,15 +1,12 @@
-"""``hvd-ckpt bench shard`` without ranks: what is compared with what, how bytes are counted, bad arguments."""
+"""``hvd-ckpt bench shard`` without ranks: what is compared with what, and how bytes are counted."""
 
 from __future__ import annotations
 
 import mmap
 from pathlib import Path
 
-import pytest
 import torch
-from click.testing import CliRunner
 
-from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.shard.configurations import Configuration, baselines, configurations
 from hvd_ckpt.bench.shard.results import Result, Results
 from hvd_ckpt.bench.shard.wire import Run, wire_table
@@ -109,20 +106,3 @@ def test_each_storage_counts_once_and_mapped_files_apart(tmp_path: Path) -> None
     seen: set[int] = set()
     assert storage_bytes([tensor, tensor[:10], mapped], seen) == (4000, mmap.PAGESIZE)
     assert storage_bytes([tensor.view(10, 100)], seen) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--stages", "4"], "--stages: '4'"),
-        (["--peers", "apex"], "--peers: 'apex'"),
-        (["--np", "0"], "'--np'"),
-        (["--text", "/no/such/text"], "--text: "),
-        (["--chart", "/no/such/folder/a.png"], "--chart: there is no folder '/no/such/folder'"),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_status_2(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["shard", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output
-    assert len(result.output.strip().splitlines()) == 1

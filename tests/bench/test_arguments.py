@@ -1,0 +1,69 @@
+"""Bad arguments of the benchmark commands: one line that names the option and the value, and exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.compare.command import compare
+
+COMPARE = [
+    ("--np 0", "'--np'"),
+    ("--controller smoke", "'smoke'"),
+    ("--engines nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
+    ("--engines ddp", "--subject hvd_ckpt"),
+    ("--engines ,", "--engines"),
+    ("--workloads gpt", "--workloads: 'gpt'"),
+    ("--scenarios easy,plain", "--scenarios: 'easy'"),
+    ("--workloads nothing --scenarios nothing", "nothing to compare"),
+    ("--scenarios plain --workloads nothing --variants explicit", "nothing to compare"),
+    ("--precision apex-O1", "--precision apex-O1: NVIDIA Apex"),
+    ("--device cuda", "--device cuda"),
+    ("--chunks 2,0", "--chunks: '0'"),
+    ("--budget half", "--budget: "),
+    ("--budget min --engines ddp --subject ddp", "--budget min"),
+    ("--quick --full", "--full"),
+    ("--text no/such/file", "--text: cannot read the text 'no/such/file'"),
+    ("--text empty", "'empty'"),
+    ("--output full", "--output: the folder 'full'"),
+    ("--output empty", "--output: cannot write to 'empty'"),
+    ("surplus", "surplus"),
+]
+BENCH = [
+    ("reduce --np two", "--np: 'two'"),
+    ("reduce --controller nccl", "--controller: 'nccl'"),
+    ("reduce --workloads resnet", "--workloads: 'resnet'"),
+    ("reduce --engines ddp,ddp", "--engines: 'ddp'"),
+    ("reduce --pairs 0", "'--pairs'"),
+    ("recompute --device meta", "--device: 'meta'"),
+    ("recompute --np 1,2 --batches 16,5", "--batches: 5"),
+    ("recompute --np 2 --compiled", "--np: 2"),
+    ("shard --stages 4", "--stages: '4'"),
+    ("shard --peers apex", "--peers: 'apex'"),
+    ("shard --text no/such/text", "--text: "),
+    ("shard --chart no/such/folder/a.png", "--chart: "),
+    ("faults --add nowhere/results.jsonl", "--add: the folder of 'nowhere/results.jsonl'"),
+    ("faults --output empty", "--output: "),
+    ("train --models gpt-huge", "--models: "),
+    ("train --accumulate 1,8 --batch 4", "--accumulate: a batch of 4 has fewer samples than 8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "arguments", "message"),
+    [*((compare, *one) for one in COMPARE), *((bench, *one) for one in BENCH)],
+    ids=[arguments for arguments, _ in (*COMPARE, *BENCH)],
+)
+def test_a_bad_argument_is_one_line(group, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("full").mkdir()
+    Path("full/file").touch()
+    result = CliRunner().invoke(group, arguments.split())
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: ") and message in result.output
+    assert result.output.count("\n") == 1
+    assert not Path("runs").exists()

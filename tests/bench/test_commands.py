@@ -1,0 +1,148 @@
+"""Each benchmark command in short, with its job in the ranks of this session instead of new ones: every rank calls the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import hvd_ckpt as hc
+from hvd_ckpt.bench import reduce as reduce_module
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, load_json, reason, save_json
+
+pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
+
+PLANTED = Path(__file__).resolve().parents[1] / "helpers" / "scripts"
+MIB = 1 << 20
+Command = Callable[..., tuple[int, str, dict[str, Any]]]
+
+
+@pytest.fixture
+def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs ``hvd-ckpt bench`` with arguments; returns its exit status, its output and ``results.json``."""
+
+    def run_here(job: RankJob, result: Any, controller: str, timeout: float, **_: object) -> list[Any]:
+        assert (job.size, controller) == (hc.size(), "gloo")
+        job = dataclasses.replace(job, folder=folder / job.folder.name)
+        if hc.rank() == 0:
+            job.save()
+        hc.barrier()
+        error = None
+        try:
+            found = importlib.import_module(job.worker).measure(type(job).load(job.file))
+            save_json(found, job.result_file(hc.rank()))
+        except RuntimeError as raised:
+            error = reason(raised)
+        for told in hc.allgather_object(error):
+            if told is not None:
+                raise JobError(told)
+        return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
+
+    for module in ("reduce", "train.command", "recompute.command", "shard.command", "harness.jobs"):
+        monkeypatch.setattr(f"hvd_ckpt.bench.{module}.run_job", run_here, raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
+        output = folder / f"output{hc.rank()}"
+        result = CliRunner().invoke(bench, [*arguments, "--output", str(output)])
+        assert isinstance(result.exception, SystemExit | None), result.exception
+        hc.barrier()
+        assert (output / "report.md").stat().st_size > 100
+        return result.exit_code, result.output, json.loads((output / "results.json").read_text())
+
+    return run
+
+
+def test_reduce_times_engines_and_names_one_that_fails(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(PLANTED)])
+    monkeypatch.setitem(reduce_module.WORKLOADS, "densenet", ("densenet-narrow", "many gradients", 1, 1))
+    monkeypatch.setattr(reduce_module, "COUNTS", 1)
+    status, output, report = command(
+        *("reduce", "--np", "2", "--controller", "gloo", "--workloads", "densenet"),
+        *("--pairs", "1", "--steps", "1", "--engines", "hvd_ckpt,horovod,planted_engines:Broken"),
+    )
+    assert status == 1
+    assert "planted_engines:Broken, 2 ranks over gloo: RuntimeError: no network for you" in output
+    ours, stock, broken = report["results"]
+    assert ours["of_horovod"]["median"] == pytest.approx(ours["jobs"][0] / stock["jobs"][0])
+    assert all(4 < one["gradient_bytes"] / MIB < 5 for one in (ours, stock)), (
+        "4.2 MiB of gradients, held once"
+    )
+    assert broken["jobs"] == [] and "no network" in broken["failure"]
+
+
+def test_recompute_merges_what_the_ranks_found(command: Command) -> None:
+    status, output, report = command(
+        *("recompute", "--quick", "--np", "2", "--controller", "gloo", "--rounds", "1", "--batches", "4"),
+        *("--workloads", "lstm", "--methods", "blocks,ours", "--budgets", "min"),
+    )
+    assert status == 0, output
+    (case,) = report["results"]
+    assert (case["ranks"], case["batch"], case["failure"]) == (2, 4, None)
+    found = {one["name"]: one for one in (*case["entries"], *case["plans"])}
+    assert {(one["same"], len(one["seconds"])) for one in found.values()} == {("bitwise", 1)}
+    assert found["plan min"]["peak_bytes"] < found["no recomputation"]["peak_bytes"]
+
+
+@pytest.fixture
+def text(folder: Path) -> str:
+    (folder / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return str(folder / "text")
+
+
+def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(command: Command, text: str) -> None:
+    try:
+        status, output, report = command(
+            *("shard", "--quick", "--np", "2", "--controller", "gloo", "--stages", "3", "--peers", "fsdp2"),
+            *("--accumulate", "1", "--rounds", "1", "--text", text),
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    assert status == 0, output
+    found = {line["configuration"]: line for line in report["results"]}
+    assert set(found) == {
+        *("hvd_ckpt-3", "hvd_ckpt-3-recompute", "hvd_ckpt-3-offload", "hvd_ckpt-3-offload-recompute"),
+        *("fsdp2-3", "fsdp2-3-recompute"),
+    }
+    ranks = {name: line["ranks"][0] for name, line in found.items()}
+    ours, offloaded = ranks["hvd_ckpt-3"], ranks["hvd_ckpt-3-offload"]
+    assert ours["counted"] == ranks["hvd_ckpt-3-recompute"]["counted"] > 0, "recomputation sends nothing"
+    assert all(line["loss_difference"] < 1e-4 for line in found.values())
+    assert all(len(rank["seconds"]) == 1 and rank["peak"] > rank["parameters"] for rank in ranks.values())
+    # Adam in float32 needs 16 bytes for each parameter, of which each of two ranks holds half.
+    elements = int(report["model"].split()[0])
+    assert 8 <= (ours["parameters"] + ours["gradients"] + ours["state"]) / elements < 1.05 * 8
+    assert offloaded["state"] == 0 and offloaded["on_disk"] == ours["state"]
+
+
+def test_shard_trains_in_every_wire_format(command: Command, text: str) -> None:
+    options = ("--wire", "--quick", "--np", "2", "--controller", "gloo", "--accumulate", "1", "--steps", "2")
+    status, output, report = command("shard", *options, "--text", text)
+    assert status == 0, output
+    assert [(run["stage"], run["format"]) for run in report["results"]] == [
+        (stage, name) for stage in (2, 3) for name in ("fp32", "fp16", "bf16", "int8")
+    ]
+    assert all(run["sent"] > 0 and None not in run["losses"] for run in report["results"])
+
+
+def test_both_loops_of_train_do_the_same(command: Command, folder: Path) -> None:
+    status, output, report = command(
+        *("train", "--models", "gpt-tiny", "--accumulate", "2", "--batch", "2", "--controller", "gloo"),
+        *("--ranks", "2", "--rounds", "3", "--steps", "1"),
+    )
+    assert status == 0, output
+    (case,) = report["results"]
+    assert case["passed"] and case["differences"] == []
+    assert len(case["trainer"]) == len(case["by_hand"]) == 3
+    log = (folder / "0-2" / "run" / "log.jsonl").read_text().splitlines()
+    assert len(log) == 7, "3 steps of warm-up, 3 rounds of one step, one that ends the last round"
