@@ -316,12 +316,9 @@ def reducescatter(
     Returns:
         This rank's rows: the first dimension is divided over the ranks, earlier ranks have one more where it does not divide.
     """
-    wire, context = compression.compress(tensor)
-    result = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
-        _scaled(wire, prescale_factor), name, op, process_set, postscale_factor
-    )
-    part: torch.Tensor = compression.decompress(result, context)
-    return part
+    return grouped_reducescatter(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+    )[0]
 
 
 def grouped_reducescatter_async(
@@ -353,29 +350,29 @@ def grouped_reducescatter(
     """:func:`reducescatter` of several tensors, which start together."""
     wires = [compression.compress(tensor) for tensor in tensors]
     scaled = [_scaled(wire, prescale_factor) for wire, _ in wires]
-    results = mpi_ops.grouped_reducescatter(
-        scaled, name, Compression.none, op, process_set, 1.0, postscale_factor
-    )
+    results = _ReduceScatter.apply(name, op, process_set, postscale_factor, *scaled)  # type: ignore[no-untyped-call]
     return [compression.decompress(result, context) for result, (_, context) in zip(results, wires)]
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Horovod's, whose gradient is gathered under a name of its own: an unnamed one may differ between ranks, and hang."""
+    """Horovod's, whose gradients are gathered under a name of the forward pass: an unnamed one may differ between ranks, and hang."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet, factor: float
+        ctx: Any, name: str | None, op: int, process_set: ProcessSet, factor: float, *tensors: torch.Tensor
     ) -> Any:
-        ctx.name = None if name is None else f"{name}.gradient"
-        ctx.process_set, ctx.factor = process_set, factor * (process_set.size() if op == Sum else 1)
-        return mpi_ops.synchronize(
-            mpi_ops.reducescatter_async(tensor, name, op, process_set, postscale_factor=factor)
+        handle = mpi_ops.grouped_reducescatter_async(
+            list(tensors), name, op, process_set, postscale_factor=factor
         )
+        ctx.name = f"{name or f'reducescatter.{handle}'}.gradient"
+        ctx.process_set, ctx.factor = process_set, factor * (process_set.size() if op == Sum else 1)
+        return tuple(mpi_ops.synchronize(handle))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gathered = mpi_ops.allgather(gradients[0] * ctx.factor, ctx.name, ctx.process_set)
-        return gathered, None, None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        scaled = [gradient * ctx.factor for gradient in gradients]
+        handle = mpi_ops.grouped_allgather_async(scaled, ctx.name, ctx.process_set)
+        return None, None, None, None, *mpi_ops.synchronize(handle)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
