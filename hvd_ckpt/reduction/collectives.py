@@ -355,7 +355,7 @@ def grouped_reducescatter(
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Horovod's, whose gradients are gathered under a name of the forward pass: an unnamed one may differ between ranks, and hang."""
+    """Horovod's, with gradients gathered under a name of the forward pass: an unnamed gather may differ between ranks, and hang."""
 
     @staticmethod
     def forward(

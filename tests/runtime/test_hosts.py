@@ -5,13 +5,9 @@ The hosts are network namespaces (see hosts.py). Every job trains the same tiny 
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,14 +65,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def weights_of_one_host(hosts: Hosts, text: Path, tmp_path_factory: pytest.TempPathFactory):
-    @functools.cache
-    def train(launcher: str) -> str:
-        run = tmp_path_factory.mktemp("whole") / "run"
-        end(hosts, command(launcher, "a:2", text, run))
-        return final_weights(run)
-
-    return train
+def weights_of_one_host(hosts: Hosts, text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sum of two ranks has the same bits over either controller."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    end(hosts, command("gloo", "a:2", text, run))
+    return final_weights(run)
 
 
 def command(launcher: str, where: str, text: Path, run: Path, *more: str) -> list[str]:
@@ -97,23 +90,15 @@ def final_weights(run: Path) -> str:
     ).hexdigest()
 
 
-def controller(launcher: str) -> str:
-    return "gloo" if launcher == "gloo" else "mpi"
-
-
-def skip_without(launcher: str) -> None:
-    if controller(launcher) == "mpi" and not (answer := probe("mpi")).works:
-        pytest.skip(f"MPI does not work here: {answer.reason}")
-
-
 @pytest.mark.parametrize(("launcher", "relauncher"), [("gloo", "gloo"), ("mpirun", "mpi")])
 def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one_host(
     launcher, relauncher, hosts, text, weights_of_one_host, tmp_path
 ) -> None:
     """Over a slow link, where links can be slowed, before and after."""
-    skip_without(launcher)
+    if launcher != "gloo" and not (answer := probe("mpi")).works:
+        pytest.skip(f"MPI does not work here: {answer.reason}")
     run = tmp_path / "run"
-    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "15")
+    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "5")
     alive = [word for pair in ALIVE.items() for word in ("-mca", *pair)] if program == "mpirun" else []
     slow_down(hosts)
     job = hosts.start("a", [program, *alive, *options], environment=ENVIRONMENT)
@@ -133,46 +118,12 @@ def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one
     slow_down(hosts)
     again = ["-H", "a:1,b:1", "hvd-ckpt", "train", "--resume", str(run)]
     end(hosts, [*LAUNCHERS[relauncher].split(), *again])
-    assert final_weights(run) == weights_of_one_host(relauncher)
+    assert final_weights(run) == weights_of_one_host
 
 
 def slow_down(hosts: Hosts) -> None:
     if namespaces.slowed_by() is not None:
         hosts.slow("b", milliseconds=1)
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_hosts_whose_owner_is_killed(end: signal.Signals) -> None:
-    script = "import hosts, json, signal\n"
-    script += "with hosts.Hosts(2) as two:\n"
-    script += "    two.start('a', ['ssh', 'b', 'sleep 600'])\n"
-    script += "    while len(two.processes('b')) < 2: pass\n"
-    script += (
-        "    print(json.dumps([str(two.key), [*two.processes('a'), *two.processes('b')]]), flush=True)\n"
-    )
-    script += "    signal.pause()\n"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=Path(namespaces.__file__).parent,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert owner.stdout is not None
-    key, processes = json.loads(owner.stdout.readline())
-    assert Path(key).exists() and processes
-    owner.send_signal(end)
-    owner.communicate()
-    wait_for(
-        lambda: not any(alive(process) for process in processes), "the end of what ran on the hosts", 120
-    )
-    wait_for(lambda: not Path(key).parent.parent.exists(), "the end of the folder of keys", 120)
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
-    except OSError:
-        return False
 
 
 def ranks(hosts: Hosts) -> list[str]:

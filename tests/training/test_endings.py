@@ -1,7 +1,4 @@
-"""An error, wherever it happens, ends all ranks; its traceback is shown once, of `hvd-ckpt train` or a script, and nothing is left.
-
-In the forward pass: test_rank_failure.py.
-"""
+"""An error, wherever it happens, ends all ranks; its traceback is shown once, of `hvd-ckpt train` or a script, and nothing is left."""
 
 from __future__ import annotations
 
