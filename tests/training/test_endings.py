@@ -1,4 +1,4 @@
-"""An error, wherever it happens, ends all ranks; its traceback is shown once, of `hvd-ckpt train` or a script, and nothing is left."""
+"""An error, wherever it happens, ends all ranks; its traceback, of `hvd-ckpt train` or a script, is shown once; nothing is left."""
 
 from __future__ import annotations
 
