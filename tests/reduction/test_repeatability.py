@@ -1,0 +1,52 @@
+"""Two whole jobs end in the same bits, and Horovod's own timeline shows each bucket once per step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from controllers import HOROVODRUN
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "hard_graph.py"
+
+
+def launch(**environment: str) -> tuple[int, list[str]]:
+    """The number of buckets and the hashes of five runs in a job of three ranks: the fewest whose sums depend on their order."""
+    result = subprocess.run(
+        [*HOROVODRUN, "-np", "3", "--gloo", sys.executable, str(SCRIPT), *["reentrant"] * 5],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    found = re.search(r"BUCKETS (\d+)\n.*HASHES (.*)", result.stdout)
+    assert result.returncode == 0 and found is not None, result.stdout
+    return int(found[1]), found[2].split()
+
+
+def test_ten_runs_in_two_jobs_end_in_one_hash_and_reduce_each_bucket_once_per_step(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    buckets, hashes = launch(HOROVOD_TIMELINE=str(timeline))
+    hashes += launch()[1]
+    assert len(hashes) == 10 and len(set(hashes)) == 1, hashes
+    text = timeline.read_text().rstrip().rstrip(",")
+    events = json.loads(text if text.endswith("]") else text + "]")
+    named = [event for event in events if event.get("name") == "process_name" and "name" in event["args"]]
+    names = {event["pid"]: event["args"]["name"] for event in named}
+    started = [event for event in events if event.get("ph") == "B" and event.get("name") == "ALLREDUCE"]
+    reduced = Counter(names[event["pid"]] for event in started)
+    counts = [count for name, count in reduced.items() if ".bucket." in name]
+    assert len(counts) == buckets > 15
+    assert set(counts) == {runpy.run_path(str(SCRIPT))["STEPS"]}
