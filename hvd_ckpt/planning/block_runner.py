@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -67,8 +66,7 @@ class BlockRunner:
     def memory(self, policies: Sequence[CheckpointPolicy]) -> list[BlockCost]:
         """Exact bytes under each policy."""
         costs = []
-        gc.collect()
-        with recording_marks(self._device) as marks:
+        with no_collection(), recording_marks(self._device) as marks:
             for policy in policies:
                 args, kwargs = self.inputs()
                 marks.mark("start")

@@ -87,7 +87,7 @@ class Step:
 
     def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
         """Peak bytes of a step above its start, and the bytes over time (CPU)."""
-        with recording_marks(self.device) as marks:
+        with no_collection(), recording_marks(self.device) as marks:
             self.run()
             marks.mark("end")
         return marks.marks[-1].peak_bytes, tuple(marks.timeline)
@@ -280,7 +280,7 @@ class Profile:
         first, last = self.found[0].modules[0], self.found[-1].modules[-1]
         seen: set[str] = set()
         handles = []
-        with recording_marks(self.step.device) as marks:
+        with no_collection(), recording_marks(self.step.device) as marks:
 
             def once(name: str) -> None:
                 if name not in seen:

@@ -16,14 +16,8 @@ from hvd_ckpt.planning.planner import Planner
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Three rounds of timing for each kind of block, and one thread: bytes are what is looked at here."""
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded(quick_planner):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Residual(nn.Module):
@@ -66,12 +60,31 @@ class Listed(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class Marked(Residual):
+    """A block whose author recomputes a part of it."""
+
+    def forward(self, x):
+        hidden = hc.checkpoint(lambda y: functional.gelu(self.up(self.norm(y))), x)
+        return x + self.drop(self.down(hidden))
+
+
 def listed():
     return Listed(), (torch.randint(20, (16, 16)),), {}
 
 
+def frozen():
+    model, args, _ = listed()
+    for part in (*model.layers[:2], model.embed):
+        part.requires_grad_(False)
+    return model, args, {}
+
+
 def sequential():
-    return nn.Sequential(*[Residual(32) for _ in range(6)]), (torch.randn(1024, 32),), {}
+    return nn.Sequential(*[Residual(32) for _ in range(4)]), (torch.randn(512, 32),), {}
+
+
+def marked():
+    return nn.Sequential(*[Marked(16) for _ in range(4)]), (torch.randn(512, 16),), {}
 
 
 def convolutions():
@@ -83,11 +96,18 @@ def convolutions():
 def hugging_face(kind):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0}
-    encoder = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    encoder |= {"max_position_embeddings": 40}
     config, model = {
-        "bert": (transformers.BertConfig(**sizes, **encoder), transformers.BertForMaskedLM),
-        "roberta": (transformers.RobertaConfig(**sizes, **encoder), transformers.RobertaForMaskedLM),
+        "bert": (
+            transformers.BertConfig(
+                **sizes,
+                hidden_size=16,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                intermediate_size=32,
+                max_position_embeddings=40,
+            ),
+            transformers.BertForMaskedLM,
+        ),
         "xlnet": (
             transformers.XLNetConfig(**sizes, d_model=16, n_layer=3, n_head=2, d_inner=32),
             transformers.XLNetLMHeadModel,
@@ -98,14 +118,21 @@ def hugging_face(kind):
         ),
     }[kind]
     ids = torch.randint(5, 40, (8, 16))
-    return model(config).train(), (), {"input_ids": ids, "labels": ids, "use_cache": False}
+    return model(config).train(), (), {"input_ids": ids, "labels": ids}
 
 
-MODELS = {
+PREDICTED = {
     "list": listed,
     "sequential": sequential,
     "convolutions": convolutions,
-    **{name: lambda name=name: hugging_face(name) for name in ("bert", "roberta", "xlnet", "gpt2")},
+    "bert": lambda: hugging_face("bert"),
+    "xlnet": lambda: hugging_face("xlnet"),
+}
+ROUGHLY_PREDICTED = {
+    "frozen blocks": frozen,
+    "marked regions": marked,
+    # Each block adds keys and values to one object, which lives as long as the model's output.
+    "gpt2 with its cache": lambda: hugging_face("gpt2"),
 }
 
 
@@ -148,101 +175,77 @@ def step_peak(model, args, kwargs):
     return measure_peak(step).peak_bytes
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", [*PREDICTED, *ROUGHLY_PREDICTED])
 def test_budget_is_kept_and_training_is_the_same(name):
-    model, args, kwargs = MODELS[name]()
+    model, args, kwargs = {**PREDICTED, **ROUGHLY_PREDICTED}[name]()
     planner = Planner(model, *args, kwargs=kwargs, loss=loss_of)
     everything = step_peak(copy.deepcopy(model), args, kwargs)
-    assert planner.baseline.peak_bytes == pytest.approx(everything, rel=0.02)
     with pytest.raises(hc.BudgetError) as caught:
         planner.plan(1)
     smallest = caught.value.smallest
+    if name in PREDICTED:
+        assert planner.baseline.peak_bytes == pytest.approx(everything, rel=0.02)
+        assert planner.smallest.peak_bytes == pytest.approx(smallest, rel=0.05)
     for budget in ((smallest + everything) // 2, smallest):
         plan = planner.plan(budget, rounds=0)
         assert plan.measured.peak_bytes <= plan.budget == budget
-        if not any(isinstance(item, tuple) for item in plan.items):
+        if name in PREDICTED and not any(isinstance(item, tuple) for item in plan.items):
             assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
         planned = plan.apply(copy.deepcopy(model))
         assert step_peak(planned, args, kwargs) == pytest.approx(plan.measured.peak_bytes, rel=0.01)
         assert_same_training(copy.deepcopy(model), args, kwargs, plan)
 
 
-def test_blocks_that_write_to_a_cache():
-    """GPT-2 as it comes: each block adds keys and values to one object, which lives as long as the model's output."""
-    model, _, kwargs = hugging_face("gpt2")
-    del kwargs["use_cache"]
-    plan = hc.plan(model, kwargs=kwargs, budget="0.6x")
-    assert [block.name for block in plan.blocks] == [f"transformer.h.{number}" for number in range(3)]
-    assert plan.measured.peak_bytes <= plan.budget
-    assert_same_training(model, (), kwargs, plan)
-
-
 def state_of(model):
-    parameters = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
-    buffers = [(name, buffer.clone()) for name, buffer in model.named_buffers()]
-    return parameters + buffers + [("random", torch.get_rng_state())]
+    """What planning must leave as it was: tensors, and facts and identities of modules and parameters."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    tensors = [*model.state_dict().values(), *gradients, torch.get_rng_state()]
+    modules = [
+        (
+            type(one),
+            one.training,
+            len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks),
+        )
+        for one in model.modules()
+    ]
+    parameters = [(id(one), id(one.grad), one._version) for one in model.parameters()]
+    return [tensor.clone() for tensor in tensors], modules + parameters
+
+
+def assert_left_alone(model, before):
+    tensors, facts = state_of(model)
+    assert facts == before[1]
+    assert all(torch.equal(one, other) for one, other in zip(tensors, before[0], strict=True))
 
 
 def test_planning_leaves_the_model_alone():
     model, args, _ = convolutions()
     model[1].eval()
     fired = []
-    parameters = list(model.parameters())
-    parameters[0].register_post_accumulate_grad_hook(lambda parameter: fired.append("parameter"))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: fired.append("hook"))
     loss_of(model(*args)).backward()
     del fired[:]
-    gradients = [(parameter.grad, parameter.grad.clone()) for parameter in parameters]
-    versions = [parameter._version for parameter in parameters]
-    classes = [type(module) for module in model.modules()]
-    flags = [module.training for module in model.modules()]
-    hooks = [
-        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
-        for module in model.modules()
-    ]
     before = state_of(model)
     plan = hc.plan(model, *args, loss=loss_of, budget="0.8x")
-    for (name, old), (_, new) in zip(before, state_of(model), strict=True):
-        assert torch.equal(old, new), name
     assert fired == []
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-    assert all(
-        one.grad is old and torch.equal(old, value) for one, (old, value) in zip(parameters, gradients)
-    )
-    assert [parameter._version for parameter in parameters] == versions
-    assert [type(module) for module in model.modules()] == classes
-    assert [module.training for module in model.modules()] == flags
-    assert [
-        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
-        for module in model.modules()
-    ] == hooks
-    loss_of(plan.apply(model)(*args)).backward()
-    assert fired == ["parameter"]
-
-
-def test_gradients_that_were_not_there_are_not_there_afterwards():
-    model, args, _ = listed()
-    hc.plan(model, *args)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_step_that_fails_leaves_the_model_alone_too():
-    model, args, _ = sequential()
-    parameters = list(model.parameters())
-    with pytest.raises(ValueError, match=r"one number.*shape \(1024, 32\)"):
+    assert_left_alone(model, before)
+    with pytest.raises(ValueError, match=r"one number.*shape \(32, 3\)"):
         hc.plan(model, *args, loss=lambda output: output)
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert_left_alone(model, before)
+    loss_of(plan.apply(model)(*args)).backward()
+    assert fired == ["hook"]
 
 
-def test_impossible_budget_names_the_smallest_and_it_can_be_met():
+def test_an_impossible_budget_names_the_smallest_and_what_sets_it():
     model, args, _ = listed()
     planner = Planner(model, *args)
-    with pytest.raises(hc.BudgetError, match="smallest peak is .* KiB, set by ") as caught:
+    with pytest.raises(hc.BudgetError, match="smallest peak is .* KiB") as caught:
         planner.plan(1000)
     assert "layers." in str(caught.value) or "last block" in str(caught.value)
-    smallest = caught.value.smallest
-    assert smallest == pytest.approx(planner.smallest.peak_bytes, rel=0.05)
-    assert planner.plan(smallest, rounds=0).measured.peak_bytes <= smallest
+    assert caught.value.nearest.measured.peak_bytes <= caught.value.smallest
+    assert planner.plan(None).budget is None
+    least = planner.plan("min")
+    assert least.measured.peak_bytes <= least.budget < planner.baseline.peak_bytes
 
 
 def test_planning_says_what_it_measures_where_it_is_asked_or_takes_long(monkeypatch, capsys):
@@ -256,19 +259,10 @@ def test_planning_says_what_it_measures_where_it_is_asked_or_takes_long(monkeypa
         return [line.removeprefix("plan: ") for line in lines if "(kind " in line]
 
     assert told(verbose=True) == kinds
-    assert told(verbose=False) == []
     assert told() == []
     monkeypatch.setattr("hvd_ckpt.planning.planner._SILENT_SECONDS", 0.0)
+    assert told(verbose=False) == []
     assert told() == kinds
-
-
-def test_fastest_plan_and_min():
-    model, args, _ = listed()
-    planner = Planner(model, *args)
-    assert planner.plan(None).budget is None
-    least = planner.plan("min")
-    assert least.measured.peak_bytes <= least.budget < planner.baseline.peak_bytes
-    assert planner.plan(10**9).measured.peak_bytes <= planner.baseline.peak_bytes * 1.05
 
 
 def test_min_is_met_where_a_plan_needs_more_than_predicted():
@@ -306,54 +300,23 @@ def test_segments_of_a_sequential():
     assert_same_training(model, args, {}, plan)
 
 
-class Marked(Residual):
-    """A block whose author recomputes a part of it."""
-
-    def forward(self, x, scale=1.0):
-        hidden = hc.checkpoint(lambda y: functional.gelu(self.up(self.norm(y))), x)
-        return x + scale * self.drop(self.down(hidden))
-
-
-def test_marked_regions_inside_blocks():
-    model = nn.Sequential(*[Marked(16) for _ in range(4)])
-    args = (torch.randn(512, 16),)
-    planner = Planner(model, *args, loss=loss_of)
-    plan = planner.plan((planner.baseline.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
-    assert plan.measured.peak_bytes <= plan.budget
-    assert_same_training(model, args, {}, plan)
-
-
-def test_autocast():
-    model, args, _ = listed()
-    plan = hc.plan(model, *args, budget="0.7x", autocast=torch.bfloat16)
-    assert plan.measured.peak_bytes <= plan.budget
-
-    def step(ids):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(ids)
-
-    start = copy.deepcopy(model.state_dict())
-    expected = train(model, args, {}, forward=step)
-    model.load_state_dict(start)
-    plan.apply(model)
-    assert all(torch.equal(one, other) for one, other in zip(expected, train(model, args, {}, forward=step)))
-
-
-@pytest.mark.parametrize("make", [listed, sequential])
-def test_a_plan_for_another_autocast_warns(make):
+@pytest.mark.parametrize(("make", "budget"), [(listed, "0.7x"), (sequential, "min")])
+def test_autocast_and_a_warning_under_another_one(make, budget):
     model, args, _ = make()
-    plain = hc.plan(model, *args, budget="0.7x")
-    mixed = hc.plan(model, *args, budget="0.7x", autocast=torch.bfloat16)
+    plain = hc.plan(model, *args, budget=budget)
+    mixed = hc.plan(model, *args, budget=budget, autocast=torch.bfloat16)
     assert plain.autocast is None and mixed.autocast == "bfloat16"
+    assert mixed.measured.peak_bytes <= mixed.budget
+
+    def step(*args, enabled=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return model(*args).float()
 
     def warned(plan, enabled):
         plan.apply(model)
-        with (
-            warnings.catch_warnings(record=True) as found,
-            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
-        ):
+        with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            model(*args).float().sum().backward()
+            step(*args, enabled=enabled).sum().backward()
         return {str(one.message) for one in found if "plan was made" in str(one.message)}
 
     assert warned(plain, False) == warned(mixed, True) == set()
@@ -361,24 +324,19 @@ def test_a_plan_for_another_autocast_warns(make):
     assert "made without autocast" in said and "autocast=torch.bfloat16" in said
     (said,) = warned(mixed, False)
     assert "made under autocast to bfloat16" in said and "autocast=None" in said
-
-
-def test_frozen_blocks():
-    model, args, _ = listed()
-    for layer in model.layers[:2]:
-        layer.requires_grad_(False)
-    model.embed.requires_grad_(False)
-    planner = Planner(model, *args, blocks=["layers.*"])
-    plan = planner.plan((planner.baseline.peak_bytes + planner.smallest.peak_bytes) // 2, rounds=0)
-    assert plan.measured.peak_bytes <= plan.budget
-    assert_same_training(model, args, {}, plan)
-    assert model.layers[0].up.weight.grad is None
+    mixed.remove(model)
+    start = copy.deepcopy(model.state_dict())
+    expected = train(model, args, {}, forward=step)
+    model.load_state_dict(start)
+    mixed.apply(model)
+    assert all(torch.equal(one, other) for one, other in zip(expected, train(model, args, {}, forward=step)))
 
 
 def test_applied_removed_copied_and_applied_again():
     model, args, _ = listed()
     start = copy.deepcopy(model)
     plan = hc.plan(model, *args, budget="0.5x")
+    assert all(parameter.grad is None for parameter in model.parameters())
     expected = train(copy.deepcopy(start), args, {})
 
     def same(one):
@@ -389,26 +347,15 @@ def test_applied_removed_copied_and_applied_again():
     assert planned is model and list(model.state_dict()) == list(start.state_dict())
     twin = copy.deepcopy(model)
     assert step_peak(copy.deepcopy(twin), args, {}) <= plan.budget < kept
-    assert same(twin)
+    with torch.no_grad():
+        assert torch.equal(twin.eval()(*args), copy.deepcopy(start).eval()(*args))
+    assert same(twin.train())
     plan.remove(model)
     assert [type(module) for module in model.modules()] == [type(module) for module in start.modules()]
     assert step_peak(copy.deepcopy(model), args, {}) == kept
     plan.apply(plan.apply(model))
     assert step_peak(copy.deepcopy(model), args, {}) <= plan.budget
     assert same(model)
-
-
-def test_evaluation_with_a_plan():
-    model, args, _ = listed()
-    start = copy.deepcopy(model).eval()
-    hc.plan(model, *args, budget="0.5x").apply(model).eval()
-    with torch.no_grad():
-        assert torch.equal(model(*args), start(*args))
-    model(*args).backward()
-    start(*args).backward()
-    assert all(
-        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), start.parameters(), strict=True)
-    )
 
 
 def test_largest_batch_is_the_largest():
@@ -423,27 +370,20 @@ def test_largest_batch_is_the_largest():
     assert plan.sample == (("float32", (batch * 256, 16)),)
     with pytest.raises(hc.BudgetError):
         hc.plan(model, sample(batch + 1), loss=loss_of, budget=budget)
-
-
-def test_largest_batch_refuses_budgets_that_depend_on_it():
-    model, _, _ = sequential()
-    for budget in ("0.5x", "min", None):
+    for relative in ("0.5x", "min", None):
         with pytest.raises(ValueError, match="does not depend on the batch"):
-            hc.largest_batch(model, lambda batch: torch.randn(batch, 32), budget)
+            hc.largest_batch(model, sample, relative)
 
 
 def test_floats_in_fewer_bytes_only_if_asked():
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
-    )
-    x = torch.randn(64, 32)
-    loss = torch.sum
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)))
+    x = torch.randn(64, 8)
     for lossy in (None, torch.bfloat16):
-        treatments = Planner(model, x, loss=loss, lossy=lossy).profile.policies
-        asked = {t.selective.lossy for several in treatments for t in several if t.selective is not None}
+        policies = Planner(model, x, loss=torch.sum, lossy=lossy).profile.policies
+        asked = {one.selective.lossy for several in policies for one in several if one.selective is not None}
         assert ("bfloat16" in asked) == (lossy is not None)
     with pytest.raises(ValueError, match=r"lossy must be torch.float16 or torch.bfloat16, got torch.int8"):
-        hc.plan(model, x, loss=loss, lossy=torch.int8)
+        hc.plan(model, x, loss=torch.sum, lossy=torch.int8)
 
 
 class Scores(nn.Module):
@@ -456,11 +396,11 @@ class Scores(nn.Module):
 
 
 def test_the_gradient_of_a_tied_weight_waits_for_its_first_use():
-    embed = nn.Sequential(nn.Embedding(2000, 128), nn.LayerNorm(128))
+    embed = nn.Sequential(nn.Embedding(2000, 64), nn.LayerNorm(64))
     model = nn.Sequential(
-        embed, *(Residual(128) for _ in range(4)), nn.Sequential(nn.LayerNorm(128), Scores(embed[0].weight))
+        embed, *(Residual(64) for _ in range(4)), nn.Sequential(nn.LayerNorm(64), Scores(embed[0].weight))
     )
     tokens = torch.randint(2000, (1, 16))
     for budget in ("min", "1x"):
         plan = hc.plan(model, tokens, loss=torch.sum, budget=budget)
-        assert abs(plan.measured.peak_bytes - plan.predicted.peak_bytes) <= 0.05 * plan.measured.peak_bytes
+        assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
