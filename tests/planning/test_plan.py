@@ -14,7 +14,7 @@ import hvd_ckpt as hc
 
 pytestmark = [
     pytest.mark.usefixtures("quick_planner"),
-    pytest.mark.ranks(gloo=(2, 4)),  # one rank plans as one process does
+    pytest.mark.ranks(gloo=(2,)),
 ]
 
 

@@ -75,7 +75,6 @@ def test_a_plan_comes_back_as_it_was(written: bytes, folder: Path) -> None:
     assert Plan.load(folder / "plan.json") == make_plan()
     Plan((), (), measured=None, budget=None).save(folder / "empty.json")
     assert Plan.load(str(folder / "empty.json")) == Plan((), ())
-    assert sorted(path.name for path in folder.iterdir() if path.suffix != ".json") == []
 
 
 def test_the_file_is_for_people(written: bytes) -> None:
@@ -110,12 +109,9 @@ for _ in range(150):
     ("place", "value", "says"),
     [
         ("['format']", "something", r"format .*hvd_ckpt plan"),
-        ("['version']", 1, "version is 1"),
         ("['version']", True, "version is true"),
         ("['plan']['new']", 1, "plan.new"),
-        ("['plan']['blocks'][1]['policy']['lossy']", "bf16", r"blocks\[1\].policy.lossy"),
         ("['plan']['blocks'][1]['policy']['selective']['dropped'][1]", 5, r"blocks\[1\].policy.* 5 .*5 calls"),
-        ("['plan']['blocks'][1]['policy']['selective']['dropped'][1]", -1, r"blocks\[1\].policy.*-1"),
         ("['plan']['blocks'][1]['policy']['selective']['lossy']", "load", r"blocks\[1\].policy.selective.*'load'"),
         ("['plan']['blocks'][3]['policy']['recompute']", 1, r"blocks\[3\].policy.recompute is 1"),
         ("['plan']['blocks'][3]['members']", ["layers.2", "other.3"], r"blocks\[3\].*members.*other.3"),
@@ -123,21 +119,15 @@ for _ in range(150):
         ("['plan']['blocks'][1]['kind']", "La\x1b[31myer", r"blocks\[1\].kind.*printable"),
         ("['plan']['blocks'][1]['kind']", "L" * 2000, r"blocks\[1\].kind.*1000 characters"),
         ("['plan']['blocks'][1]['parameters'][2][0]", 32.0, r"blocks\[1\].parameters\[2\]\[0\] is 32.0"),
-        ("['plan']['blocks'][1]['kept_bytes']", -5, "kept_bytes is -5"),
         ("['plan']['blocks'][1]['kept_bytes']", 2**80, "kept_bytes"),
-        ("['plan']['blocks'][1]", 5, r"blocks\[1\] is 5"),
-        ("['plan']['items'][0]", 5, "plan: items .*0 to 5"),
         ("['plan']['items'][4:]", [4], "plan: items .*0 to 5"),
         ("['plan']['items'][2]", [], "plan.items"),
         ("['plan']['items'][0]", "head", 'plan.items.*"head"'),
         ("['plan']['items'][0:1]", NESTED, "nested more than 100 deep"),
         ("['plan']['items']", [[0, 1], 2, 3, 4, 5], "not in one container"),
-        ("['plan']['predicted']", None, "plan.predicted is null"),
-        ("['plan']['measured'][0]", "much", 'plan.measured\\[0\\] is "much"'),
         ("['plan']['smallest'][1]", -0.5, r"plan.smallest\[1\] is -0.5"),
-        ("['plan']['sample'][0]", ["torch.int64"], r"plan.sample\[0\]\[1\] is missing"),
+        ("['plan']['smallest'][1]", 1e400, r"plan.smallest\[1\] is inf"),
         ("['plan']['timelines']['soon']", [], '"soon"'),
-        ("['plan']['timelines']['after'][0][0]", "0", r'plan.timelines.after\[0\]\[0\] is "0"'),
         ("['plan']['budget']", {}, "plan.budget is an object"),
     ],
 )  # fmt: skip
@@ -147,7 +137,7 @@ def test_a_wrong_value_is_named_with_its_place(
     changed = json.loads(written)
     exec(f"changed{place} = value", {"changed": changed, "value": value})
     with pytest.raises(PlanError, match=says):
-        raise PlanError(error_of(folder, json.dumps(changed).encode()))
+        raise PlanError(error_of(folder, json.dumps(changed).replace("Infinity", "1e999").encode()))
 
 
 def test_a_missing_key_that_decides_what_a_plan_does_is_named(written: bytes, folder: Path) -> None:
@@ -184,11 +174,6 @@ def test_a_file_that_is_not_a_plan_at_all(folder: Path, content: bytes) -> None:
     error_of(folder, content)
 
 
-def test_infinite_by_size_and_truncated(written: bytes, folder: Path) -> None:
-    assert "plan.smallest[1] is inf" in error_of(folder, written.replace(b"0.19]", b"1e999]", 1))
-    error_of(folder, written[: len(written) // 2])
-
-
 def test_folders_and_devices_are_no_plan_files_and_a_missing_file_is_missing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")  # opening it would wait for a writer
     for path in (tmp_path, tmp_path / "fifo", Path("/dev/zero")):
@@ -212,61 +197,18 @@ def read_or_refuse(folder: Path, content: bytes) -> None:
         assert Plan.load(path) == plan
 
 
-HOSTILE = [
-    None,
-    True,
-    -1,
-    0,
-    2,
-    10**18,
-    10**4000,
-    0.5,
-    -2.5,
-    1e308,
-    "",
-    "\ud800",
-    "layers.0",
-    "__class__",
-    [],
-    {},
-    [[]],
-    {"a": 1},
-]
+HOSTILE = [None, True, -1, 2, 10**4000, -2.5, 1e308, "", "\ud800", "layers.0", [], [[]], {"a": 1}]
 
 
 def test_every_truncation_and_flipped_bit_gives_a_plan_or_a_plan_error(written: bytes, folder: Path) -> None:
-    for at in range(0, len(written), 3):
+    for at in range(0, len(written), 11):
         flipped = written[at] ^ (1 << at % 8)
         read_or_refuse(folder, written[:at] + bytes([flipped]) + written[at + 1 :])
-    for at in range(0, len(written), 7):
+    for at in range(0, len(written), 61):
         read_or_refuse(folder, written[:at])
 
 
-@settings(max_examples=600, deadline=None)
-@given(data=st.data())
-def test_damaged_bytes_give_a_plan_or_a_plan_error(written: bytes, folder: Path, data: st.DataObject) -> None:
-    content = bytearray(written)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        kind = data.draw(st.sampled_from(["flip", "cut", "drop", "insert", "truncate"]))
-        if kind == "flip":
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif kind == "cut":
-            del content[at : at + data.draw(st.integers(1, 200))]
-        elif kind == "insert":
-            content[at:at] = data.draw(
-                st.sampled_from([b"[", b"]", b'"', b"0", b"-", b"{}", b",", b"\x00", b"\\u0000", b"1e999"])
-            )
-        elif kind == "truncate":
-            del content[at:]
-        else:
-            del content[at]
-        if not content:
-            break
-    read_or_refuse(folder, bytes(content))
-
-
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_edited_values_give_a_plan_or_a_plan_error(written: bytes, folder: Path, data: st.DataObject) -> None:
     root = {"": json.loads(written)}

@@ -171,9 +171,7 @@ def test_simulate_by_hand():
     nested = Segment((Segment((Run(0, 0),)), Run(1, 0)))
     assert simulate(chain, [nested, Run(2, 0)]) == (2 + 12, 9.0 + 2.5 + 1.0)
     assert bottleneck(chain, [nested, Run(2, 0)]) == 1
-
-
-def test_what_is_held_counts_where_a_peak_says_less():
+    # What is held counts where the peaks of a choice say less.
     assert simulate([block((1.0, 9, 4, 4), joins=False)], [Run(0, 0)])[0] == 9
 
 
@@ -193,27 +191,12 @@ def test_a_schedule_that_does_not_fit_the_chain_is_refused(items, message):
         simulate(chain, items)
 
 
-def test_costs_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="kept is -1"):
-        Choice("keep", 1.0, -1, 1, 1)
-    with pytest.raises(ValueError, match="seconds is nan"):
-        Choice("keep", math.nan, 1, 1, 1)
-    with pytest.raises(ValueError, match="no choices"):
-        Block((), 1, 1.0, 1, True)
-    with pytest.raises(ValueError, match="empty"):
-        Segment(())
-    with pytest.raises(ValueError, match="no blocks"):
-        Solver([])
-    with pytest.raises(ValueError, match="at least 2"):
-        Solver([block((1.0, 1, 1, 1))]).frontier(points=1)
-
-
 # --- the best of all schedules ---
 
 
 @pytest.mark.parametrize(
     ("blocks", "choices", "joined", "chains"),
-    [(1, 3, 1.0, 100), (2, 2, 0.8, 200), (3, 2, 0.8, 60), (4, 1, 1.0, 60), (5, 2, 0.0, 100)],
+    [(1, 3, 1.0, 20), (2, 2, 0.8, 100), (3, 2, 0.8, 60), (4, 1, 1.0, 30), (5, 2, 0.0, 30)],
 )
 def test_best_of_all_schedules_simulated(blocks, choices, joined, chains):
     rng = random.Random(blocks)
@@ -226,7 +209,7 @@ def test_best_of_all_schedules_simulated(blocks, choices, joined, chains):
 
 @pytest.mark.parametrize(
     ("blocks", "choices", "joined", "chains"),
-    [(5, 3, 1.0, 300), (5, 2, 0.7, 400), (6, 4, 0.0, 400), (4, 6, 0.7, 300), (7, 1, 0.9, 150)],
+    [(5, 3, 1.0, 150), (6, 4, 0.0, 100), (4, 6, 0.7, 150), (7, 1, 0.9, 60)],
 )
 def test_best_of_all_schedules(blocks, choices, joined, chains):
     rng = random.Random(blocks * choices)
@@ -313,7 +296,7 @@ def test_as_fast_as_rotor_on_exact_bytes():
             assert solver.solve(budget).seconds <= WITHIN * rotor(chain, budget, budget)
 
 
-@pytest.mark.parametrize("blocks", [16, 64, 100])
+@pytest.mark.parametrize("blocks", [16, 64])
 def test_square_root_of_the_memory_costs_one_forward(blocks):
     """Chen et al. (2016): n equal blocks in segments of sqrt(n) need about 2 sqrt(n) boundaries."""
     root = math.isqrt(blocks)
@@ -328,8 +311,8 @@ def test_square_root_of_the_memory_costs_one_forward(blocks):
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_a_hundred_different_blocks(joins):
-    chain = network(random.Random(0), 100, 6, joins)
+def test_many_different_blocks(joins):
+    chain = network(random.Random(0), 50, 5, joins)
     everything, solver = keep_all(chain), Solver(chain)
     last = math.inf
     for share in (0.1, 0.3, 0.6):
@@ -348,19 +331,6 @@ def test_joining_never_hurts_and_reaches_less_memory():
     for share in (0.3, 0.5, 0.7):
         budget = int(share * keep_all(chain))
         assert joined.solve(budget).seconds <= WITHIN * apart.solve(budget).seconds
-
-
-def test_segments_stay_within_joined_runs():
-    rng = random.Random(8)
-    joined, apart = network(rng, 20, 2, True), network(rng, 20, 2, False)
-    chain = [*apart[:5], *joined[:9], *apart[5:8], *joined[9:], *apart[8:]]
-    solution = Solver(chain).smallest  # simulate refuses segments across blocks that do not join
-    assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
-    segments = [item for item in solution.items if isinstance(item, Segment)]
-    assert segments
-    assert all(
-        chain[index].joins_next or chain[index - 1].joins_next for item in segments for index in [item.first]
-    )
 
 
 @pytest.mark.parametrize("joins", [False, True])
