@@ -67,7 +67,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_ranks_share_out_every_sample_once_in_each_epoch(data: st.DataObject) -> None:
     samples, epochs, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), data.draw(SEEDS)
     batch, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
@@ -132,24 +132,19 @@ def test_a_cache_is_found_again_until_something_changes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache = tmp_path / "hvd_ckpt" / "tokens"
-    text.write_text("the cat sat\n" * 30_000)
+    text.write_text("the cat sat\n" * 3_000)
     first = Tokens(text, tokenizer).array.copy()
     (file,) = cache.iterdir()
     made = file.stat().st_mtime_ns
     assert numpy.array_equal(Tokens(text, tokenizer).array, first) and file.stat().st_mtime_ns == made
-    text.write_text("the cat\n" * 30_000)
-    assert len(Tokens(text, tokenizer)) == 60_000
+    text.write_text("the cat\n" * 3_000)
+    assert len(Tokens(text, tokenizer)) == 6_000
     assert len(list(cache.iterdir())) == 2
-    Tokens([text, text])
-    assert len(list(cache.iterdir())) == 3
-
-
-def test_a_cache_may_be_made_by_several_at_once(tmp_path: Path, text: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: Tokens([text, text], cache=tmp_path / "cache").array, range(8)))
+    with ThreadPoolExecutor(8) as pool:  # several at once
+        arrays = list(pool.map(lambda _: Tokens([text, text]).array, range(8)))
     expected = [*text.read_bytes(), 259, *text.read_bytes()]
-    assert all(array.tolist() == expected for array in made)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert all(array.tolist() == expected for array in arrays)
+    assert len(list(cache.iterdir())) == 3
 
 
 def test_a_tokenizer_encodes_whole_text_and_its_special_tokens_are_known(
@@ -169,7 +164,7 @@ def test_a_tokenizer_encodes_whole_text_and_its_special_tokens_are_known(
     assert len(list((tmp_path / "cache").iterdir())) == 1  # nothing half-made is left
 
 
-def test_text_that_is_none_is_an_error(tmp_path: Path, text: Path, tokenizer: Path) -> None:
+def test_missing_or_unusable_text_is_an_error(tmp_path: Path, text: Path, tokenizer: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "blank").write_bytes(b"  \n")
     (tmp_path / "folder").mkdir()
@@ -274,29 +269,6 @@ def test_permuted_text_predicts_spans_in_every_order(text: Path) -> None:
         message(ValueError, lambda predicted=predicted: PermutedText(Tokens(text), 60, predicted=predicted))
 
 
-def test_xlnet_sees_what_the_permutation_allows(text: Path) -> None:
-    from transformers import XLNetConfig, XLNetLMHeadModel
-
-    torch.manual_seed(0)
-    data = PermutedText(Tokens(text), 12, seed=3, predicted=4)
-    config = XLNetConfig(vocab_size=260, d_model=16, n_layer=3, n_head=2, d_inner=32, initializer_range=0.3)
-    model = XLNetLMHeadModel(config).eval()
-    batch = data.batch([5], [0])
-    places = batch.shared["target_mapping"].argmax(2)[0]
-    visible = 1 - batch.shared["perm_mask"][0][places]
-
-    def scores(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return model(tokens, **batch.shared, use_mems=False).logits[0]
-
-    plain = scores(batch.inputs[0])
-    for position in range(12):
-        tokens = batch.inputs[0].clone()
-        tokens[0, position] = (tokens[0, position] + 1) % 256
-        changed = (scores(tokens) != plain).any(1)
-        assert torch.equal(changed, visible[:, position] == 1)
-
-
 # ------------------------------------------------------------------------------------ images, volumes
 
 
@@ -305,17 +277,14 @@ def write_npz(path: Path, **arrays: numpy.ndarray) -> Path:
     return path
 
 
-def test_digits_are_shared_out_and_standardised_by_those_trained_on() -> None:
+def test_digits_are_divided_and_standardised_by_those_trained_on() -> None:
     training, evaluation = Digits(8, seed=1).split(0.2)
     assert evaluation is not None and (len(training), len(evaluation)) == (1438, 359)
-    batch, held = training.batch(range(1438), [0] * 1438), evaluation.batch(range(359), [0] * 359)
+    batch, validation = training.batch(range(1438), [0] * 1438), evaluation.batch(range(359), [0] * 359)
     assert abs(batch.inputs[0].mean()) < 1e-6 and abs(batch.inputs[0].std() - 1) < 1e-3
-    assert len({image.numpy().tobytes() for image in (*batch.inputs[0], *held.inputs[0])}) == 1797
+    assert len({image.numpy().tobytes() for image in (*batch.inputs[0], *validation.inputs[0])}) == 1797
     assert batch.targets.dtype == torch.int64 and set(batch.targets.tolist()) == set(range(10))
     assert same(Digits(8, seed=1).split(0.2)[0].batch([3], [0]), training.batch([3], [0]))
-    assert not torch.equal(
-        Digits(8, seed=2).split(0.2)[0].batch(range(1438), [0] * 1438).targets, batch.targets
-    )
     large = Digits(16, channels=3).batch([0, 7], [0, 0]).inputs[0]
     assert large.shape == (2, 3, 16, 16) and large.dtype == torch.float32
 
@@ -330,18 +299,18 @@ def test_image_arrays_come_in_every_layout(tmp_path: Path) -> None:
     grey = ImageArrays((images[..., 0], labels), 12, channels=3).batch([0], [0]).inputs[0]
     assert grey.shape == (1, 3, 12, 12) and torch.equal(grey[:, 0], grey[:, 2])
     for wrong, says in (
-        ({"images": images}, "labels"),
-        ({"images": images, "labels": labels[:4]}, "labels"),
-        ({"images": images, "labels": labels - 1}, "-1"),
-        ({"images": images, "labels": labels / 2}, "float64"),
-        ({"images": images[:0], "labels": labels[:0]}, "(0, 6, 6, 3)"),
-        ({"images": images[:, :, :, :2], "labels": labels}, "(5, 6, 6, 2)"),
-        ({"images": images.astype(float) * numpy.nan, "labels": labels}, "not finite"),
-        ({"images": images, "labels": labels.astype(object)}, "Python objects"),
+        ({"labels": labels[:4]}, "labels"),
+        ({"labels": labels - 1}, "-1"),
+        ({"labels": labels / 2}, "float64"),
+        ({"images": images[:, :, :, :2]}, "(5, 6, 6, 2)"),
+        ({"images": images.astype(float) * numpy.nan}, "not finite"),
+        ({"labels": labels.astype(object)}, "Python objects"),
     ):
-        path = write_npz(tmp_path / "wrong.npz", **wrong)
+        path = write_npz(tmp_path / "wrong.npz", **{"images": images, "labels": labels, **wrong})
         assert says in message(ValueError, lambda path=path: ImageArrays(path))
-    for content in (b"", b"text", (tmp_path / "a.npz").read_bytes()[:200]):
+    write_npz(path, images=images)
+    assert "labels" in message(ValueError, lambda: ImageArrays(path))
+    for content in (b"", (tmp_path / "a.npz").read_bytes()[:200]):
         path.write_bytes(content)
         message(ValueError, lambda: ImageArrays(path))
     assert "No such file" in message(ValueError, lambda: open_images(tmp_path / "missing", 6))
@@ -377,11 +346,7 @@ def test_ellipsoids_are_brighter_than_what_is_around_them() -> None:
     data = Ellipsoids(16, samples=40, seed=1)
     batch = data.batch(range(40), [0] * 40)
     volumes, labels = batch.inputs[0], batch.targets
-    assert (
-        volumes.shape == (40, 1, 16, 16, 16)
-        and volumes.dtype == torch.float32
-        and labels.shape == (40, 16, 16, 16)
-    )
+    assert volumes.shape == (40, 1, 16, 16, 16) and labels.shape == (40, 16, 16, 16)
     inside = labels.double().mean((1, 2, 3))
     assert (inside > 0).all() and (inside < 0.2).all() and len(set(inside.tolist())) > 30
     for volume, label in zip(volumes[:, 0], labels):
@@ -389,11 +354,8 @@ def test_ellipsoids_are_brighter_than_what_is_around_them() -> None:
         assert abs(volume.mean()) < 1e-4 and abs(volume.std() - 1) < 1e-2
     assert same(data.batch([3], [0]), data.batch([3], [9]))  # a fixed data set
     training, evaluation = data.split(0.25)
-    assert (
-        evaluation is not None
-        and same(evaluation.batch([0], [0]), data.batch([30], [0]))
-        and len(training) == 30
-    )
+    assert evaluation is not None and len(training) == 30
+    assert same(evaluation.batch([0], [0]), data.batch([30], [0]))
     assert open_volumes(None, 8).batch([0], [0]).inputs[0].shape == (1, 1, 8, 8, 8)
 
 
@@ -413,6 +375,8 @@ def test_volumes_of_a_file_are_scaled_with_their_labels(tmp_path: Path) -> None:
     assert sorted([*kept.targets.tolist(), *held.targets.tolist()]) == sorted(labels.tolist())
     assert abs(kept.inputs[0].mean()) < 1e-5 < abs(held.inputs[0].mean())
     assert "(N, D, H, W)" in message(ValueError, lambda: VolumeArrays((volumes, labels[:, :2])))
+    huge = write_npz(tmp_path / "huge.npz", volumes=volumes, labels=numpy.full(labels.shape, 2**40))
+    assert "1099511627776" in message(ValueError, lambda: open_volumes(huge, 4))
 
 
 # --------------------------------------------------------------------------------------------- loader
@@ -461,23 +425,22 @@ def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
     assert not loader_threads()
 
 
-def test_a_loader_goes_on_from_a_position_on_other_ranks() -> None:
+def test_a_loader_resumes_at_a_position_on_another_number_of_ranks() -> None:
     data, order = Counted(10), Sampler(10, 5)
 
-    def global_batches(size: int, position: int, count: int) -> tuple[list[list[int]], int]:
+    def global_batches(size: int, position: int, count: int) -> tuple[list[int], int]:
         loaders = [Loader(data, order, 4 // size, rank, size, position) for rank in range(size)]
         found = []
         for _ in range(count):
             parts = [next(loader)[0].inputs[0].tolist() for loader in loaders]
-            found.append([part[at] for at in range(4 // size) for part in parts])
+            found += [part[at] for at in range(4 // size) for part in parts]
         for loader in loaders:
             loader.close()
         return found, loaders[0].position
 
-    straight, _ = global_batches(1, 0, 6)
     begun, position = global_batches(4, 0, 3)
     rest, _ = global_batches(2, position, 3)
-    assert position == 12 and begun + rest == straight
+    assert position == 12 and (begun + rest, 24) == global_batches(1, 0, 6)
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:

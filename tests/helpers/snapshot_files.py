@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,17 @@ def write(
     if written is None:
         raise SnapshotError(told[0])
     return written
+
+
+@contextmanager
+def file_size_limit(limit: int) -> Iterator[None]:
+    """Lets files grow no larger than this, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def sign(path: Path, **changes: Any) -> None:

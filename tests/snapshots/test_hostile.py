@@ -1,18 +1,15 @@
-"""What somebody made who means harm, or who took the wrong file: one line that names it, and nothing is changed."""
+"""The state of a run that is hostile, damaged or of another model: one line that names the place."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from snapshot_files import write
 from torch import nn
 
-from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.launchers import check_environment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.random_state import random_state
@@ -33,7 +30,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     model(torch.ones(5, 3)).sum().backward()
     optimizer.step()
     names = [name for name, _ in model.named_parameters()]
-    common = {
+    replicated = {
         "config": Config("gpt-tiny", steps=4).as_dict(),
         "steps": 4,
         "ranks": 1,
@@ -45,23 +42,12 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         "samples": 40,
         "threads": 2,
     }
-    reduction = {
-        "version": 2,
-        "order": names,
-        "sparse": {},
-        "densified": {},
-        "bucket_cap_bytes": 1e6,
-        "counts": None,
-        "lower_counts": {},
-    }
-    own = {
-        "random": random_state(),
-        "reduction": reduction,
-        "buffers": dict(model.named_buffers()),
-        "logged": (0.5, 3.0),
-    }
+    reduction: dict[str, Any] = {"version": 2, "order": names, "sparse": {}, "densified": {}}
+    reduction |= {"bucket_cap_bytes": 1e6, "counts": None, "lower_counts": {}}
+    own = {"random": random_state(), "reduction": reduction, "logged": (0.5, 3.0)}
+    own["buffers"] = dict(model.named_buffers())
     folder = tmp_path_factory.mktemp("snapshots")
-    return reader.read(write(folder, 2, common, own, model.state_dict()), 0)
+    return reader.read(write(folder, 2, replicated, own, model.state_dict()), 0)
 
 
 def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
@@ -90,14 +76,11 @@ def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
 def test_invalid_state_is_refused_with_its_key(
     resumed: Snapshot, place: tuple[Any, ...], value: object, says: str
 ) -> None:
-    parts = {"replicated": copy.deepcopy(resumed.replicated), "per_rank": copy.deepcopy(resumed.per_rank)}
-    inner: Any = parts
+    forged = copy.deepcopy(resumed)
+    inner: Any = {"replicated": forged.replicated, "per_rank": forged.per_rank}
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
-    forged = Snapshot(
-        resumed.step, 1, resumed.weights, parts["replicated"], parts["per_rank"], resumed.manifest
-    )
     with pytest.raises(ConfigError, match=f"the snapshot of step 2 cannot be used: .*{says}"):
         check_state(forged)
 
@@ -105,11 +88,8 @@ def test_invalid_state_is_refused_with_its_key(
 def test_a_missing_key_is_named(resumed: Snapshot) -> None:
     for part in ("replicated", "per_rank"):
         for key in getattr(resumed, part):
-            parts = {"replicated": resumed.replicated, "per_rank": resumed.per_rank}
-            parts[part] = {name: value for name, value in parts[part].items() if name != key}
-            forged = Snapshot(
-                resumed.step, 1, resumed.weights, parts["replicated"], parts["per_rank"], resumed.manifest
-            )
+            forged = copy.deepcopy(resumed)
+            del getattr(forged, part)[key]
             with pytest.raises(ConfigError, match=f"{part}: {key} is missing"):
                 check_state(forged)
 
@@ -128,33 +108,13 @@ def test_state_of_another_model_or_other_options_is_refused(resumed: Snapshot) -
         check_fits(forged, *make())
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("OMP_NUM_THREADS", "rubbish"),
+def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (
+        ("OMP_NUM_THREADS", "x"),
         ("HOROVOD_CYCLE_TIME", "nan"),
-        ("HOROVOD_RANK", "x"),
         ("HOROVOD_SIZE", "9" * 5000),
-    ],
-)
-def test_a_variable_that_is_not_a_number_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=f"{variable} is '{value[:5]}"):
-        check_environment()
-
-
-def test_arrays_that_unfold_or_hold_objects_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "data.npz"
-    for arrays, says in (
-        ({"volumes": numpy.array([print], object), "labels": numpy.zeros(1, int)}, "Python objects"),
-        (
-            {"volumes": numpy.zeros((2, 3, 3, 3)), "labels": numpy.full((2, 3, 3, 3), 2**40)},
-            "1099511627776",
-        ),
-        ({"volumes": numpy.array(3), "labels": numpy.zeros(1, int)}, r"volumes of type int64 and shape \(\)"),
     ):
-        numpy.savez(file, **arrays, allow_pickle=True)
-        with pytest.raises(ValueError, match=says):
-            open_volumes(file, 4)
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            with pytest.raises(ValueError, match=f"{variable} is '{value[:5]}"):
+                check_environment()

@@ -1,4 +1,4 @@
-"""Settings of a training run: files, values, and what is said about those that cannot be."""
+"""Settings of a training run: files, values, and errors."""
 
 from __future__ import annotations
 
@@ -24,15 +24,8 @@ def error_of(**values: object) -> str:
 
 
 def test_every_setting_has_a_help_and_survives_a_file(tmp_path: Path) -> None:
-    config = Config(
-        "bert-small",
-        model_options={"layers": 2},
-        lr=1e-4,
-        budget="0.3x",
-        accumulate=2,
-        tensorboard=True,
-        steps=7,
-    )
+    options = {"layers": 2}
+    config = Config("bert-small", model_options=options, lr=1e-4, budget="0.3x", accumulate=2, steps=7)
     assert all(field.description for field in Config.model_fields.values())
     config.write_yaml(tmp_path / "config.yaml")
     assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
@@ -53,30 +46,21 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values, said",
     [
+        ({"model": None}, "model is missing"),
         ({"bugdet": "0.3x"}, "no setting 'bugdet': did you mean 'budget'?"),
         ({"batch": 0}, "batch is 0,"),
         ({"batch": "many"}, 'batch is "many"'),
-        ({"batch": True}, "batch is true"),
         ({"batch": 2.5}, "batch is 2.5"),
         ({"lr": 0}, "lr is 0,"),
-        ({"lr": float("nan")}, "lr is nan"),
         ({"schedule": "cosin"}, "did you mean 'cosine'?"),
-        ({"precision": "fp8"}, "'fp8'"),
-        ({"checkpoint": "sometimes"}, "'sometimes'"),
         ({"budget": "a lot"}, "'a lot'"),
-        ({"tensorboard": "maybe"}, 'tensorboard is "maybe"'),
-        ({"model_options": 3}, "model_options is 3"),
-        ({"text": ""}, "text: ''"),
         ({"steps": 3, "epochs": 1}, "steps 3 and epochs 1"),
         ({"budget": "min", "segments": 2}, "budget and segments"),
         ({"reentrant": True}, "give segments"),
         ({"accumulate": 9}, "accumulate 9"),
-        ({"patience": 2}, "patience 2"),
         ({"resume": "a", "output": "b"}, "output b"),
         ({"shard": 4}, "not 4"),
         ({"offload": "optimizer"}, "offload optimizer"),
-        ({"shard": 1, "offload": "optimiser"}, "did you mean 'optimizer'?"),
-        ({"offload_folder": "a"}, "offload_folder a"),
         ({"shard": 1, "wire": "int8"}, "wire int8"),
         ({"accumulate_locally": True}, "accumulate_locally"),
         ({"shard": 2, "compression": "fp16"}, "compression fp16"),
@@ -84,28 +68,19 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_settings_are_one_line(values: dict[str, object], said: str) -> None:
-    assert said in error_of(model="gpt-tiny", **values)
+    assert said in error_of(**{"model": "gpt-tiny", **values})
 
 
-def test_what_is_split_may_be_a_number() -> None:
+def test_shard_may_be_a_number() -> None:
     made = [Config("gpt-tiny", shard=given) for given in ("none", 1, "2", "parameters")]
-    assert [(config.shard, config.stage) for config in made] == [
-        ("none", 0),
-        ("optimizer", 1),
-        ("gradients", 2),
-        ("parameters", 3),
-    ]
-
-
-def test_a_model_is_needed() -> None:
-    assert error_of(batch=3).startswith("model is missing")
+    assert [config.shard for config in made] == ["none", "optimizer", "gradients", "parameters"]
+    assert [config.stage for config in made] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     "content, said",
     [
         (b"", "holds no settings"),
-        (b"- a\n- b\n", "holds no settings"),
         (b"model: [", "line 1, is not valid YAML"),
         (b"model: a\nbatch: 1\nbatch: 2\n", "line 3: the setting 'batch' is given twice"),
         (b"\xff\xfe", "is not valid YAML"),
@@ -125,11 +100,6 @@ def test_broken_files_are_one_line_and_run_nothing(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the configuration .*No such file"):
-        read_yaml(tmp_path / "none.yaml")
-
-
 plain = st.recursive(
     st.none()
     | st.booleans()
@@ -141,9 +111,9 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(list(Config.model_fields)), value=plain)
-def test_any_value_is_taken_and_survives_a_file_or_is_one_line(tmp_path: Path, name: str, value: Any) -> None:
+def test_any_value_is_valid_and_survives_a_file_or_is_one_line(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)  # which takes most of the time
         try:
@@ -153,11 +123,11 @@ def test_any_value_is_taken_and_survives_a_file_or_is_one_line(tmp_path: Path, n
         else:
             config.write_yaml(tmp_path / "config.yaml")
             assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
-            said = "taken"
+            said = "valid"
     assert said.isprintable() and len(said) <= 1000
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.sampled_from("[]{},:&*!'\"#-? a1.e0x|>%@`\n\t<"), max_size=24))
 def test_any_text_after_an_option_is_a_value_or_an_error(text: str) -> None:
     value: Any = None
@@ -166,7 +136,7 @@ def test_any_text_after_an_option_is_a_value_or_an_error(text: str) -> None:
     assert type(value) in (type(None), bool, int, float, str, list, dict)
 
 
-def test_what_unfolds_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_aliases_devices_and_missing_files_are_refused(tmp_path: Path) -> None:
     lines = ["a: &a [x, x]"] + [
         f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi")
     ]
@@ -175,6 +145,8 @@ def test_what_unfolds_without_an_end_is_refused(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(ConfigError, match="aliases are not allowed"):
             read_yaml(file)
+    with pytest.raises(ConfigError, match="cannot read the configuration .*No such file"):
+        read_yaml(tmp_path / "none.yaml")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match="is a folder or a device"):

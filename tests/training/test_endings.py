@@ -20,27 +20,17 @@ UNCAUGHT = SCRIPT.with_name("uncaught.py")
 MARK = "HVD_CKPT_TEST_OF_ENDINGS"
 
 
-@pytest.mark.parametrize("place, controller", [("writer", "gloo"), ("backward", "mpi"), ("data", "gloo")])
+@pytest.mark.parametrize("place, controller", [("writer", "gloo"), ("backward", "mpi")])
 def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Path) -> None:
     if controller == "mpi" and not probe("mpi").works:
         pytest.skip("MPI does not work here")
     text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
     text.write_bytes(bytes(range(32, 127)) * 20)
     scratch.mkdir()
-    settings = f"--model gpt-tiny --model-option layers=1 --text {text} --length 16 --steps 999999 --batch 2 --snapshot-every 2"
+    settings = "--model gpt-tiny --model-option layers=1 --length 16 --steps 999999 --batch 2"
+    settings += f" --snapshot-every 2 --text {text} --output {tmp_path / 'run'}"
     result = subprocess.run(
-        [
-            *HOROVODRUN,
-            "-np",
-            "2",
-            f"--{controller}",
-            sys.executable,
-            str(SCRIPT),
-            place,
-            *settings.split(),
-            "--output",
-            str(tmp_path / "run"),
-        ],
+        [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), place, *settings.split()],
         env={
             **os.environ,
             MARK: str(tmp_path),
@@ -61,9 +51,8 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     assert sum("rank 1 on host" in line and "ended by this error" in line for line in lines) == 1
     assert not [line for line in lines if "rank 0 on host" in line and "Traceback" in line]
     assert sum("rank 0 on host" in line for line in lines) <= 1
-    assert sum("Traceback" in line for line in lines if ">:" in line) == 1, (
-        result.stdout
-    )  # horovodrun adds its own
+    tracebacks = [line for line in lines if ">:" in line and "Traceback" in line]  # horovodrun adds its own
+    assert len(tracebacks) == 1, result.stdout
     assert not [process for process in psutil.process_iter() if has_mark(process, tmp_path)]
     assert not [path for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
     assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir() if ".tmp-" in path.name] == []
@@ -72,11 +61,10 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Jobs of a script that fails without ``hvd-ckpt train``, all at once."""
-    mpi = "mpi" if probe("mpi").works else "gloo"
     jobs = {}
-    for case, ranks, controller in (("differ", 3, "gloo"), ("alone", 2, mpi), ("hook", 2, "gloo")):
+    for case, ranks in (("differ", 3), ("hook", 2)):
         jobs[case] = subprocess.Popen(
-            [*HOROVODRUN, "-np", str(ranks), f"--{controller}", sys.executable, str(UNCAUGHT), case],
+            [*HOROVODRUN, "-np", str(ranks), "--gloo", sys.executable, str(UNCAUGHT), case],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -102,18 +90,8 @@ def test_an_error_of_several_ranks_is_shown_once_and_another_one_too(scripts) ->
     assert said.count("Traceback (most recent call last)") == 2, said
     assert said.count("KeyError: 'planted on the last rank'") == 1
     assert said.count("ValueError: planted on ranks") == 2
-    assert (
-        len(re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)) == 1
-    )
-
-
-def test_ranks_that_lose_another_one_say_where_they_were(scripts) -> None:
-    said = said_by_ranks(scripts["alone"])
-    assert said.count("Traceback (most recent call last)") == 1, said
-    assert said.count("ValueError: planted on the last rank") == 1
-    assert (
-        len(re.findall(r"(?m)^rank 0 on host .+: ended at uncaught.py:\d+, because another rank", said)) <= 1
-    )
+    others = re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)
+    assert len(others) == 1
 
 
 def test_a_hook_of_ones_own_hears_every_rank(scripts) -> None:

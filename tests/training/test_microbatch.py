@@ -63,7 +63,7 @@ def assert_close(left: list[Tensor], right: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("parts", [1, 3, 7, 100])
+@pytest.mark.parametrize("parts", [1, 3, 100])
 def test_equals_the_whole_batch_weighted_by_tokens(parts: int) -> None:
     whole, model = make(), make()
     expected = mean_loss(whole, tokens())
@@ -99,13 +99,12 @@ def test_any_tensors_weighted_by_samples(batch: str) -> None:
     assert_close([loss, *gradients(model)], [expected.detach(), *gradients(whole)])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_nothing_to_learn_from_gives_zeros(use_reentrant: bool) -> None:
+def test_nothing_to_learn_from_gives_zeros() -> None:
     batch = tokens()
     batch = Batch(batch.inputs, torch.full_like(batch.targets, -100))
 
     def compute(model: nn.Module, part: Batch) -> Tensor:
-        chain = hc.CheckpointSequential(model, 2, use_reentrant)
+        chain = hc.CheckpointSequential(model, 2)
         valid = part.targets != -100
         return (chain(*part.inputs).square().sum(-1) * valid).sum() / valid.sum()
 
@@ -160,7 +159,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize("backward_inside", [True, False])
 def test_without_recomputation_a_call_just_runs(way: str, backward_inside: bool) -> None:
     def run(keep: bool) -> tuple[int, list[Tensor]]:
         block = make()[0]
@@ -217,9 +216,9 @@ def test_a_backward_pass_inside_recomputes_as_the_forward_pass_did(use_reentrant
 
 
 @pytest.mark.parametrize(
-    "treatment", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)]
+    "policy", [CheckpointPolicy("recompute", recompute=True), CheckpointPolicy("drop", POLICY)]
 )
-def test_treated_blocks_keep_what_they_would_drop(treatment: CheckpointPolicy) -> None:
+def test_blocks_with_a_policy_keep_what_they_would_drop(policy: CheckpointPolicy) -> None:
     def saved(block: nn.Module, keep: bool) -> tuple[set[str], list[Tensor]]:
         kinds: set[str] = set()
         x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
@@ -244,9 +243,19 @@ def test_treated_blocks_keep_what_they_would_drop(treatment: CheckpointPolicy) -
     block = make()[0].layers
     block.append(nn.Linear(6, 6).double())
     before = copy.deepcopy(block)
-    apply_policy(block, treatment)
+    apply_policy(block, policy)
     (dropped, one), (kept, other) = saved(block, False), saved(copy.deepcopy(block), True)
     remove_policy(block)
     plain, _ = saved(before, False)
     assert kept == plain and dropped != plain
     assert all(torch.equal(left, right) for left, right in zip(one, other))
+
+
+def test_planning_leaves_no_trace_in_deferred_batch_norms(quick_planner: None) -> None:
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU()) for _ in range(3)]
+    model = hc.DeferredBatchNorm.convert(nn.Sequential(*blocks))
+    before = copy.deepcopy(model.state_dict())
+    hc.plan(model, torch.randn(8, 6), loss=lambda output: output.square().mean(), budget="min")
+    hc.commit_batch_norm(model)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

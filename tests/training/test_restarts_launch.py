@@ -21,19 +21,15 @@ pytestmark = [pytest.mark.launch, pytest.mark.hosts]
 
 PROGRAM = str(Path(sys.executable).parent / "hvd-ckpt")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # else a host of one rank computes with more threads than one of two
-STEPS, EVERY = 240, 40
+STEPS, EVERY = 120, 20
 SECONDS = 400.0
 SETTINGS = [
     "--model=gpt-tiny",
     "--model-option=width=32",
     "--model-option=layers=2",
     "--model-option=heads=2",
-    "--length=16",
-    "--batch=4",
-    f"--steps={STEPS}",
-    f"--snapshot-every={EVERY}",
-    "--log-every=1000",
 ]
+SETTINGS += ["--length=16", "--batch=4", f"--steps={STEPS}", f"--snapshot-every={EVERY}", "--log-every=1000"]
 Ranks = Callable[[], list[int]]
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import resource
 import sys
 import time
 
@@ -15,9 +14,9 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
+from snapshot_files import file_size_limit
 from torch import nn
 
-from hvd_ckpt import text as names
 from hvd_ckpt.heartbeat import elapsed
 from hvd_ckpt.text import SCHEDULES
 from hvd_ckpt.training import logs, progress
@@ -41,34 +40,16 @@ class Tied(nn.Module):
         return self.head(self.frozen(self.norm(self.embedding(tokens))))
 
 
-# ------------------------------------------------------------------------------------ names
-
-
-def test_unknown_names_the_nearest():
-    known = ["adam", "adamw", "sgd", "batch_norm"]
-    assert names.unknown("optimizer", "adamv", ["adamw", "sgd"]) == (
-        "no optimizer 'adamv': did you mean 'adamw'? Known: adamw, sgd"
-    )
-    assert names.unknown("optimizer", "xyz", ["sgd"]) == "no optimizer 'xyz'. Known: sgd"
-    assert names.unknown("plan", "a", []) == "no plan 'a': there is none"
-    assert names.nearest("Batch-Nrom", known) == "batch_norm"
-    assert names.nearest("SGD", known) == "sgd"
-    assert names.nearest("quite different", known) is None
-
-
 # ------------------------------------------------------------------------------------ optimizers
 
 
 @pytest.mark.parametrize("name", optimizer_names())
 def test_every_optimizer_trains(name):
-    torch.manual_seed(0)
     model = Tied()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = build_optimizer(name, model, 0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.arange(5)).square().sum().backward()
-        optimizer.step()
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
     assert type(optimizer).__name__.lower() == name
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]) == key.startswith("frozen"), key
@@ -86,12 +67,8 @@ def test_weight_decay_is_for_matrices_alone():
     assert (decayed["weight_decay"], others["weight_decay"], decayed["lr"]) == (0.02, 0.0, 0.1)
     assert decayed["betas"] == (0.9, 0.95)
     assert build_optimizer("rprop", model, 0.1, options={"etas": [0.4, 1.3]}).defaults["etas"] == (0.4, 1.3)
-    unlike_the_default = build_optimizer("adamw", model, 0.1)
-    assert [group["weight_decay"] for group in unlike_the_default.param_groups] == [0.0, 0.0]
-
-
-def test_state_loads_after_weight_decay_changed():
     first, second = (build_optimizer("adamw", Tied(), 0.1, decay) for decay in (0.0, 0.1))
+    assert [group["weight_decay"] for group in first.param_groups] == [0.0, 0.0]
     second.load_state_dict(first.state_dict())
     assert [len(group["params"]) for group in second.param_groups] == [1, 3]
 
@@ -100,17 +77,12 @@ def test_state_loads_after_weight_decay_changed():
     "arguments, message",
     [
         (("adanw", 0.1), "did you mean 'adamw'?"),
-        (("lbfgs", 0.1), "'lbfgs'"),
         (("optimizer", 0.1), "no optimizer 'optimizer'"),
         (("rprop", 0.1, 0.1), "'rprop' has no weight decay"),
         (("sgd", 0.1, 0.0, {"momentun": 0.9}), "momentun"),
-        (("sgd", 0.1, 0.0, {"nesterov": True}), "Nesterov"),
         (("sgd", 0.1, 0.0, {"lr": 1}), "lr"),
-        (("adamw", 0.1, 0.0, {"eps": "1e-8"}), "adamw"),
-        (("adamw", 0.1, 0.0, {"betas": 0.9}), "adamw"),
         (("adamw", 0.1, 0.0, {"betas": [0.9]}), "adamw"),
         (("adamw", 0.1, 0.0, {"betas": [0.9, 1.5]}), "beta"),
-        (("adamw", 0.1, 0.0, {"fused": True, "foreach": True}), "fused"),
     ],
 )
 def test_invalid_optimizers_are_one_line(arguments, message):
@@ -118,9 +90,6 @@ def test_invalid_optimizers_are_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         build_optimizer(name, Tied(), *rest)
     assert "\n" not in str(error.value)
-
-
-def test_nothing_to_train():
     with pytest.raises(ValueError, match="no parameter that is trained"):
         build_optimizer("sgd", nn.Linear(2, 2).requires_grad_(False), 0.1)
 
@@ -144,23 +113,20 @@ def test_rates_by_hand():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_is_highest_after_the_warmup_and_then_never_rises(name):
-    for warmup, steps in ((0, 1), (1, 1), (5, 5), (3, 100), (0, 7)):
+    for warmup, steps in ((0, 1), (5, 5), (3, 100)):
         rates = [Schedule(name, 0.3, steps, warmup).rate(step) for step in range(steps + 3)]
         assert max(rates) == pytest.approx(0.3)
         assert rates[:warmup] == pytest.approx([0.3 * n / warmup for n in range(1, warmup + 1)])
         assert all(later <= rate for rate, later in itertools.pairwise(rates[warmup:]))
 
 
-def test_apply_sets_every_group_and_tensors_in_place():
+def test_schedules_set_every_group_and_name_invalid_values():
     optimizer = build_optimizer("sgd", Tied(), 1.0)
     held = torch.tensor(1.0)
     optimizer.param_groups[1]["lr"] = held
     Schedule("linear", 1.0, 4).apply(optimizer, 2)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[1]["lr"] is held and held == 0.5
-
-
-def test_invalid_schedules_name_the_value():
     for arguments, message in ((("cosin", 1.0, 10), "'cosin'"), (("linear", 1.0, 10, 11), "warmup 11")):
         with pytest.raises(ValueError, match=message):
             Schedule(*arguments)
@@ -220,18 +186,17 @@ def test_bad_log_names_file_and_line(tmp_path, line):
 def test_a_log_on_a_full_disk_holds_whole_records_only(tmp_path):
     with logs.Logs(tmp_path) as log:
         log.write({"step": 1, "loss": 0.5})
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 10, hard))
-        try:
-            with pytest.raises(OSError, match="full|large"):
-                log.write({"step": 2, "loss": 0.25})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with file_size_limit(log.path.stat().st_size + 10), pytest.raises(OSError, match="full|large"):
+            log.write({"step": 2, "loss": 0.25})
         log.write({"step": 3, "loss": 0.125})
     assert [record["step"] for record in logs.read(log.path)] == [1, 3]
 
 
-def test_tensorboard_hides_what_a_resume_writes_anew(tmp_path):
+def test_tensorboard_hides_what_a_resume_writes_anew(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with logs.Logs(tmp_path / "without", tensorboard=True) as log:
+            assert "No TensorBoard log" in log.unavailable
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with logs.Logs(tmp_path, tensorboard=True) as log:
         assert log.unavailable is None
@@ -245,14 +210,6 @@ def test_tensorboard_hides_what_a_resume_writes_anew(tmp_path):
     assert sorted(events.Tags()["scalars"]) == ["loss/eval", "loss/train"]
     assert [event.step for event in events.Scalars("loss/train")] == [10, 20, 25]
     assert [record["step"] for record in logs.read(log.path)] == [10, 20, 25, 25]
-
-
-def test_without_tensorboard_json_is_still_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with logs.Logs(tmp_path, tensorboard=True) as log:
-        assert "No TensorBoard log" in log.unavailable
-        log.write({"step": 1})
-    assert logs.read(log.path) == [{"step": 1}]
 
 
 # ------------------------------------------------------------------------------------ progress
@@ -297,28 +254,13 @@ def test_meter_sums_over_ranks():
     assert meter.read(with_another_rank) == {"loss": 2.75, "rate": 12.0, "seconds": 2.0}
 
 
-def test_meter_does_not_round_long_sums():
-    meter = Meter()
-    for _ in range(1000):
-        meter.add(torch.tensor(0.1, dtype=torch.float32), 1 << 20, 0)
-    assert meter.read()["loss"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
-
-
-def test_peak_memory_is_in_bytes():
-    peak, kind = progress.peak_memory()
-    now = psutil.Process().memory_info().rss
-    assert kind == "resident set"
-    assert 0.9 * now < peak < psutil.virtual_memory().total
-
-
 def test_formats():
-    assert [elapsed(value) for value in (0, 59.6, 3723, 360_000, math.nan)] == [
-        "0:00:00", "0:01:00", "1:02:03", "100:00:00", "?",
-    ]  # fmt: skip
-    values = (0.5, 12, 999.4, 999.9, 12_345, 1.5e6, 2e9, 3e12, 4e15, math.nan)
-    assert [progress.quantity(value, "x/s") for value in values] == [
-        "0.5 x/s", "12 x/s", "999 x/s", "1k x/s", "12.3k x/s", "1.5M x/s", "2G x/s", "3T x/s", "4e+03T x/s", "nan x/s",
-    ]  # fmt: skip
+    peak, kind = progress.peak_memory()
+    assert kind == "resident set" and 0.9 * psutil.Process().memory_info().rss < peak
+    times = [elapsed(value) for value in (59.6, 3723, 360_000, math.nan)]
+    assert times == ["0:01:00", "1:02:03", "100:00:00", "?"]
+    rates = [progress.quantity(value, "x/s") for value in (0.5, 999.9, 12_345, 4e15, math.nan)]
+    assert rates == ["0.5 x/s", "1k x/s", "12.3k x/s", "4e+03T x/s", "nan x/s"]
 
 
 RECORD = {
@@ -395,21 +337,12 @@ def shown(path, color):
 
 def test_runs_that_coincide_are_both_seen(tmp_path):
     losses = [5 - 0.04 * step for step in range(80)]
+    losses[5:7] = math.nan, math.inf
     one = write_log(tmp_path / "one", losses, (40, 80))
     path = tmp_path / "loss.png"
-    loss_plot({"one": one}, path)
-    alone = shown(path, COLORS[0])
-    assert path.read_bytes().startswith(b"\x89PNG") and alone > 300
-    assert shown(path, COLORS[1]) == 0
     loss_plot({"one": one, "two": one}, path)
     light = "#8cbedd"  # the first colour, see-through on white
     assert shown(path, light) > 300 and shown(path, COLORS[1]) > 300
-
-
-def test_losses_that_are_not_finite_and_single_points_can_be_drawn(tmp_path):
-    draw(write_log(tmp_path / "a", [3.0, math.nan, math.inf, 2.0]), tmp_path)
-    draw(write_log(tmp_path / "b", [3.0]), tmp_path)
-    assert shown(tmp_path / "loss.png", COLORS[0]) > 0
 
 
 def test_no_loss_to_draw(tmp_path):
