@@ -49,6 +49,7 @@ def DistributedOptimizer(
     offload_folder: str | Path | None = None,
     wire: str | Mapping[str, str] = "fp32",
     master_weights: bool | None = None,
+    elementwise: bool = False,
 ) -> ReducedOptimizer:
     """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
 
@@ -64,7 +65,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on. To shard, one
-            that works on each element by itself.
+            that works on each element by itself (see ``elementwise``).
         named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer, may name more.
         compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``; applied to
             whole buckets. Where gradients are sharded, use ``wire``.
@@ -92,6 +93,8 @@ def DistributedOptimizer(
             ``{"gradients": ..., "parameters": ...}``, one for each.
         master_weights: keep float32 copies of half-precision parameters in the shards and step those; by default where there
             are any.
+        elementwise: promises that an optimizer which is not one of torch.optim's own updates each element from its value,
+            gradient and state alone, so that shards can be stepped.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -137,6 +140,7 @@ def DistributedOptimizer(
             offload_folder,
             wire,
             master_weights,
+            elementwise,
         )
         named, known_names = name_parameters(optimizer, named_parameters)
         check_not_split(named)

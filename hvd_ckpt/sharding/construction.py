@@ -104,6 +104,7 @@ def check_shard_options(
     offload_folder: str | Path | None,
     wire: str | Mapping[str, str],
     master_weights: bool | None,
+    elementwise: bool,
 ) -> ShardOptions | None:
     """The options of a sharded optimizer, or None for stage 0. The arguments are those of ``DistributedOptimizer``.
 
@@ -144,7 +145,7 @@ def check_shard_options(
         )
     if stage < 3 and units is not None:
         raise ValueError("units needs shard='parameters'")
-    check_elementwise(optimizer)
+    check_elementwise(optimizer, elementwise)
     found = model if model is not None else _model_of(named_parameters)
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")

@@ -31,7 +31,6 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_format
 from hvd_ckpt.sharding.layout import Group, Layout, lay_out
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
 from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
-from hvd_ckpt.sharding.offload import CHUNK_ELEMENTS
 from hvd_ckpt.sharding.parameters import HALF
 from hvd_ckpt.sharding.units import find_units
 
@@ -167,7 +166,7 @@ class Estimator:
         """
         stage, gradients, weights = _check(np, shard, offload, wire)
         if stage:
-            check_elementwise(self._optimizer)
+            check_elementwise(self._optimizer, promised=True)
         units = [[(name, self._parameters[name]) for name in unit] for unit in self._units]
         named = list(self._parameters.items())
         layout, unit_groups = lay_out(named, np, self._cap_bytes, units if stage == 3 else None)
@@ -303,8 +302,8 @@ class Estimator:
                 for group in of_dtype
             )
             here = 0
-            if offload:  # as many elements at a time; on CUDA with the state of two such chunks
-                numel, largest = min(numel, CHUNK_ELEMENTS), min(largest, CHUNK_ELEMENTS)
+            if offload:  # one parameter at a time; on CUDA with the state of two
+                numel = largest
                 here = round(2 * taken.state * numel) if self._place.type == "cuda" else 0
             temporaries = max(temporaries, here + taken.temporaries(numel, largest))
         found = [

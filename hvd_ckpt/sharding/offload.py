@@ -1,77 +1,202 @@
-"""Optimizer state that is not in the way: in memory-mapped files, or in pinned memory beside a CUDA device.
+"""Offload of the optimizer state: to memory-mapped files, or to pinned memory beside a CUDA device.
 
-As in ZeRO-Offload (Ren et al., 2021), with the update where the weights are. The optimizer steps one chunk of the elements after
-the other. What it steps is a stand-in: a parameter that is a view of a part of a piece, with views of its gradient and state; so
-each element goes through the wrapped optimizer's own arithmetic, and the numbers are those of a step without offload.
+As in ZeRO-Offload (Ren et al., 2021), with the update where the weights are: the wrapped optimizer steps one parameter after the
+other, so the state of one is in use at a time, and the numbers are those of a step without offload.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch
 
-from hvd_ckpt.sharding.elementwise import StepFacts, probe
-from hvd_ckpt.sharding.host_memory import (
-    HostMemory,
-    MappedFiles,
-    OffloadError,
-    PinnedMemory,
-    raised_everywhere,
-)
-from hvd_ckpt.sharding.layout import ALIGNMENT
+from hvd_ckpt.sharding.elementwise import class_of
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.text import show_bytes
 
-__all__ = ["CHUNK_ELEMENTS", "OffloadError", "OptimizerOffload", "raised_everywhere"]
+__all__ = ["OffloadError", "OptimizerOffload", "raised_everywhere"]
 
-CHUNK_ELEMENTS = 1 << 24
+_IN_MEMORY = ("tmpfs", "ramfs")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+Wanted = tuple[int, torch.dtype]  # number of elements, dtype
 
-@dataclass
-class _Part:
-    """Elements ``start`` to ``stop`` of a piece, and what the optimizer steps in their place."""
 
-    group: int
-    piece: torch.Tensor
-    start: int
-    stop: int
-    stand_in: torch.nn.Parameter = field(init=False)
+class OffloadError(OSError):
+    """Not enough room for the offloaded state. Nothing has changed: with more room the same step can be taken."""
+
+
+# ---------------------------------------------------------------------------------- host memory
+
+
+class _HostMemory(Protocol):
+    """Where offloaded tensors are."""
+
+    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        """1-D tensors of zeros: all of them or none.
+
+        Raises:
+            OffloadError: there is no room for them.
+        """
+        ...
+
+    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
+        """The tensor is used soon, or may leave memory with its values kept."""
+        ...
 
     @property
-    def is_last(self) -> bool:
-        return self.stop == self.piece.numel()
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        ...
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.detach()[self.start : self.stop]
+
+class _MappedFiles:
+    """Files of a folder, mapped into memory, one per tensor.
+
+    A mapped page that nobody has touched lately can leave memory at any time, so the files may be larger than it. They have no
+    name: when the process ends, however it ends, they are gone.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
+        self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
+        kind = _filesystem(self._folder)
+        if kind in _IN_MEMORY:
+            warnings.warn(
+                f"the folder for offloaded optimizer state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
+                f"name one on a disk (offload_folder=, hvd-ckpt train --offload-folder)",
+                stacklevel=2,
+            )
+
+    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        try:
+            return [self._mapped(numel, dtype) for numel, dtype in wanted]
+        except OSError as error:
+            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
+            raise _no_room(self._folder, size, error) from error
+
+    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros, whose room on the disk is taken before any is written: running out later would kill the process."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+            memory = mmap.mmap(file.fileno(), numel * dtype.itemsize)
+        tensor = torch.frombuffer(memory, dtype=dtype)
+        self._maps[tensor.data_ptr()] = memory
+        return tensor
+
+    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
+        memory = self._maps.get(tensor.data_ptr())
+        if memory is not None:  # shared pages: they stay in the page cache, or in the file
+            memory.madvise(mmap.MADV_WILLNEED if soon else mmap.MADV_DONTNEED)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(memory) for memory in self._maps.values())
+
+
+class _PinnedMemory:
+    """Page-locked memory, which a CUDA device copies from and to beside its other work."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        try:
+            tensors = [torch.zeros(numel, dtype=dtype, pin_memory=True) for numel, dtype in wanted]
+        except RuntimeError as error:
+            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
+            raise OffloadError(
+                f"cannot offload optimizer state: {show_bytes(size)} of pinned memory are needed ({str(error).splitlines()[0]}): "
+                f"free host memory, split over more ranks, or do not offload"
+            ) from error
+        self._held.update((id(tensor), tensor) for tensor in tensors)
+        return tensors
+
+    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
+        pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+
+def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
+    reason = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        reason = "the limit on the size of a file, ulimit -f, is lower"
+    try:
+        free = f", {show_bytes(psutil.disk_usage(str(folder)).free)} are free"
+    except OSError:
+        free = ""
+    found = OffloadError(
+        f"cannot offload optimizer state to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or "
+        f"name another folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so the step can be taken "
+        f"again"
+    )
+    found.errno = error.errno
+    return found
+
+
+def _filesystem(folder: Path) -> str:
+    """The kind of file system that a folder is on; empty if nobody says."""
+    path = Path(os.path.realpath(folder))
+    around = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
+    return max(around, key=lambda one: len(one.mountpoint)).fstype if around else ""
+
+
+@contextmanager
+def raised_everywhere(exchange: Exchange) -> Iterator[None]:
+    """Makes an OffloadError of one rank an error on every rank. Collective.
+
+    Raises:
+        OffloadError, ValueError: the rank's own, or an OffloadError that points to the other rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (OffloadError, ValueError) as found:
+        error = found
+    if exchange.maximum(torch.tensor([float(error is not None)]), "room")[0] > 0:
+        raise error or OffloadError(
+            "another rank cannot offload its part of the optimizer's state: its message says why; nothing has changed, so the "
+            "step can be taken again"
+        )
+
+
+# ---------------------------------------------------------------------------------- the step
 
 
 class OptimizerOffload:
-    """Keeps the state of an optimizer elsewhere and steps it chunk by chunk.
+    """Keeps the state of an optimizer in host memory, and steps the parameters one by one.
 
     Args:
         folder: on a CPU: where the files are; by default the temporary folder.
         device: of the parameters. On CUDA devices state is in pinned memory.
-        chunk_elements: elements that are stepped at a time; at least :data:`.layout.ALIGNMENT`.
     """
 
-    def __init__(
-        self, folder: Path | None, device: torch.device, chunk_elements: int = CHUNK_ELEMENTS
-    ) -> None:
+    def __init__(self, folder: Path | None, device: torch.device) -> None:
         self._device = device
-        self._memory: HostMemory = PinnedMemory() if device.type == "cuda" else MappedFiles(folder)
-        self._chunk_elements = max(chunk_elements, ALIGNMENT)
-        self._homes: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._facts: dict[Any, StepFacts] = {}
+        self._memory: _HostMemory = _PinnedMemory() if device.type == "cuda" else _MappedFiles(folder)
+        self._buffers: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and name of state
+        self._trials: dict[Any, dict[str, torch.dtype]] = {}
 
     @property
     def bytes(self) -> int:
-        """The offloaded state."""
+        """Bytes of the offloaded state."""
         return self._memory.nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -86,7 +211,7 @@ class OptimizerOffload:
 
     def release(self, tensor: torch.Tensor) -> None:
         """A tensor of :meth:`empty` has been used and may leave memory; its values stay."""
-        self._memory.release(tensor)
+        self._memory.advise(tensor, soon=False)
 
     def reserve(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the room that the state of all trained parameters will need, and changes nothing else.
@@ -96,175 +221,132 @@ class OptimizerOffload:
 
         Raises:
             OffloadError: there is too little.
-            ValueError: the optimizer keeps what a step changes outside its state, so it cannot be stepped in chunks.
+            ValueError: a step changes what is not state, so it cannot be taken for one parameter after the other.
         """
-        pieces = [
-            (number, piece)
-            for number, group in enumerate(optimizer.param_groups)
-            for piece in group["params"]
-        ]
-        homes = {piece: self._homes.get(piece, {}) for _, piece in pieces}
-        missing = [
-            (piece, name, dtype)
-            for number, piece in pieces
-            for name, dtype in self._wanted(optimizer, number, piece).items()
-            if name not in homes[piece]
-            or homes[piece][name].dtype is not dtype
-            or not self._memory.owns(homes[piece][name])
-        ]
-        found = self._memory.allocate([(piece.numel(), dtype) for piece, _, dtype in missing])
-        for (piece, name, _), home in zip(missing, found):
-            homes[piece][name] = home
-        self._homes = homes
+        buffers: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        missing = []
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                known = self._buffers.get(parameter, {})
+                own = buffers[parameter] = {}
+                for name, dtype in self._state_dtypes(optimizer, number, parameter).items():
+                    if name in known and known[name].dtype is dtype:
+                        own[name] = known[name]
+                    else:
+                        missing.append((own, name, (parameter.numel(), dtype)))
+        found = self._memory.allocate([wanted for *_, wanted in missing])
+        for (own, name, _), buffer in zip(missing, found):
+            own[name] = buffer
+        self._buffers = buffers
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Moves state that exists, after loading say, to where it belongs.
+        """Moves state that exists, after loading say, to its buffers.
 
         Raises:
             OffloadError, ValueError: as :meth:`reserve`.
         """
         self.reserve(optimizer)
-        for piece, homes in self._homes.items():
-            state = optimizer.state.get(piece, {})
-            for name, home in homes.items():
-                value = state.get(name)
-                if value is not None and value is not home:
-                    self._move(value, home)
-                    state[name] = home
-
-    def _move(self, value: torch.Tensor, home: torch.Tensor) -> None:
-        for start in range(0, home.numel(), self._chunk_elements):
-            part = home[start : start + self._chunk_elements]
-            part.copy_(value[start : start + self._chunk_elements])
-            self._memory.release(part)
+        for parameter in self._buffers:
+            self._store(optimizer, parameter)
 
     def step(self, optimizer: torch.optim.Optimizer, local_step: Callable[[], Any]) -> None:
-        """One step, chunk by chunk.
+        """One step, parameter by parameter.
 
         Args:
             optimizer: its parameters are 1-D, with their gradients.
             local_step: steps the optimizer over what is in its ``param_groups``; no closure. The optimizer's own step hooks
-                run once, around all chunks.
+                run once, around all of it.
 
         Raises:
             OffloadError, ValueError: as :meth:`reserve`; nothing has changed, and the step can be taken again.
         """
         self.adopt(optimizer)
+        stepped = [
+            (group, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         with _hooks_once(optimizer):
-            chunks = self._chunks(optimizer)
             if self._device.type == "cuda":
-                self._step_on_device(optimizer, local_step, chunks)
+                self._step_on_device(optimizer, local_step, stepped)
                 return
-            for chunk, following in zip(chunks, [*chunks[1:], []]):
-                for tensor in self._used_by(following):
-                    self._memory.prefetch(tensor)
-                with _stand_ins(optimizer, chunk, self._load(optimizer, chunk)):
+            for (group, parameter), following in zip(stepped, [*stepped[1:], None]):
+                for buffer in () if following is None else self._buffers[following[1]].values():
+                    self._memory.advise(buffer, soon=True)
+                with _alone(optimizer, group, parameter):
                     local_step()
-                    self._store(optimizer, chunk)
-                for tensor in self._used_by(chunk):
-                    self._memory.release(tensor)
+                self._store(optimizer, parameter)
 
-    # -------------------------------------------------------------------------------- what state there is
+    def _store(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """Copies state that is not there yet to its buffers, which may leave memory then."""
+        state = optimizer.state.get(parameter, {})
+        for name, buffer in self._buffers[parameter].items():
+            value = state.get(name)
+            if value is not None and value is not buffer:
+                state[name] = buffer.copy_(value, non_blocking=True)
+            self._memory.advise(buffer, soon=False)
 
-    def _wanted(
-        self, optimizer: torch.optim.Optimizer, number: int, piece: torch.Tensor
+    def _state_dtypes(
+        self, optimizer: torch.optim.Optimizer, number: int, parameter: torch.Tensor
     ) -> dict[str, torch.dtype]:
-        """The state of one piece that has an element for each of its: names and dtypes."""
-        if piece.dim() != 1:
+        """Names and dtypes of the state of a parameter that has an element for each of its own."""
+        if parameter.dim() != 1:
             raise ValueError(
-                f"only state of 1-D parameters can be offloaded, not of one of shape {tuple(piece.shape)}"
+                f"only state of 1-D parameters can be offloaded, not of one of shape {tuple(parameter.shape)}"
             )
-        wanted = {}
-        if piece.requires_grad or piece.grad is not None:
-            facts = self._facts_of(optimizer, number, piece.dtype)
-            if facts.mutates_groups:
-                kind = getattr(optimizer, "_wrapped_class", type(optimizer)).__name__
-                raise ValueError(
-                    f"the state of optimizer {kind} cannot be offloaded: its step changes values in param_groups or attributes, so "
-                    f"it cannot be taken in chunks; leave offload at None"
-                )
-            wanted.update(facts.state_keys)
-        for name, value in optimizer.state.get(piece, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == piece.shape:
-                wanted[name] = value.dtype
-        return wanted
+        found = {}
+        if parameter.requires_grad or parameter.grad is not None:
+            # A structure depends on options, and on which numbers are 0.
+            options = {
+                name: bool(value) if isinstance(value, (int, float)) or value is None else None
+                for name, value in optimizer.param_groups[number].items()
+            }
+            key = (number, parameter.dtype, tuple(options.items()))
+            if key not in self._trials:
+                self._trials[key] = self._try_out(optimizer, number, parameter.dtype)
+            found.update(self._trials[key])
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                found[name] = value.dtype
+        return found
 
-    def _facts_of(self, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype) -> StepFacts:
-        """Looked up by what the state's structure depends on: options, and which numbers are 0."""
+    def _try_out(
+        self, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype
+    ) -> dict[str, torch.dtype]:
+        """The state that a step makes for a small parameter, which the optimizer has in place of its own meanwhile."""
+        small = torch.nn.Parameter(torch.zeros(2, dtype=dtype, device=self._device))
+        small.grad = torch.zeros_like(small)
         options = {
-            name: bool(value) if isinstance(value, (int, float)) or value is None else None
+            name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
             for name, value in optimizer.param_groups[number].items()
+            if name != "params"
         }
-        key = (number, dtype, tuple(options.items()))
-        if key not in self._facts:
-            self._facts[key] = probe(optimizer, number, dtype)
-        return self._facts[key]
-
-    # -------------------------------------------------------------------------------- chunks
-
-    def _chunks(self, optimizer: torch.optim.Optimizer) -> list[list[_Part]]:
-        """All elements that have a gradient, in order, in lists of at most ``chunk_elements``."""
-        chunks: list[list[_Part]] = [[]]
-        room = self._chunk_elements
-        for number, group in enumerate(optimizer.param_groups):
-            for piece in group["params"]:
-                start = stop = 0
-                while piece.grad is not None and stop < piece.numel():
-                    rest = piece.numel() - start
-                    stop = start + (rest if rest <= room else room // ALIGNMENT * ALIGNMENT)
-                    if stop > start:
-                        chunks[-1].append(_Part(number, piece, start, stop))
-                    room -= stop - start
-                    start = stop
-                    if stop < piece.numel():
-                        chunks.append([])
-                        room = self._chunk_elements
-        return chunks
-
-    def _used_by(self, chunk: Sequence[_Part]) -> Iterator[torch.Tensor]:
-        """The tensors of a chunk that can be in mapped memory: its state, and weights of :meth:`empty`."""
-        for part in chunk:
-            yield part.of(part.piece)
-            yield from map(part.of, self._homes[part.piece].values())
-
-    def _load(self, optimizer: torch.optim.Optimizer, chunk: Sequence[_Part]) -> list[dict[str, Any]]:
-        """Makes the stand-ins of a chunk; returns their states: views of the pieces' (on CUDA copies), scalars copied."""
-        states = []
-        for part in chunk:
-            assert part.piece.grad is not None
-            part.stand_in = torch.nn.Parameter(part.of(part.piece), part.piece.requires_grad)
-            part.stand_in.grad = part.of(part.piece.grad)
-            homes = self._homes[part.piece]
-            states.append(
-                {
-                    name: part.of(homes[name]).to(self._device, non_blocking=True)
-                    if name in homes and value is homes[name]
-                    else copy.deepcopy(value)
-                    for name, value in optimizer.state.get(part.piece, {}).items()
-                }
+        before = repr((options, _numbers(optimizer)))
+        group = {"params": [small], **options}
+        state: dict[str, Any] = {}
+        try:
+            with (
+                _hooks_once(optimizer, run=False),
+                _alone(optimizer, group, small),
+                torch.random.fork_rng(devices=[]),
+            ):
+                class_of(optimizer).step(optimizer)
+        except KeyError:  # a class such as Adagrad makes its state in the constructor
+            pass
+        finally:
+            state = optimizer.state.pop(small, {})
+        after = {name: value for name, value in group.items() if name != "params"}
+        if repr((after, _numbers(optimizer))) != before:
+            raise ValueError(
+                f"the state of optimizer {class_of(optimizer).__name__} cannot be offloaded: its step changes values in "
+                f"param_groups or attributes, so it cannot be taken for one parameter after the other; leave offload at None"
             )
-        return states
-
-    def _store(self, optimizer: torch.optim.Optimizer, chunk: Sequence[_Part]) -> None:
-        """Writes the state of stand-ins to where it belongs: what the optimizer has made, replaced, or updated on the device."""
-        for part in chunk:
-            stepped = optimizer.state.get(part.stand_in, {})
-            homes = self._homes[part.piece]
-            whole: dict[str, Any] = {}
-            for name, value in stepped.items():
-                if not isinstance(value, torch.Tensor) or value.shape != part.stand_in.shape:
-                    whole[name] = value
-                    continue
-                home = homes.get(name)
-                if (
-                    home is None or home.dtype is not value.dtype
-                ):  # not foreseen: in files from the next step on
-                    home = homes[name] = torch.empty(part.piece.shape, dtype=value.dtype)
-                target = whole[name] = home
-                if part.of(target).data_ptr() != value.data_ptr():
-                    part.of(target).copy_(value, non_blocking=True)
-            if part.is_last and stepped:
-                optimizer.state[part.piece] = whole
+        return {
+            name: value.dtype
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.shape == small.shape
+        }
 
     # -------------------------------------------------------------------------------- CUDA
 
@@ -272,62 +354,63 @@ class OptimizerOffload:
         self,
         optimizer: torch.optim.Optimizer,
         local_step: Callable[[], Any],
-        chunks: Sequence[Sequence[_Part]],
+        stepped: Sequence[tuple[dict[str, Any], torch.Tensor]],
     ) -> None:
-        """State is copied to the device before a chunk is stepped, and back after it, on a stream beside the one that steps: while
-        one chunk is stepped, the next arrives and the last leaves."""
+        """State is copied to the device before a parameter is stepped and back after it, on a second stream: while one is stepped,
+        the state of the next arrives and that of the last leaves."""
         current = torch.cuda.current_stream(self._device)
         beside: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         beside.wait_stream(current)
-        with torch.cuda.stream(beside):
-            states = self._load(optimizer, chunks[0])
-            arrived = beside.record_event()
-        for position, chunk in enumerate(chunks):
+        arrived = None
+        for (group, parameter), following in zip(stepped, [*stepped[1:], None]):
+            if arrived is None:
+                arrived = self._load(optimizer, parameter, beside)
             current.wait_event(arrived)
-            now, following = states, chunks[position + 1 : position + 2]
-            for next_chunk in following:
-                with torch.cuda.stream(beside):
-                    states = self._load(optimizer, next_chunk)
-                    arrived = beside.record_event()
-            _used_on(current, now)
-            with _stand_ins(optimizer, chunk, now):
+            if following is not None:
+                arrived = self._load(optimizer, following[1], beside)
+            _used_on(current, optimizer.state.get(parameter, {}))
+            with _alone(optimizer, group, parameter):
                 local_step()
-                stepped = current.record_event()
-                with torch.cuda.stream(beside):
-                    beside.wait_event(stepped)
-                    _used_on(beside, [optimizer.state.get(part.stand_in, {}) for part in chunk])
-                    self._store(optimizer, chunk)
+            done = current.record_event()
+            with torch.cuda.stream(beside):
+                beside.wait_event(done)
+                _used_on(beside, optimizer.state.get(parameter, {}))
+                self._store(optimizer, parameter)
         beside.synchronize()
 
+    def _load(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stream: Any) -> Any:
+        """Begins to copy the state of a parameter to the device; returns the event that tells the end."""
+        state = optimizer.state.get(parameter, {})
+        with torch.cuda.stream(stream):
+            for name, buffer in self._buffers[parameter].items():
+                if name in state:
+                    state[name] = buffer.to(self._device, non_blocking=True)
+            return stream.record_event()
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Attributes of an optimizer that a step could count in."""
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
 
 @contextmanager
-def _stand_ins(
-    optimizer: torch.optim.Optimizer, chunk: Sequence[_Part], states: Sequence[dict[str, Any]]
+def _alone(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[None]:
-    """Within it the optimizer has the stand-ins of a chunk and nothing else to step."""
-    groups = optimizer.param_groups
-    pieces = [group["params"] for group in groups]
+    """Within it the optimizer has one parameter to step, in its group."""
+    groups, params = optimizer.param_groups, group["params"]
     try:
-        for number, group in enumerate(groups):
-            group["params"] = [part.stand_in for part in chunk if part.group == number]
-        optimizer.param_groups = [group for group in groups if group["params"]] or groups
-        for part, state in zip(chunk, states):
-            if state:
-                optimizer.state[part.stand_in] = state
+        optimizer.param_groups, group["params"] = [group], [parameter]
         yield
     finally:
-        optimizer.param_groups = groups
-        for group, own in zip(groups, pieces):
-            group["params"] = own
-        for part in chunk:
-            optimizer.state.pop(part.stand_in, None)
+        optimizer.param_groups, group["params"] = groups, params
 
 
 @contextmanager
-def _hooks_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Runs the optimizer's own step hooks around it, and not within."""
+def _hooks_once(optimizer: torch.optim.Optimizer, run: bool = True) -> Iterator[None]:
+    """Runs the optimizer's own step hooks around it (or not at all), and not within."""
     before, after = (getattr(optimizer, name) for name in _HOOKS)
-    for hook in list(before.values()):
+    for hook in list(before.values()) if run else ():
         hook(optimizer, (optimizer,), {})
     try:
         for name in _HOOKS:
@@ -336,13 +419,12 @@ def _hooks_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for name, hooks in zip(_HOOKS, (before, after)):
             setattr(optimizer, name, hooks)
-    for hook in list(after.values()):
+    for hook in list(after.values()) if run else ():
         hook(optimizer, (optimizer,), {})
 
 
-def _used_on(stream: Any, states: Sequence[dict[str, Any]]) -> None:
+def _used_on(stream: Any, state: dict[str, Any]) -> None:
     """The memory of these tensors is not given to others before the stream has done with it."""
-    for state in states:
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.is_cuda:
-                value.record_stream(stream)
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            value.record_stream(stream)

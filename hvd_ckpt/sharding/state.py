@@ -12,7 +12,6 @@ from horovod.torch import mpi_ops
 
 from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.reduction.communicator import wait
-from hvd_ckpt.sharding.elementwise import probe
 from hvd_ckpt.sharding.layout import Form, key
 from hvd_ckpt.sharding.sharding import Sharding
 
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
     from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 
 __all__ = ["assembled", "load_parts", "targets_of"]
+
+COUNTERS = (
+    "step",
+    "eta",
+    "mu",
+    "mu_product",
+)  # state of torch.optim's classes that is not of a parameter's elements
 
 
 def own_part(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -87,8 +93,7 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
     targets = targets_of(optimizer)
-    counters = _counters(optimizer) if any(target.form.shape == () for target in targets) else ()
-    sources = _Sources(parts, _names(optimizer), counters)
+    sources = _Sources(parts, _names(optimizer))
     if sources.empty:
         state: dict[int, dict[str, Any]] = {}
     else:
@@ -152,7 +157,7 @@ def full(optimizer: ShardedOptimizer, all_ranks: bool) -> dict[str, Any] | None:
         _Target(sharding.layout.names[index], 0, sharding.forms[index].numel, sharding.forms[index], True)
         for index in whole
     ]
-    sources = _Sources(parts, [], ())
+    sources = _Sources(parts, [])
     state = {
         number: found
         for number, target in enumerate(targets)
@@ -244,14 +249,6 @@ def targets_of(optimizer: Any) -> list[_Target]:
     ]
 
 
-def _counters(optimizer: torch.optim.Optimizer) -> Sequence[str]:
-    """Names of the state that is not of a parameter's elements."""
-    try:
-        return probe(optimizer).scalar_keys
-    except ValueError:
-        return ("step",)
-
-
 def _names(optimizer: Any) -> list[str]:
     """Of the whole parameters, in the order of the groups."""
     if hasattr(optimizer, "_sharding"):
@@ -264,10 +261,7 @@ def _names(optimizer: Any) -> list[str]:
 class _Sources:
     """States of pieces or of whole parameters, found by name."""
 
-    def __init__(
-        self, parts: Sequence[Mapping[str, Any]], names: Sequence[str], counters: Sequence[str]
-    ) -> None:
-        self._counters = counters  # which of the state of a 0-dim parameter are no elements
+    def __init__(self, parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
         self._found: dict[str, list[tuple[int, int | None, dict[str, Any]]]] = {}
         self._masters: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
         self.empty = not any(part["state"] for part in parts)
@@ -303,7 +297,7 @@ class _Sources:
         length = target.form.numel if stop is None else stop - start
         if not isinstance(first, torch.Tensor):
             return first
-        element = stop is None and target.form.shape == () and name not in self._counters
+        element = stop is None and target.form.shape == () and name not in COUNTERS
         if (first.dim() == 0 and not element) or (first.numel() == 1 and length != 1):
             return first.clone()
         if first.numel() != length:

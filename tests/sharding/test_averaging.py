@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import hvd_ckpt as hc
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 ALL = (0, 1, 2, 3)
 EMA = get_ema_multi_avg_fn(0.8)
@@ -78,7 +78,7 @@ def assert_same(
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [*((stage, {"multi_avg_fn": EMA}) for stage in ALL), (1, {}), (3, {"avg_fn": get_ema_avg_fn(0.8)})],
+    [(0, {"multi_avg_fn": EMA}), (1, {}), (2, {"multi_avg_fn": EMA}), (3, {"avg_fn": get_ema_avg_fn(0.8)})],
 )
 def test_the_average_is_torchs_and_leaves_no_trace(stage: int, options: dict[str, Any]) -> None:
     plain = build()

@@ -11,7 +11,6 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.cli import plan as command
-from hvd_ckpt.cli.plan_cluster import Cluster
 from hvd_ckpt.models.gpt import gpt
 
 OWN = """
@@ -44,16 +43,12 @@ def test_model_states_are_the_theorys(stage, bytes_per_parameter):
 
 @pytest.mark.parametrize(
     ("optimizer", "bytes_per_parameter"),
-    [("sgd", 0), (torch.optim.RMSprop, 4), ("adamw", 8), ("amsgrad", 12), ("momentum", 4)],
+    [("sgd", 0), (torch.optim.RMSprop, 4), ("amsgrad", 12)],
 )
 def test_the_optimizers_class_and_options_decide_its_state(optimizer, bytes_per_parameter):
     model = meta_model()
-    made = {
-        "amsgrad": lambda: torch.optim.Adam(model.parameters(), amsgrad=True),
-        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    }
-    if optimizer in made:
-        optimizer = made[optimizer]()
+    if optimizer == "amsgrad":
+        optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     estimate = hc.estimate_memory(model, 1, optimizer=optimizer)
     assert estimate.optimizer_state == pytest.approx(bytes_per_parameter * numel(model), rel=0.001)
 
@@ -119,18 +114,6 @@ def test_what_is_wrong_is_said_in_a_sentence(arguments, options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         hc.estimate_memory(meta_model(), *arguments, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_with_nothing_to_train_is_refused():
-    model = meta_model().requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter that is trained"):
-        hc.estimate_memory(model, 2)
-
-
-def test_sizes_are_powers_of_two_and_the_one_asked_for():
-    assert Cluster(12).sizes() == [1, 2, 4, 8, 12]
-    assert Cluster(1).sizes() == [1]
-    assert Cluster(4096).sizes()[-2:] == [2048, 4096]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.models.gpt import gpt
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2, 4))
+pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
 WITHIN = 0.10
 BUCKET_CAP_MB = 0.25
@@ -19,7 +19,7 @@ BUCKET_CAP_MB = 0.25
 def model(recompute: bool) -> torch.nn.Module:
     torch.manual_seed(0)
     return gpt(
-        vocabulary=128, length=32, width=64, heads=2, layers=3, checkpoint_interval=1 if recompute else 0
+        vocabulary=128, length=32, width=64, heads=2, layers=2, checkpoint_interval=1 if recompute else 0
     )
 
 
@@ -31,17 +31,18 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), batch().flatten())
 
 
-CASES = [
-    *[(stage, recompute, "fp32", {}) for stage in range(4) for recompute in (False, True)],
-    (1, True, "bf16-params", {}),
-    (2, True, "fp32", {"wire": "int8"}),
-]
-
-
-@pytest.mark.parametrize(("stage", "recompute", "precision", "options"), CASES)
+@pytest.mark.parametrize(
+    ("stage", "recompute", "precision", "options"),
+    [
+        (0, False, "fp32", {}),
+        (1, True, "bf16-params", {}),
+        (2, False, "fp32", {"wire": "int8"}),
+        (3, True, "fp32", {}),
+    ],
+)
 def test_a_step_takes_what_was_estimated(stage, recompute, precision, options):
-    if hc.size() != 2 and not recompute:
-        pytest.skip("as much on two ranks")
+    if hc.size() == 1 and stage in (1, 2):
+        pytest.skip("nothing is sent, as at the other stages")
     options = {"shard": stage, "bucket_cap_mb": BUCKET_CAP_MB, **options}
     dtype = torch.bfloat16 if precision == "bf16-params" else torch.float32
     estimate = hc.estimate_memory(

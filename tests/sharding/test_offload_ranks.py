@@ -13,7 +13,11 @@ from torch import nn
 import hvd_ckpt as hc
 from hvd_ckpt.sharding.offload import OffloadError
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2, 4))
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+
+class Own(torch.optim.Adam):
+    """An optimizer from elsewhere."""
 
 
 def job(folder: Path | None, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Sequential, Any]:
@@ -22,9 +26,10 @@ def job(folder: Path | None, dtype: torch.dtype = torch.float32, **options: Any)
     if folder is not None:
         options.update(offload="optimizer", offload_folder=folder)
     optimizer = hc.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01),
+        Own(model.parameters(), lr=0.01),
         named_parameters=model.named_parameters(),
         bucket_cap_mb=0.004,
+        elementwise=True,
         **options,
     )
     return model, optimizer
@@ -54,9 +59,9 @@ def test_the_bits_are_those_without_offload(shard: int, dtype: torch.dtype, tmp_
     model, optimizer = job(None, dtype, shard=shard)
     offloaded = job(tmp_path, dtype, shard=shard)
     assert torch.equal(train(model, optimizer), train(*offloaded))
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(hc.size() == 1, reason="it is the second rank that has no room")
 def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) -> None:
     folder = tmp_path / "missing" if hc.rank() == 1 else tmp_path
     said = "No such file" if hc.rank() == 1 else "another rank"
@@ -64,7 +69,6 @@ def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) ->
         job(folder, shard=1)
 
 
-@pytest.mark.skipif(hc.size() == 1, reason="it is the second rank that has no room")
 @pytest.mark.parametrize("shard", [1, 2])
 def test_no_room_on_one_rank_in_a_step_changes_nothing(shard: int, tmp_path: Path) -> None:
     """A group that is added needs room as well. The step that found none is taken again."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
 STAGES = (1, 2, 3)
 WIDTH = 24
-NAMES = {1: "optimizer", 2: "gradients", 3: "parameters"}
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -99,6 +98,12 @@ def trained(make: Make, stage: int, *, count: int = 4, **options: Any) -> dict[s
     return weights(model, optimizer)
 
 
+@functools.cache
+def whole(make: Make, **options: Any) -> dict[str, torch.Tensor]:
+    """Weights of the run that is not sharded."""
+    return trained(make, 0, **options)
+
+
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exactly: bool) -> None:
     assert list(ours) == list(theirs)
     for name, value in ours.items():
@@ -121,59 +126,29 @@ def two_ranks_at_most() -> bool:
     return bool(hc.size() <= 2)
 
 
-@pytest.mark.ranks(gloo=(1, 2, 3, 4), mpi=(2, 4))
-@pytest.mark.parametrize("make", [adam, momentum])
-@pytest.mark.parametrize("stage", STAGES)
-def test_ends_in_the_weights_of_a_run_that_is_not_sharded(stage: int, make: Make) -> None:
-    ours = trained(make, stage)
-    assert_same(ours, trained(make, 0), exactly=two_ranks_at_most())
-    for name in (NAMES[stage], str(stage)):
-        assert_same(ours, trained(make, name), exactly=True)  # type: ignore[arg-type]
+@pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
+@pytest.mark.parametrize(("stage", "make"), [("optimizer", momentum), ("2", adam), (3, momentum)])
+def test_ends_in_the_weights_of_a_run_that_is_not_sharded(stage: Any, make: Make) -> None:
+    assert_same(trained(make, stage), whole(make), exactly=two_ranks_at_most())
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulated_passes(stage: int) -> None:
-    reference = trained(momentum, 0, passes=3)
     together = trained(momentum, stage, passes=3, backward_passes_per_step=3)
-    assert_same(together, reference, exactly=two_ranks_at_most())
-    assert_same(trained(momentum, stage, passes=3), reference, exactly=False)
+    assert_same(together, whole(momentum, passes=3), exactly=two_ranks_at_most())
+    if stage > 1:
+        assert_same(trained(momentum, stage, passes=3), whole(momentum, passes=3), exactly=False)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_clips_by_the_norm_of_all_gradients(stage: int) -> None:
-    reference = trained(momentum, 0, clip=0.005)
-    assert_same(trained(momentum, stage, clip=0.005), reference, exactly=False)
+    clipped = whole(momentum, clip=0.005)
+    assert_same(trained(momentum, stage, clip=0.005), clipped, exactly=False)
     with pytest.raises(AssertionError):
-        assert_same(trained(momentum, 0), reference, exactly=False)
-
-    model = Model()
-    optimizer = wrapped(model, momentum, stage)
-    model(batch(0)).square().mean().backward()
-    norms = (
-        [
-            hc.clip_grad_norm_(optimizer if number else model.parameters(), 1e9, kind)
-            for number, kind in enumerate((2.0, 1.0, float("inf")))
-        ]
-        if stage > 1
-        else []
-    )
-    optimizer.synchronize()
-    twin = Model()
-    plain = wrapped(twin, momentum, 0)
-    twin(batch(0)).square().mean().backward()
-    plain.synchronize()
-    expected = [
-        nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None], kind)
-        for kind in (2.0, 1.0, float("inf"))
-    ]
-    for norm, truth in zip(norms, expected):
-        torch.testing.assert_close(norm, truth)
-    for one in (optimizer, plain):
-        with one.skip_synchronize():
-            one.step()
+        assert_same(whole(momentum), clipped, exactly=False)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2])
 def test_norms_of_any_order_are_those_of_torch(stage: int) -> None:
     model, twin = Model(), Model()
     optimizer, plain = wrapped(model, momentum, stage), wrapped(twin, momentum, 0)
@@ -191,7 +166,7 @@ def test_norms_of_any_order_are_those_of_torch(stage: int) -> None:
             torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
     def run(stage: int) -> tuple[dict[str, torch.Tensor], float]:
         model = Model()
@@ -219,14 +194,14 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
 def creeping(
     dtype: torch.dtype, stage: int, **options: Any
 ) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
-    """Sixty updates of which each by itself is lost in bfloat16, and what they come to."""
+    """Twelve updates, each of which by itself is lost in bfloat16, and what they come to."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).to(dtype)
-    optimizer = wrapped(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-5), stage, **options)
+    optimizer = wrapped(model, lambda parameters: torch.optim.SGD(parameters, lr=5e-5), stage, **options)
     start = weights(model, optimizer)
-    creep(model, optimizer, 60, dtype)
+    creep(model, optimizer, 12, dtype)
     end = weights(model, optimizer)
-    assert (start["1.bias"].float() - end["1.bias"].float() > 1e-3).all()  # 60 updates of 4e-5
+    assert (start["1.bias"].float() - end["1.bias"].float() > 1e-3).all()  # 12 updates of 2e-4
     return model, optimizer, end
 
 
@@ -255,17 +230,16 @@ def test_half_precision_weights_follow_float32_masters() -> None:
     assert "master_weights" not in optimizer.state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, 3])
 def test_what_weights_travel_as_does_not_round_those_that_are_kept(stage: int) -> None:
     creeping(torch.float32, stage, wire={"parameters": "bf16"})
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", {"parameters": "int8"}])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "wire"), [(2, "int8"), (3, "fp16"), (3, {"parameters": "int8"})])
 def test_wire_formats_train_as_well_and_keep_ranks_equal(stage: int, wire: Any) -> None:
     model = Model()
     optimizer = wrapped(model, adam, stage, wire=wire)
-    exact = trained(adam, 0)
+    exact = whole(adam)
     steps(model, optimizer, range(4))
     traffic = copy.deepcopy(optimizer.traffic)  # before weights are gathered as they are
     ours = weights(model, optimizer)
@@ -275,7 +249,7 @@ def test_wire_formats_train_as_well_and_keep_ranks_equal(stage: int, wire: Any) 
         assert (value - exact[name]).abs().max() < 0.1, name
     if hc.size() > 1:
         narrow = traffic.sent["all_gather"] / traffic.elements["all_gather"]
-        assert narrow <= (2.0 if wire in ("fp16", "bf16") else 1.3)
+        assert narrow <= (2.0 if wire == "fp16" else 1.3)
 
 
 def test_whole_parameters_as_numpy_arrays() -> None:
@@ -292,42 +266,38 @@ def test_whole_parameters_as_numpy_arrays() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_goes_on_bit_for_bit_here_and_at_any_other_stage(stage: int) -> None:
-    reference = trained(adam, 0, count=6)
-
+    reference = whole(adam)
     model = Model()
     optimizer = wrapped(model, adam, stage)
-    steps(model, optimizer, range(3))
+    steps(model, optimizer, range(2))
     values, part = weights(model, optimizer), copy.deepcopy(optimizer.state_dict())
-    whole = optimizer.full_state_dict()
-    assert (whole is None) == (hc.rank() != 0)
+    full = optimizer.full_state_dict()
+    assert (full is None) == (hc.rank() != 0)
     everywhere = optimizer.full_state_dict(all_ranks=True)
-    assert fingerprint(everywhere) == hc.broadcast_object(fingerprint(whole) if whole is not None else None)
+    assert fingerprint(everywhere) == hc.broadcast_object(fingerprint(full) if full is not None else None)
     parts = hc.allgather_object(part, name="parts")
 
-    for other in (0, *STAGES):
+    for other in {1: (1, 0, 2), 2: (2, 3), 3: (3, 1)}[stage]:
         twin = Model()
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
                 parameter.copy_(values[name])
         again = wrapped(twin, adam, other)
         load_parts(again, parts) if other != stage else again.load_state_dict(part)
-        steps(twin, again, range(3, 6))
+        steps(twin, again, range(2, 4))
         assert_same(weights(twin, again), reference, exactly=two_ranks_at_most())
-    if whole is not None:  # as the bare optimizer has it
+    if full is not None:  # as the bare optimizer has it
         twin = Model()
         bare = adam(twin.parameters())
-        bare.load_state_dict(whole)
-        again_whole = bare.state_dict()["state"]
-        assert again_whole.keys() == whole["state"].keys()
-        assert all(
-            again_whole[index]["exp_avg"].shape == parameter.shape
-            for index, parameter in enumerate(twin.parameters())
-            if index in again_whole
-        )
+        bare.load_state_dict(full)
+        moments = {number: one["exp_avg"].shape for number, one in bare.state_dict()["state"].items()}
+        assert moments.keys() == full["state"].keys()
+        shapes = [parameter.shape for parameter in twin.parameters()]
+        assert all(shape == shapes[number] for number, shape in moments.items())
     hc.barrier()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.filterwarnings("error:optimizer.step:UserWarning")
 def test_clipping_needs_no_more_than_a_call_before_the_step(stage: int) -> None:
     def run(stage: int) -> dict[str, torch.Tensor]:
@@ -380,23 +350,20 @@ def test_schedules_and_state_from_before() -> None:
         optimizer.state_dict()
         return weights(model, optimizer), optimizer.param_groups[0]["lr"]
 
-    for make in (adam, torch.optim.Adagrad):
+    for make, stages in ((adam, (1, 3)), (torch.optim.Adagrad, (2,))):
         reference, rate = run(0, make)
-        for stage in STAGES:
+        for stage in stages:
             ours, own_rate = run(stage, make)
             assert own_rate == rate
             assert_same(ours, reference, exactly=two_ranks_at_most())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_number_of_passes_can_be_set_later(stage: int) -> None:
+def test_the_number_of_passes_can_be_set_later() -> None:
     model = Model()
-    optimizer = wrapped(model, momentum, stage)
+    optimizer = wrapped(model, momentum, 2)
     optimizer.set_backward_passes_per_step(3)
-    steps(model, optimizer, range(3), passes=3)
-    assert_same(
-        weights(model, optimizer), trained(momentum, 0, count=3, passes=3), exactly=two_ranks_at_most()
-    )
+    steps(model, optimizer, range(4), passes=3)
+    assert_same(weights(model, optimizer), whole(momentum, passes=3), exactly=two_ranks_at_most())
 
 
 def test_a_part_that_is_not_this_ranks_is_refused() -> None:
@@ -449,13 +416,6 @@ def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
     assert_same(run(stage), run(0), exactly=two_ranks_at_most())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_offloaded_state_gives_the_same_bits(stage: int, folder: Path) -> None:
-    ours = trained(adam, stage, offload="optimizer", offload_folder=folder)
-    assert_same(ours, trained(adam, stage), exactly=True)
-    assert list(folder.iterdir()) == []
-
-
 def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 3)
 
@@ -469,8 +429,8 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.Mon
                 **options,
             )
 
-    refused("L-BFGS", lambda p: torch.optim.LBFGS(p), shard=1)
-    refused("Adafactor", lambda p: torch.optim.Adafactor(p), shard=1)
+    refused("LBFGS", lambda p: torch.optim.LBFGS(p), shard=1)
+    refused("elementwise=True", type("Own", (torch.optim.SGD,), {}), shard=1)
     refused("shard must be one of", shard="zero")
     refused("shard must be one of", shard=4)
     refused("shard must be one of", shard="4")
@@ -526,10 +486,10 @@ class Gaps(Model):
         self.unused.weight = nn.Parameter(keep(torch.randn(WIDTH, 2 * WIDTH)[:, ::2]))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_with_gaps_keep_their_values(stage: int) -> None:
-    reference = trained(adam, 0, kind=lambda: Gaps(False))
-    assert_same(trained(adam, stage, kind=Gaps), reference, exactly=two_ranks_at_most())
+    reference = trained(adam, 0, kind=lambda: Gaps(False), count=2)
+    assert_same(trained(adam, stage, kind=Gaps, count=2), reference, exactly=two_ranks_at_most())
 
     model = Gaps()
     values = torch.arange(480.0).view(WIDTH, 20)[:, 4:11]
@@ -541,7 +501,7 @@ def test_parameters_with_gaps_keep_their_values(stage: int) -> None:
         assert torch.equal(late, values)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
     for parts in (("weight", "weight"), ("weight", "bias"), ("bias", "weight")):
         model = Model()
@@ -565,7 +525,7 @@ def descent(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: int) -> None:
-    reference = trained(descent, 0)
+    reference = whole(descent)
     model = Model()
     optimizer = wrapped(model, descent, stage)
     steps(model, optimizer, range(2))
