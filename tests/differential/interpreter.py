@@ -42,6 +42,7 @@ class Run:
         alone: this process does the work of all ranks, with PyTorch's own optimizer and without recomputation.
         recompute: as the program says, or not at all.
         stage: in place of the program's.
+        noise: seed of a random change of every reduced gradient, by a unit in the last place of its largest element; 0: none.
 
     Attributes:
         seen: what each step has given: losses, and how often each bucket left.
@@ -49,9 +50,16 @@ class Run:
     """
 
     def __init__(
-        self, program: Program, *, alone: bool = False, recompute: bool = True, stage: int | None = None
+        self,
+        program: Program,
+        *,
+        alone: bool = False,
+        recompute: bool = True,
+        stage: int | None = None,
+        noise: int = 0,
     ) -> None:
         self.program, self.alone = program, alone
+        self._noise = torch.Generator().manual_seed(noise) if noise else None
         self.stage = program.stage if stage is None else stage
         self.ranks = list(range(program.ranks)) if alone else [hc.rank()]
         self.model = build(program, recompute and not alone)
@@ -367,10 +375,18 @@ class Run:
             total = total.to(parameter.dtype)
             if total.is_sparse:
                 total = total.coalesce()
+            if self._noise is not None:
+                self._disturb(total.values() if total.is_sparse else total)
             self._reduced.add(parameter)
             for rank in self.ranks:
                 self._gradients[rank][at] = total.clone()
             parameter.grad = total.clone()
+
+    def _disturb(self, gradient: Tensor) -> None:
+        largest = gradient.abs().max() if gradient.numel() else torch.zeros(())
+        if largest.isfinite():
+            random = torch.empty(gradient.shape).uniform_(-1, 1, generator=self._noise)
+            gradient += (random * largest * torch.finfo(gradient.dtype).eps).to(gradient.dtype)
 
     # ---------------------------------------------------------------------------------- state
 

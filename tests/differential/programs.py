@@ -142,6 +142,11 @@ class Program:
         )
 
     @property
+    def master_weights(self) -> bool:
+        """Whether a sharded optimizer updates float32 copies of half-precision weights; one process has none."""
+        return self.stage > 0 and bool(self.dtypes & {"float16", "bfloat16"})
+
+    @property
     def lossy(self) -> bool:
         """Whether gradients or weights are rounded on their way."""
         return "compression" in self.options or "wire" in self.options

@@ -13,9 +13,14 @@ sys.path.append(str(Path(__file__).resolve().parent))
 from checking import check
 from programs import draw
 
-pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(2,))
+pytestmark = pytest.mark.ranks(gloo=(1, 3), mpi=(2,))
 
-SEEDS = {2: range(12), 3: range(100, 108)}  # of each number of ranks
+# By number of ranks; chosen so that few programs have most of the kinds of models, recomputation, options and events.
+SEEDS = {
+    1: [72267, 2427, 1465],  # 72267: RMSprop makes 3.5e-5 of a rounding
+    2: [3152, 3121, 911, 806, 3818, 440, 2563, 3197],
+    3: [345, 431, 2206, 1094],
+}
 
 
 @pytest.mark.parametrize("seed", SEEDS.get(hc.size(), ()))

@@ -1,70 +1,250 @@
-"""The models as chains: the published sizes, and the same numbers with and without recomputation."""
+"""DenseNet, ResNet, V-Net and the word-level LSTM: their papers' shapes, and the same bits however they are recomputed."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint_sequential
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import hvd_ckpt as hc
+from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.densenet import densenet
-from hvd_ckpt.models.sizes import DENSENETS
+from hvd_ckpt.models.lstm import lstm_language_model
+from hvd_ckpt.models.resnet import ResNet, resnet
+from hvd_ckpt.models.sizes import DENSENETS, RESNETS, ResNetShape
+from hvd_ckpt.models.vnet import vnet
+from hvd_ckpt.planning.blocks import find_blocks
 
 
-def parameters_of(model):
-    return sum(parameter.numel() for parameter in model.parameters())
+@pytest.mark.parametrize("depth", sorted({*DENSENETS, *RESNETS} - {1001, 1202}))
+def test_depth_counts_convolutions_and_classifier(depth):
+    with torch.device("meta"):
+        model = resnet(depth) if depth in RESNETS else densenet(depth)
+    convolutions = sum(
+        isinstance(module, nn.Conv2d) and "shortcut" not in name and "projection" not in name
+        for name, module in model.named_modules()
+    )
+    assert convolutions + 1 == (265 if depth == 264 else depth)  # the paper's own table gives 265 for "264"
+    if depth in RESNETS:
+        assert len(model) == 2 + sum(RESNETS[depth].units)  # stem, units, classifier
+    else:
+        blocks = DENSENETS[depth].blocks
+        assert len(model) == 1 + sum(blocks) + len(blocks) - 1 + 1  # stem, layers, transitions, classifier
 
 
 @pytest.mark.parametrize(
-    "depth, published", [(121, 7_978_856), (161, 28_681_000), (169, 14_149_480), (201, 20_013_928)]
+    "depth, pixels, last", [(18, 64, (512, 2, 2)), (20, 32, (64, 8, 8)), (164, 33, (256, 9, 9))]
 )
-def test_densenet_has_the_published_number_of_parameters(depth, published):
+def test_resnet_halves_the_resolution(depth, pixels, last):
     with torch.device("meta"):
-        assert parameters_of(densenet(depth)) == published
+        *blocks, classifier = resnet(depth)
+        features = nn.Sequential(*blocks)(torch.empty(2, 3, pixels, pixels))
+        assert features.shape == (2, *last)
+        assert classifier(features).shape == (2, 10)
 
 
-def test_densenet_bc_100_has_the_papers_size():
-    """The paper's table 2: 0.8M parameters for DenseNet-BC with L=100 and k=12 on CIFAR-10."""
+def test_shortcuts_are_untouched():
+    """Without its convolutions a unit is its shortcut: a ReLU after the addition in 2015, nothing in 2016."""
+    features = torch.randn(2, 16, 5, 5)
+    basic = resnet(20).stage2_unit1
+    nn.init.zeros_(basic.convolutions[-1].weight)
+    made = basic(features)
+    assert torch.equal(made[:, :16], features[:, :, ::2, ::2].relu())
+    assert made.shape == (2, 32, 3, 3) and not made[:, 16:].any()
+    preactivated = small_resnet("preactivated", large_images=False).stage1_unit2
+    features = torch.randn(2, 32, 5, 5)
+    nn.init.zeros_(preactivated.convolutions[-1].weight)
+    assert torch.equal(preactivated(features), features)
+
+
+def test_vnet_has_the_papers_stages():
+    """Figure 2: 16 maps at 128 x 128 x 64 down to 256 at 8 x 8 x 4, and twice the maps of the way down on the way up."""
+    made = {}
     with torch.device("meta"):
-        assert parameters_of(densenet(100, classes=10)) == 769_162
+        model = vnet(norm="none")
+        flow = torch.empty(1, 1, 128, 128, 64)
+        for name, stage in model.named_children():
+            flow = stage(flow)
+            newest = flow[0] if isinstance(flow, tuple) else flow
+            made[name] = (*newest.shape[1:3], len(flow) if isinstance(flow, tuple) else 1)
+    assert made == {
+        "entry": (16, 128, 1),
+        "down1": (32, 64, 2),
+        "down2": (64, 32, 3),
+        "down3": (128, 16, 4),
+        "down4": (256, 8, 5),
+        "up1": (256, 16, 4),
+        "up2": (128, 32, 3),
+        "up3": (64, 64, 2),
+        "up4": (32, 128, 1),
+        "classifier": (2, 128, 1),
+    }
+    kernels = Counter(module.kernel_size[0] for module in model.modules() if isinstance(module, nn.Conv3d))
+    assert kernels == {5: 1 + 2 + 3 + 3 + 3 + 3 + 3 + 2 + 1, 2: 4, 1: 1}
 
 
-@pytest.mark.parametrize("depth", sorted(DENSENETS))
-def test_depth_is_counted_as_in_the_paper(depth):
-    with torch.device("meta"):
-        model = densenet(depth)
-    convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in model.modules())
-    assert convolutions + 1 == (265 if depth == 264 else depth)  # the paper's own table gives 265 for "264"
+@pytest.mark.parametrize("norm, layers", [("none", 0), ("batch", 29), ("instance", 29)])
+def test_vnet_with_several_channels_and_each_norm(norm, layers):
+    model = vnet(channels=2, classes=3, width=4, norm=norm)
+    norms = [module for module in model.modules() if hasattr(module, "track_running_stats")]
+    assert len(norms) == layers
+    scores = model(torch.randn(2, 2, 16, 32, 16))
+    assert scores.shape == (2, 3, 16, 32, 16) and scores.isfinite().all()
 
 
-def test_every_dense_layer_can_end_a_segment():
-    with torch.device("meta"):
-        assert len(densenet(264)) == 1 + (6 + 12 + 64 + 48) + 3 + 1  # stem, layers, transitions, classifier
+def test_every_skip_connection_of_vnet_counts():
+    model = vnet(width=2, norm="none")
+    flow = nn.Sequential(*list(model)[:5])(torch.randn(1, 1, 16, 16, 16))
+    flow = tuple(features.detach().requires_grad_() for features in flow)
+    nn.Sequential(*list(model)[5:])(flow).square().sum().backward()
+    assert [bool(features.grad.any()) for features in flow] == [True] * 5
 
 
-def test_densenet_of_unknown_depth_names_the_known():
-    with pytest.raises(ValueError, match="depth 123: choose one of 22, 100, 121"):
-        densenet(123)
+def test_stages_of_vnet_learn_residuals():
+    """Figure 2: one channel is added to all maps (several take turns), and a stage without convolutions gives what they take."""
+    entry = vnet(channels=2, width=4, norm="none").entry
+    nn.init.zeros_(entry.convolution[0].weight)
+    volume = torch.rand(1, 2, 16, 16, 16)
+    assert torch.equal(entry(volume), torch.cat([volume, volume], dim=1))
+    for stage in ("down1", "up4"):
+        residual = vnet(width=2, norm="none").get_submodule(stage).residual
+        nn.init.zeros_(residual.convolutions[-1].weight)
+        features = torch.randn(1, 4, 8, 8, 8)
+        assert torch.equal(residual(features), functional.leaky_relu(features, 0.25))
 
 
-@pytest.mark.parametrize("arguments", [{"channels": 0}, {"classes": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
-def test_densenet_refuses(arguments):
-    with pytest.raises(ValueError, match=str(next(iter(arguments.values())))):
-        densenet(22, **arguments)
+def test_lstm_sees_no_later_word():
+    model = lstm_language_model(vocabulary=50, width=16).eval()
+    tokens = torch.randint(50, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 50
+    scores, others = model(tokens), model(changed)
+    assert scores.shape == (2, 8, 50)
+    assert torch.equal(scores[:, :5], others[:, :5])
+    assert not torch.equal(scores[:, 5], others[:, 5])
 
 
-@pytest.mark.parametrize("segments", [2, 4, 7])
-def test_densenet_recomputed_equals_kept(segments):
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: densenet(123), "depth 123: choose one of 22, 100, 121"),
+        (lambda: densenet(22, channels=0), "got 0 and 1000"),
+        (lambda: densenet(22, dropout=1.0), "1.0"),
+        (lambda: resnet(19), "depth 19: choose one of 18, 20, 32"),
+        (lambda: resnet(18, classes=0), "got 3 and 0"),
+        (lambda: vnet(norm="layer"), "'layer': choose one of batch, instance, none"),
+        (lambda: vnet(channels=3), "width=16 and channels=3"),
+        (lambda: vnet(classes=0), "got 1, 0 and 16"),
+        (lambda: vnet(width=2)(torch.zeros(1, 1, 16, 24, 16)), "multiples of 16, got 16 x 24 x 16"),
+        (lambda: vnet(width=2)(torch.zeros(1, 16, 16, 16)), r"got \(1, 16, 16, 16\)"),
+        (lambda: lstm_language_model(vocabulary=0), "got 0, 650 and 2"),
+        (lambda: lstm_language_model(vocabulary=9, dropout=1), "dropout must be .* got 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def images(pixels):
+    return torch.randn(2, 3, pixels, pixels, generator=torch.Generator().manual_seed(0))
+
+
+def tokens():
+    return torch.randint(50, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+def small_resnet(unit, large_images):
+    return ResNet(ResNetShape(unit, (2, 1, 1), 8, large_images), channels=3, classes=10)
+
+
+MODELS = {
+    "resnet": (lambda: small_resnet("basic", large_images=False), lambda: images(8)),
+    "resnet, bottleneck": (lambda: small_resnet("bottleneck", large_images=True), lambda: images(32)),
+    "resnet, preactivated": (lambda: small_resnet("preactivated", large_images=False), lambda: images(8)),
+    "vnet": (lambda: vnet(width=2), lambda: images(48).reshape(3, 1, 16, 16, 18)[..., :16]),
+    "lstm": (lambda: lstm_language_model(vocabulary=50, width=16, layers=3), tokens),
+    "lstm, tied": (lambda: lstm_language_model(vocabulary=50, width=16, layers=3, tied=True), tokens),
+    "densenet": (lambda: densenet(22, dropout=0.1), lambda: images(16)),
+    "efficient densenet": (lambda: densenet(22, dropout=0.1, efficient=True), lambda: images(16)),
+}
+
+
+def step(model, sample):
+    """Loss, gradients and buffers of one training step, as {name: tensor}."""
+    torch.manual_seed(1)
+    scores = model(sample)
+    target = torch.zeros(scores.shape[:1] + scores.shape[2:], dtype=torch.long)
+    if sample.dtype == torch.long:
+        scores, target = scores.transpose(1, 2), sample
+    loss = functional.cross_entropy(scores, target)
+    loss.backward()
+    gradients = {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach(), **gradients, **dict(model.named_buffers())}
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_equals_plain_bit_for_bit(name):
+    """But for the LSTM, reentrant: PyTorch runs it by another kernel where no gradients are recorded, as in the first pass."""
+    build, sample = MODELS[name]
     torch.manual_seed(0)
-    kept = densenet(22, channels=1, classes=10, dropout=0.2).double()
-    recomputed = copy.deepcopy(kept)
-    images = torch.randn(4, 1, 16, 16, dtype=torch.float64)
+    plain = build()
+    found, _ = find_blocks(untouched := copy.deepcopy(plain), lambda: untouched(sample()))
+    assert [block.members for block in found] == [(child,) for child, _ in plain.named_children()]
+    reentrant, again = (
+        step(hc.CheckpointSequential(copy.deepcopy(plain), segments=3, use_reentrant=kind), sample())
+        for kind in (True, False)
+    )
+    expected = step(plain, sample())
+    assert_equal(again, expected)
+    if name.startswith("lstm"):
+        torch.testing.assert_close(reentrant, expected)
+    else:
+        assert_equal(reentrant, expected)
 
-    torch.manual_seed(1)
-    kept(images).square().sum().backward()
-    torch.manual_seed(1)
-    checkpoint_sequential(recomputed, segments, images, use_reentrant=False).square().sum().backward()
 
-    for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter.grad, recomputed.get_parameter(name).grad), name
+class Convolutions(TorchDispatchMode):
+    """Counts forward convolutions."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.convolution.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_efficient_densenet_equals_the_plain_one_and_recomputes_no_convolution():
+    torch.manual_seed(0)
+    plain, efficient = (densenet(22, classes=10, dropout=0.2, efficient=kind) for kind in (False, True))
+    assert list(plain.state_dict()) == list(efficient.state_dict())
+    efficient.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        expected = step(plain, images(16))
+        with Convolutions() as convolutions:
+            found = step(efficient, images(16))
+        assert_equal(found, expected)
+        assert convolutions.count == 21
+    counts = {value.item() for name, value in found.items() if name.endswith("num_batches_tracked")}
+    assert counts == {2}
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(images(16)), efficient.eval()(images(16)))
+
+
+def test_efficient_densenet_100_takes_less_than_half_of_the_memory():
+    def peak(efficient):
+        model = densenet(100, classes=10, efficient=efficient)
+        sample = images(16)
+        step(model, sample)  # gradients are there from now on
+        return measure_peak(lambda: model(sample).sum().backward()).peak_bytes
+
+    assert peak(efficient=True) < 0.5 * peak(efficient=False)

@@ -19,10 +19,10 @@ from hvd_ckpt.planning.planner import Planner
 
 pytest.importorskip("transformers")
 
-from transformers import BertConfig, GPT2Config, GPTNeoConfig, RobertaConfig, XLNetConfig
+from transformers import BertConfig, GPT2Config, GPTNeoConfig
 
-from hvd_ckpt.models.bert import BertChain, bert, roberta
-from hvd_ckpt.models.gpt2 import GPT2Chain, gpt2
+from hvd_ckpt.models.bert import bert, roberta
+from hvd_ckpt.models.gpt2 import gpt2
 from hvd_ckpt.models.hugging_face import from_config, from_folder, kind_of_folder
 from hvd_ckpt.models.xlnet import XLNetChain, xlnet
 
@@ -83,17 +83,15 @@ def equal(first, second):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("given", ["all", "mask", "tokens"])
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
-def test_scores_are_those_of_transformers(name, given, attention):
+def test_scores_are_those_of_transformers(name, attention):
     chain = build(name, attention=attention)
-    shared = shared_arguments(name)
-    if given != "all":
-        shared = {key: value for key, value in shared.items() if key == "attention_mask" and given == "mask"}
-    torch.manual_seed(1)
-    expected = chain.transformers_model(random_tokens(), **shared).logits
-    torch.manual_seed(1)
-    assert torch.equal(chain(random_tokens(), **shared), expected)
+    everything = shared_arguments(name)
+    for shared in ({}, {"attention_mask": everything["attention_mask"]}, everything):
+        torch.manual_seed(1)
+        expected = chain.transformers_model(random_tokens(), **shared).logits
+        torch.manual_seed(1)
+        assert torch.equal(chain(random_tokens(), **shared), expected)
 
 
 class Halving(nn.Module):
@@ -131,6 +129,8 @@ def test_xlnets_scores_are_those_of_transformers(given, attention):
 def test_recomputed_equals_kept(name):
     chain = build(name)
     tokens, shared = random_tokens(), shared_arguments(name)
+    found, _ = find_blocks(chain, lambda: chain(tokens, **shared))
+    assert [block.members for block in found] == [(child,) for child, _ in chain.named_children()]
     kept = step(chain, tokens, shared)
     for interval in (1, 2):
         chain.checkpoint_interval = interval
@@ -203,12 +203,6 @@ def test_parts_of_a_chain_take_what_the_whole_has_prepared():
         chain(x, scale=1.0, mask=None)
 
 
-@pytest.mark.parametrize("interval", [-1, 1.5, True])
-def test_checkpoint_interval_is_a_number_of_blocks(interval):
-    with pytest.raises(ValueError, match=f"number of blocks, or 0 .* got {interval}"):
-        build("gpt", checkpoint_interval=interval)
-
-
 @pytest.mark.parametrize("name", ["bert", "gpt2", "xlnet"])
 def test_what_the_mask_hides_changes_nothing(name):
     chain = build(name, dropout=0.0)
@@ -220,18 +214,8 @@ def test_what_the_mask_hides_changes_nothing(name):
     assert not torch.equal(chain(tokens)[shown], chain(other)[shown])
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_planner_takes_every_block(name):
-    chain = build(name)
-    found, _ = find_blocks(chain, lambda: chain(random_tokens(), **shared_arguments(name)))
-    assert [block.members for block in found] == [(child,) for child, _ in chain.named_children()]
-
-
-def test_plan_for_two_streams_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(
-        "hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0
-    )  # bytes are what is looked at here
-    chain = build("xlnet")
+def test_plan_for_two_streams_changes_no_bit(quick_planner):
+    chain = build("xlnet", layers=2)
     tokens, shared = random_tokens(), shared_arguments("xlnet")
 
     def loss(scores):
@@ -243,18 +227,10 @@ def test_plan_for_two_streams_changes_no_bit(monkeypatch):
     assert equal(step(plan.apply(chain), tokens, shared), kept)
 
 
-def test_gpt_has_the_published_number_of_parameters():
-    """125M for "GPT-3 Small" in table 2.1 of Brown et al. (2020); with 1024 positions it is GPT-2 small, 124,439,808 in the
-    published weights."""
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in gpt().parameters()) == 125_226_240
-        assert sum(parameter.numel() for parameter in gpt(length=1024).parameters()) == 124_439_808
-        untied = gpt(length=1024, tied=False)
-        assert sum(parameter.numel() for parameter in untied.parameters()) == 124_439_808 + 50257 * 768
-
-
 def test_gpt_starts_as_gpt2_does():
     model = build("gpt", width=256, layers=8)
+    untied = build("gpt", width=256, layers=8, tied=False)
+    assert len(list(untied.parameters())) == len(list(model.parameters())) + 1
     block = model.layer3
     assert block.attention.project.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
@@ -277,42 +253,17 @@ def test_gpt_sees_nothing_of_what_comes_later():
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-@pytest.mark.parametrize(
-    "options, message",
-    [
+def test_impossible_sizes_are_refused(name):
+    for options, message in (
         ({"width": 30, "heads": 4}, "width=30 and heads=4"),
         ({"layers": 0}, "layers .* got 0"),
         ({"dropout": 1.0}, "dropout .* got 1.0"),
         ({"vocabulary": 0}, "vocabulary .* got 0"),
-    ],
-)
-def test_sizes_that_fit_no_transformer(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(name, **options)
-
-
-def test_unknown_attention_names_the_known():
-    with pytest.raises(ValueError, match="'sdpa', 'eager', got 'flash'"):
-        bert(attention="flash")
-
-
-@pytest.mark.parametrize(
-    "config, kind",
-    [
-        (BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2), BertChain),
-        (RobertaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2), BertChain),
-        (XLNetConfig(d_model=16, n_layer=1, n_head=2, d_inner=32), XLNetChain),
-        (GPT2Config(n_embd=16, n_layer=1, n_head=2), GPT2Chain),
-    ],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-def test_from_config(config, kind):
-    chain = from_config(config, checkpoint_interval=1)
-    assert type(chain) is kind
-    assert chain.training
-    assert chain.checkpoint_interval == 1
-    tied = len(list(chain.parameters())) < len(list(chain.named_parameters(remove_duplicate=False)))
-    assert tied
+        ({"checkpoint_interval": -1}, "checkpoint_interval .* got -1"),
+        *([({"attention": "flash"}, "'sdpa', 'eager', got 'flash'")] if name in ("bert", "gpt2") else []),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(name, **options)
 
 
 @pytest.mark.parametrize(
@@ -338,8 +289,12 @@ def test_there_and_back_through_a_folder(tmp_path, name, kind):
     torch.optim.SGD(chain.parameters(), lr=0.1).step()  # the trained weights are those that are saved
     chain.transformers_model.save_pretrained(tmp_path)
     back = from_folder(tmp_path, checkpoint_interval=2)
+    anew = from_config(chain.transformers_model.config, checkpoint_interval=1)
+    assert type(back) is type(anew) is type(chain)
+    assert (back.checkpoint_interval, anew.checkpoint_interval) == (2, 1)
+    assert len(list(anew.parameters())) == len(list(chain.parameters()))  # weights are tied alike
     assert kind_of_folder(tmp_path) == kind
-    assert back.training
+    assert back.training and anew.training
     assert list(back.state_dict()) == list(chain.state_dict())
     assert equal(list(back.state_dict().values()), list(chain.state_dict().values()))
     assert equal(step(back, *batch), step(chain, *batch))
@@ -367,7 +322,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def damage_weights(folder):
+def truncate_weights(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -377,39 +332,28 @@ def point_to(folder, name):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
 
 
-def keep_pickles_only(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (shutil.rmtree, FileNotFoundError, "no folder"),
-        (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is damaged"),
-        (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "a list instead of an object"),
-        (
-            lambda folder: change_config(folder, model_type="llama"),
-            ValueError,
-            'type "llama": supported are bert',
-        ),
-        (lambda folder: change_config(folder, model_type=None), ValueError, "of type null: supported"),
-        (lambda folder: change_config(folder, hidden_size="wide"), ValueError, "describes no BertForMasked"),
-        (lambda folder: change_config(folder, hidden_size=32), ValueError, "cannot be loaded"),
-        (
-            lambda folder: change_config(folder, num_hidden_layers=4),
-            ValueError,
-            "encoder.layer.3.* is missing",
-        ),
-        (damage_weights, ValueError, "cannot be loaded: .*incomplete metadata"),
-        (
-            lambda folder: point_to(folder, "weights.bin"),
-            ValueError,
-            "'weights.bin'",
-        ),
+        (shutil.rmtree, FileNotFoundError, "changed"),
+        (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json"),
+        (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "config.json"),
+        (lambda folder: change_config(folder, model_type="llama"), ValueError, '"llama": .* bert, roberta'),
+        (lambda folder: change_config(folder, model_type=None), ValueError, "null"),
+        (lambda folder: change_config(folder, hidden_size="wide"), ValueError, "BertForMaskedLM"),
+        (lambda folder: change_config(folder, num_hidden_layers=1 << 20), ValueError, "num_hidden_layers"),
+        (lambda folder: change_config(folder, hidden_size=32), ValueError, "weights"),
+        (lambda folder: change_config(folder, num_hidden_layers=4), ValueError, "encoder.layer.3.*"),
+        (truncate_weights, ValueError, "weights"),
+        (lambda folder: point_to(folder, "weights.bin"), ValueError, "'weights.bin'"),
         (lambda folder: point_to(folder, "../x.safetensors"), ValueError, "x.safetensors'"),
-        (lambda folder: (folder / "adapter_config.json").touch(), ValueError, "holds an adapter"),
-        (keep_pickles_only, FileNotFoundError, "no model.safetensors, only pytorch_model.bin.*pickles"),
+        (lambda folder: (folder / "adapter_config.json").touch(), ValueError, "adapter"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            FileNotFoundError,
+            "no model.safetensors, only pytorch_model.bin",
+        ),
     ],
 )
 def test_folder_that_cannot_be_loaded(saved, tmp_path, change, error, message):
