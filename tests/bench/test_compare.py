@@ -5,72 +5,28 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
+from math import inf
 
 import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant, make_cells, planned
+from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant, make_cells
 from hvd_ckpt.bench.compare.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
 from hvd_ckpt.bench.compare.jobs import EventReader, EventWriter
 from hvd_ckpt.bench.compare.launch import Failure
-from hvd_ckpt.bench.compare.recomputing import KEEP, Chain
+from hvd_ckpt.bench.compare.recomputing import KEEP
 from hvd_ckpt.bench.compare.recording import Recording, executed
-from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference
+from hvd_ckpt.bench.compare.reference import largest_difference, make_reference
 from hvd_ckpt.bench.compare.report import make_report
-from hvd_ckpt.bench.compare.scenarios import SCENARIOS, Scenario, make_workload
+from hvd_ckpt.bench.compare.scenarios import SCENARIOS, make_workload
 from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
-from hvd_ckpt.bench.compare.worker import LeftOut, make_plan
 from hvd_ckpt.bench.compare.workloads import Workload
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import IGNORED
-from hvd_ckpt.planning.plan import Plan
 
 CELL = Cell("densenet", "reentrant", 2)
-
-
-def test_cells_are_every_combination_that_means_something_and_none_has_no_chunks():
-    meaningful = {"a": ("none", "reentrant", "explicit"), "b": ("reentrant",)}
-    cells = make_cells(meaningful, ["none", "reentrant"], [1, 4])
-    expected = ["a/none/0", "a/reentrant/1", "a/reentrant/4", "b/reentrant/1", "b/reentrant/4"]
-    assert [cell.key for cell in cells] == expected
-    assert [Cell.from_key(cell.key) for cell in cells] == cells
-
-
-def test_a_plan_is_one_cell_of_each_workload_it_means_something_for():
-    plan = planned("0.5x")
-    assert plan.name == "plan 0.5x"
-    assert find_variant(plan.name) == plan
-    assert find_variant("none").budget is None
-    cells = make_cells({"a": ("none", plan.name), "b": ("none",)}, ["none", plan.name], [1, 4])
-    assert [cell.key for cell in cells] == ["a/none/0", "a/plan 0.5x/0", "b/none/0"]
-    assert [Cell.from_key(cell.key) for cell in cells] == cells
-
-
-@pytest.mark.parametrize("name", ["densenet", "bert"])
-def test_batches_are_a_function_of_seed_rank_and_step(name):
-    def make(seed=3, rank=0, step=5):
-        return make_workload(name, Settings(1, seed, "quick")).batch(rank, 2, step)
-
-    batch, again = make(), make()
-    assert torch.equal(batch.inputs[0], again.inputs[0])
-    assert torch.equal(batch.targets, again.targets)
-    for other in (make(seed=4), make(rank=1), make(step=6), make(step=10_000)):
-        assert not torch.equal(batch.inputs[0], other.inputs[0])
-
-
-def test_text_comes_from_the_file_given_and_padding_is_not_predicted(tmp_path):
-    file = tmp_path / "text"
-    file.write_bytes(b"z" * 5000)
-    batch = make_workload("bert", Settings(1, 1, "quick", str(file))).batch(0, 1, 0)
-    seen = batch.shared["attention_mask"].squeeze((1, 2))
-    predicted = batch.targets != IGNORED
-    assert set(batch.inputs[0][seen & ~predicted].tolist()) == {ord("z")}
-    assert set(batch.targets[predicted].tolist()) == {ord("z")}
-    assert not (predicted & ~seen).any()
-    assert not seen.all()
-    assert seen.sum(1).min() >= seen.shape[1] // 2
 
 
 class Toy(Workload):
@@ -127,33 +83,6 @@ def test_reference_gives_each_rank_its_own_buffers_and_random_state():
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, reference.buffers[rank][name])
     assert not torch.equal(reference.buffers[0]["1.running_mean"], reference.buffers[1]["1.running_mean"])
-
-
-def test_reference_survives_saving(tmp_path):
-    reference = make_reference(Toy(noisy=True), 2, Settings(2, 0))
-    reference.save(tmp_path / "reference.pt")
-    loaded = Reference.load(tmp_path / "reference.pt")
-    assert loaded.losses == reference.losses
-    assert fingerprint(loaded.parameters.items()) == fingerprint(reference.parameters.items())
-
-
-def test_difference_is_told_absolutely_and_relative_to_what_training_changed():
-    start = {"big": torch.zeros(2), "small": torch.zeros(2)}
-    expected = {"big": torch.tensor([10.0, 0.0]), "small": torch.tensor([0.1, 0.0])}
-    assert largest_difference(expected, expected, start) == (0.0, 0.0, "")
-    found = {"big": torch.tensor([10.5, 0.0]), "small": torch.tensor([0.0, 0.0])}
-    absolute, relative, worst = largest_difference(found, expected, start)
-    assert absolute == 0.5
-    assert worst == "small"
-    assert relative == pytest.approx(0.1 / (0.1 + 0.01 * 10))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_a_number_is_infinitely_far(bad):
-    expected = {"w": torch.ones(2)}
-    start = {"w": torch.zeros(2)}
-    assert largest_difference({"w": torch.tensor([1.0, bad])}, expected, start)[0] == float("inf")
-    assert largest_difference({}, expected, start) == (float("inf"), float("inf"), "w")
 
 
 def test_fingerprint_sees_a_single_bit_and_the_name():
@@ -222,68 +151,6 @@ def test_a_right_result_has_its_figures():
     assert result.step_seconds == 2.25
 
 
-@pytest.mark.parametrize(
-    ("events", "reason"),
-    [
-        ([trained(0), trained(1, weights="v")], "ranks differ"),
-        ([trained(0), trained(1, relative=0.5, worst="stem")], r"weights off by 50 % .*stem"),
-        ([trained(0), trained(1, relative="inf", difference="inf", worst="stem")], r"weights off by inf %"),
-        ([trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)], r"buffers off by 100 % .*mean"),
-        ([trained(0), trained(1), measured(0), measured(1, buffers="x")], "runs differ"),
-        ([trained(0), trained(1), measured(0, weights="v"), measured(1, weights="v")], "^runs differ$"),
-    ],
-)
-def test_a_wrong_result_says_what_is_wrong(events, reason):
-    result = judged(events)
-    assert result.status == "wrong"
-    assert not result.right
-    assert re.search(reason, result.reason), result.reason
-
-
-@pytest.mark.parametrize(
-    ("events", "reason"),
-    [
-        ([trained(0), trained(1), measured(0, order="x"), measured(1)], "order of reductions differs"),
-        ([trained(0), trained(1, most=2)], "a gradient is reduced 2 times in a step"),
-    ],
-)
-def test_right_weights_by_other_reductions_are_loose(events, reason):
-    result = judged(events)
-    assert result.status == "loose"
-    assert reason in result.reason
-
-
-def test_a_changing_graph_may_reduce_a_late_gradient_again():
-    cell = Cell("changing-graph", "reentrant", 2)
-    assert judged([trained(rank, most=2, cell=cell.key) for rank in (0, 1)], cell=cell).right
-
-
-def test_nothing_recorded_is_nothing_known():
-    events = [trained(0), trained(1)]
-    for event in events:
-        del event["least"], event["most"], event["order"]
-    result = judged(events)
-    assert result.right
-    assert (result.most, result.same_order) == (None, None)
-
-
-def test_rounding_is_not_wrong():
-    assert judged([trained(0, relative=1e-5, difference=1e-7), trained(1)]).right
-
-
-def test_a_difference_between_checks_and_timed_passes_is_found():
-    assert (
-        judged([trained(0), trained(1)], [timed(0, weights="v"), timed(1, weights="v")]).reason
-        == "runs differ"
-    )
-
-
-@pytest.mark.parametrize("kind", ["error", "hang"])
-def test_a_failure_is_the_result(kind):
-    result = judged([], failure=Failure(kind, "why"))
-    assert (result.status, result.reason, result.right) == (kind, "why", False)
-
-
 def test_ratio_is_to_stock_horovod_pass_by_pass():
     """To its time without recomputation where that was measured, else to its time in the same cell."""
 
@@ -300,68 +167,6 @@ def test_ratio_is_to_stock_horovod_pass_by_pass():
     ]
     add_ratios(results)
     assert [found.ratio for found in results] == [1.0, 1.5, 0.75, 1.0, 0.8, None]
-
-
-def report_of(results, subject="engine", **changes):
-    workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
-    settings = {"np": 2, "controller": "gloo", "precision": "fp32"}
-    return make_report(results, workloads, subject, settings, {"machine": "m"}, **changes)
-
-
-def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
-    right = judged([trained(0), trained(1)])
-    wrong = judged([trained(0, losses=[2.0, 9.0]), trained(1, weights="v", difference="nan")])
-    assert report_of([right]).success
-    assert not report_of([right, wrong]).success
-    assert not report_of([right, wrong], subject="other").success, "no result is no success"
-    assert not report_of([judged([trained(0), trained(1, most=2)])]).success, "loose is no success"
-    wrong.engine = "other"
-    report = report_of([right, wrong], absent={"apex": "no GPU"}, left_out=["engine, tied: too small"])
-    assert report.success
-
-    report.save(tmp_path)
-    values = json.loads((tmp_path / "results.json").read_text())
-    assert values["right"] is True
-    assert values["left_out"] == ["engine, tied: too small"]
-    assert [result["status"] for result in values["results"]] == ["right", "wrong"]
-    page = (tmp_path / "report.md").read_text()
-    assert "| densenet | reentrant | right | **wrong** |" in page
-    assert "apex is absent: no GPU" in page
-    assert "other, densenet reentrant x2: wrong, ranks differ" in (tmp_path / "details.md").read_text()
-    for name in ("verdicts.png", "losses.png", "price.png"):
-        assert f"({name})" in page
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_verdicts_are_folded_over_the_numbers_of_segments():
-    four = Cell("densenet", "reentrant", 4)
-    right = judged([trained(0), trained(1)])
-    wrong = judged([trained(rank, cell=four.key, relative=1.0) for rank in (0, 1)], cell=four)
-    assert "| densenet | reentrant | **wrong x4** |" in report_of([right, wrong]).markdown()
-
-
-class Reduced:
-    """Two parameters with gradients, and a recording of what happens to them."""
-
-    def __init__(self):
-        self.parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b", "unused")}
-        self.flat = torch.zeros(8)
-        self.parameters["a"].grad, self.parameters["b"].grad = self.flat[:4], self.flat[4:]
-        self.recording = Recording(self.parameters)
-
-
-def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
-    reduced = Reduced()
-    reduced.recording.note_memory([reduced.flat], "bucket.0")
-    reduced.recording.note_memory([torch.zeros(8)], "something else")
-    reduced.recording.close_step()
-    assert reduced.recording.order == ["a b"]
-    assert (reduced.recording.least, reduced.recording.most) == (1, 1)
-    reduced.recording.note_memory([reduced.flat[:4]], "a")
-    reduced.recording.note_memory([torch.zeros(4)], "hvd_ckpt.3.0.single.0")
-    reduced.recording.close_step()
-    assert reduced.recording.order == ["a b", "a", "a"]
-    assert (reduced.recording.least, reduced.recording.most) == (0, 2)
 
 
 def test_timelines_tell_what_was_executed_in_order(tmp_path):
@@ -409,69 +214,136 @@ class OneProcess(HvdCkpt):
         return nullcontext()
 
 
-class Wide(Scenario):
-    """Layers whose inside is large beside what passes between them: something to recompute."""
-
-    title = "wide layers"
-
-    def model(self, recompute):
-        layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
-        return Chain(layers, recompute)
-
-    def batch(self, rank, size, step, part=0):
-        x = torch.randn(256, 16, generator=torch.Generator().manual_seed(step))
-        return Batch((x,), torch.full((256, 16), 0.3))
+def test_cells_are_every_combination_that_means_something():
+    meaningful = {"a": ("none", "reentrant", "explicit", "plan 0.5x"), "b": ("reentrant",)}
+    cells = make_cells(meaningful, ["none", "reentrant", "plan 0.5x"], [1, 4])
+    assert [cell.key for cell in cells] == [
+        *("a/none/0", "a/reentrant/1", "a/reentrant/4", "a/plan 0.5x/0", "b/reentrant/1", "b/reentrant/4")
+    ]
+    assert [Cell.from_key(cell.key) for cell in cells] == cells
+    assert find_variant("plan 0.5x").budget == "0.5x" and find_variant("none").budget is None
 
 
-def test_a_planned_model_learns_the_same_whether_it_was_planned_or_got_the_plan_from_a_file(tmp_path):
-    file = tmp_path / "plan.json"
-    wide, engine = Wide("quick", 1, None), OneProcess()
-    reference = make_reference(wide, 1, Settings(2, 1))
-
-    def plan(model):
-        make_plan(
-            model,
-            wide,
-            engine,
-            settings=Settings(2, 1),
-            budget="0.7x",
-            file=file,
-        )
-
-    cell = Cell("wide", "plan 0.7x", 0)
-    first = train(wide, engine, cell, Settings(2, 1), prepare=plan).model
-    later = train(wide, engine, cell, Settings(2, 1), prepare=Plan.load(file).apply).model
-    blocks = json.loads(file.read_text())["plan"]["blocks"]
-    assert any(block["policy"]["title"] != "keep" for block in blocks)
-    assert fingerprint(first.named_parameters()) == fingerprint(later.named_parameters())
-    far, _, worst = largest_difference(dict(first.named_parameters()), reference.parameters, reference.start)
-    assert far <= 1e-5, worst
+def test_batches_follow_from_seed_rank_and_step_and_padding_is_not_predicted(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"z" * 5000)
+    text = make_workload("bert", Settings(1, 3, "quick", str(file)))
+    batch = text.batch(0, 2, 5)
+    seen, predicted = batch.shared["attention_mask"].squeeze((1, 2)), batch.targets != IGNORED
+    assert set(batch.inputs[0][seen & ~predicted].tolist()) == {ord("z")}
+    assert set(batch.targets[predicted].tolist()) == {ord("z")}
+    assert not (predicted & ~seen).any() and not seen.all()
+    for workload in (text, make_workload("densenet", Settings(1, 3, "quick"))):
+        batch, again = workload.batch(0, 2, 5), workload.batch(0, 2, 5)
+        assert torch.equal(batch.inputs[0], again.inputs[0])
+        for other in (workload.batch(1, 2, 5), workload.batch(0, 2, 6)):
+            assert not torch.equal(batch.inputs[0], other.inputs[0])
 
 
-def test_a_model_that_cannot_be_planned_says_why(tmp_path):
-    plain = make_workload("plain", Settings(2, 1, "quick"))
-    with pytest.raises(LeftOut, match="No plan stays within a budget of 8 B"):
-        make_plan(
-            plain.model(KEEP),
-            plain,
-            OneProcess(),
-            settings=Settings(2, 1),
-            budget="8",
-            file=tmp_path / "plan.json",
-        )
-    assert not (tmp_path / "plan.json").exists()
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_difference_is_absolute_and_relative_to_what_training_changed(bad):
+    start = {"big": torch.zeros(2), "small": torch.zeros(2)}
+    expected = {"big": torch.tensor([10.0, 0.0]), "small": torch.tensor([0.1, 0.0])}
+    assert largest_difference(expected, expected, start) == (0.0, 0.0, "")
+    found = {"big": torch.tensor([10.5, 0.0]), "small": torch.tensor([0.0, 0.0])}
+    relative = pytest.approx(0.1 / (0.1 + 0.01 * 10))
+    assert largest_difference(found, expected, start) == (0.5, relative, "small")
+    assert largest_difference({**found, "small": torch.tensor([0.0, bad])}, expected, start)[0] == inf
+    assert largest_difference({}, expected, start) == (inf, inf, "big")
+
+
+WRONG = [
+    ([trained(0), trained(1, weights="v")], "ranks differ"),
+    ([trained(0), trained(1, relative=0.5, worst="stem")], "weights off by 50 % .*stem"),
+    ([trained(0), trained(1, relative="inf", difference="inf", worst="stem")], "weights off by inf %"),
+    ([trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)], "buffers off by 100 % .*mean"),
+    ([trained(0), trained(1), measured(0), measured(1, buffers="x")], "runs differ"),
+    ([trained(0), trained(1), measured(0, weights="v"), measured(1, weights="v")], "^runs differ$"),
+]
+LOOSE = [
+    ([trained(0), trained(1), measured(0, order="x"), measured(1)], "order of reductions differs"),
+    ([trained(0), trained(1, most=2)], "a gradient is reduced 2 times in a step"),
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "reason", "status"), [*((*one, "wrong") for one in WRONG), *((*one, "loose") for one in LOOSE)]
+)
+def test_a_result_that_is_not_right_says_what_is_wrong(events, reason, status):
+    result = judged(events)
+    assert (result.status, result.right) == (status, False)
+    assert re.search(reason, result.reason), result.reason
+
+
+def test_what_is_right_all_the_same():
+    assert judged([trained(0, relative=1e-5, difference=1e-7), trained(1)]).right, "rounding"
+    cell = Cell("changing-graph", "reentrant", 2)  # may reduce a late gradient again
+    assert judged([trained(rank, most=2, cell=cell.key) for rank in (0, 1)], cell=cell).right
+    unknown = [trained(0), trained(1)]  # nothing was recorded
+    for event in unknown:
+        del event["least"], event["most"], event["order"]
+    result = judged(unknown)
+    assert result.right and (result.most, result.same_order) == (None, None)
+
+
+def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
+    result = judged([], failure=Failure("hang", "why"))
+    assert (result.status, result.reason, result.right) == ("hang", "why", False)
+    other = [timed(0, weights="v"), timed(1, weights="v")]
+    assert judged([trained(0), trained(1)], other).reason == "runs differ"
+
+
+def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
+    def report_of(*results, subject="engine", **changes):
+        workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
+        settings = {"np": 2, "controller": "gloo", "precision": "fp32"}
+        return make_report(results, workloads, subject, settings, {"machine": "m"}, **changes)
+
+    right = judged([trained(0), trained(1)])
+    wrong = judged([trained(0, losses=[2.0, 9.0]), trained(1, weights="v", difference="nan")])
+    four = Cell("densenet", "reentrant", 4)
+    folded = judged([trained(rank, cell=four.key, relative=1.0) for rank in (0, 1)], cell=four)
+    assert report_of(right).success
+    assert not report_of(right, wrong).success
+    assert not report_of(right, wrong, subject="other").success, "no result is no success"
+    assert not report_of(judged([trained(0), trained(1, most=2)])).success, "loose is no success"
+    assert "| densenet | reentrant | **wrong x4** |" in report_of(right, folded).markdown()
+
+    wrong.engine = "other"
+    report = report_of(right, wrong, absent={"apex": "no GPU"}, left_out=["engine, tied: too small"])
+    assert report.success
+    report.save(tmp_path)
+    values = json.loads((tmp_path / "results.json").read_text())
+    assert values["right"] is True and values["left_out"] == ["engine, tied: too small"]
+    assert [result["status"] for result in values["results"]] == ["right", "wrong"]
+    page = (tmp_path / "report.md").read_text()
+    assert "| densenet | reentrant | right | **wrong** |" in page and "apex is absent: no GPU" in page
+    assert "other, densenet reentrant x2: wrong, ranks differ" in (tmp_path / "details.md").read_text()
+    for name in ("verdicts.png", "losses.png", "price.png"):
+        assert f"({name})" in page
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a", "b", "unused")}
+    flat = torch.zeros(8)
+    parameters["a"].grad, parameters["b"].grad = flat[:4], flat[4:]
+    recording = Recording(parameters)
+    recording.note_memory([flat], "bucket.0")
+    recording.note_memory([torch.zeros(8)], "something else")
+    recording.close_step()
+    assert recording.order == ["a b"] and (recording.least, recording.most) == (1, 1)
+    recording.note_memory([flat[:4]], "a")
+    recording.note_memory([torch.zeros(4)], "hvd_ckpt.3.0.single.0")
+    recording.close_step()
+    assert recording.order == ["a b", "a", "a"] and (recording.least, recording.most) == (0, 2)
 
 
 def test_engines_are_found_by_name_or_path():
     assert find_engine("ddp") is ENGINES["ddp"]
     assert find_engine("hvd_ckpt.bench.compare.engines:DDP") is ENGINES["ddp"]
-    for name, message in (
-        ("nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
-        ("nowhere.at_all:Engine", "No module named 'nowhere'"),
-        ("json:Nothing", "has no attribute 'Nothing'"),
-        ("json:JSONDecoder", "not an engine"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for name in ("nccl", "nowhere.at_all:Engine", "json:Nothing", "json:JSONDecoder"):
+        with pytest.raises(ValueError, match=name):
             find_engine(name)
 
 
@@ -479,7 +351,7 @@ def test_engines_are_found_by_name_or_path():
 def test_rank_comes_from_the_launcher(monkeypatch, prefix):
     for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match="start it with horovodrun or mpirun"):
+    with pytest.raises(RuntimeError, match="horovodrun"):
         launched_rank_and_size()
     monkeypatch.setenv(f"{prefix}_RANK", "3")
     monkeypatch.setenv(f"{prefix}_SIZE", "4")

@@ -17,9 +17,7 @@ from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.harness.workloads import workload
 from hvd_ckpt.bench.recompute.case import Case, merged, run_case
 from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, predicted_peak, twin
-from hvd_ckpt.bench.recompute.methods import methods, segment_counts
 from hvd_ckpt.bench.recompute.report import method_table, plan_table, remarks
-from hvd_ckpt.memory import measure_peak
 
 CPU = torch.device("cpu")
 TORCH = ("sequential", "blocks", "selective")
@@ -68,15 +66,6 @@ def test_a_densenet_is_checkpointed_in_its_layers_and_batch_norms_that_run_twice
     assert case.sound, "a fault of a method is none of this library"
 
 
-def test_a_peak_is_that_of_the_step_alone() -> None:
-    measured = Bench(workload("gpt", "quick"), CPU)
-    peak, same, right = measured.examine(measured.model)
-    loss = measured.loss(measured.model(measured.inputs))
-    assert (same, right) == (BITWISE, True)
-    del loss
-    assert peak == measure_peak(lambda: measured.loss(measured.model(measured.inputs)).backward()).peak_bytes
-
-
 def test_a_wrong_result_is_told_and_does_not_count() -> None:
     measured = Bench(workload("gpt", "quick"), CPU)
     entry = Entry("half", "blocks")
@@ -116,13 +105,6 @@ def test_a_large_peak_is_predicted_from_small_batches() -> None:
     large = dataclasses.replace(workload("densenet", "quick"), batch=16)
     measured = Bench(large, CPU)
     assert predicted_peak(large) == pytest.approx(measured.examine(measured.model)[0], rel=0.05)
-
-
-def test_chunk_counts_go_up_to_one_per_block() -> None:
-    assert segment_counts(14) == [2, 3, 4, 6, 8, 12, 14]
-    assert segment_counts(4) == [2, 3, 4]
-    names = [one.name for one in methods(workload("gpt"), 14, ("keep", "sequential"))]
-    assert names[0] == "no recomputation" and len(names) == 8
 
 
 def ran(name: str, family: str, mib: int, seconds: list[float]) -> Entry:

@@ -9,7 +9,6 @@ import torch
 
 from hvd_ckpt.bench.shard.configurations import Configuration, baselines, configurations
 from hvd_ckpt.bench.shard.results import Result, Results
-from hvd_ckpt.bench.shard.wire import Run, wire_table
 from hvd_ckpt.bench.shard.worker import Answer, Findings, storage_bytes
 
 ELEMENTS = 1000
@@ -86,15 +85,6 @@ def test_what_is_missing_is_told_and_only_a_failure_of_this_library_is_unsound()
     again = [Answer(1, ELEMENTS, {"hvd_ckpt-3": one}) for one in (findings(1, [1.0]), broken)]
     found.take(again, found.all[:1], memory=True)
     assert not found.sound
-
-
-def test_wire_formats_are_compared_with_fp32_at_the_same_stage() -> None:
-    exact, half = (
-        Run(2, name, [3.0, loss], sent, 0.0, 0.0) for name, loss, sent in (("fp32", 2, 8), ("fp16", 3, 4))
-    )
-    rows = wire_table([exact, half, Run(2, "int8", [None, 1.0], 2, 0.1, 0.1)]).rows
-    assert rows[1][:4] == ("2", "fp16", "3.0000", "+0.5000") and rows[1][-1] == "0.500"
-    assert rows[2][2:4] == ("not finite", "-")
 
 
 def test_each_storage_counts_once_and_mapped_files_apart(tmp_path: Path) -> None:
