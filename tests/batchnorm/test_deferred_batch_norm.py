@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,7 @@ from hvd_ckpt.recompute.tape import Policy
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_planner")
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
@@ -39,9 +33,10 @@ def close(left: list[Tensor], right: list[Tensor], tolerance: float = 1e-12) -> 
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("momentum", [0.3, None])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "momentum", "parts"),
+    [(nn.BatchNorm1d, None, 3), (nn.BatchNorm2d, 0.3, 1), (nn.BatchNorm3d, 0.3, 3)],
+)
 def test_one_layer_equals_a_batch_norm_that_gets_the_whole_batch(
     kind: type[nn.Module], momentum: float | None, parts: int
 ) -> None:
@@ -79,7 +74,7 @@ class Block(nn.Module):
 
 def chain() -> nn.Sequential:
     torch.manual_seed(3)
-    return DeferredBatchNorm.convert(nn.Sequential(*(Block() for _ in range(8))).double())
+    return DeferredBatchNorm.convert(nn.Sequential(*(Block() for _ in range(6))).double())
 
 
 def images() -> Tensor:
@@ -118,7 +113,7 @@ WAYS: dict[str, Callable[[nn.Sequential], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("parts", [1, 3, 4])
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputation_changes_nothing(way: str, parts: int) -> None:
     """Statistics are those pooled over what the layers saw, which hooks on a plain run tell."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import assert_same
 from torch import nn
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
@@ -16,7 +17,6 @@ from hvd_ckpt.recompute import (
     CheckpointFunction,
     CheckpointSequential,
     checkpoint,
-    checkpoint_sequential,
     is_recomputing,
 )
 from hvd_ckpt.runtime import init
@@ -40,20 +40,15 @@ class OwnForward(nn.BatchNorm2d):
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "BatchNorm1d of vectors": (lambda: nn.BatchNorm1d(4), 0),
-    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), 1),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(4), 2),
-    "BatchNorm3d": (lambda: nn.BatchNorm3d(4), 3),
-    "SyncBatchNorm": (lambda: SyncBatchNorm(4), 2),
     "cumulative average": (lambda: nn.BatchNorm2d(4, momentum=None), 2),
     "SyncBatchNorm, cumulative average": (lambda: SyncBatchNorm(4, momentum=None), 2),
-    "without affine": (lambda: nn.BatchNorm2d(4, affine=False), 2),
     "without statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), 2),
     "SyncBatchNorm without statistics": (lambda: SyncBatchNorm(4, track_running_stats=False), 2),
     "lazy": (nn.LazyBatchNorm2d, 2),
-    "subclass with a forward of its own": (OwnForward, 2),
+    "subclass with a forward of its own": (lambda: OwnForward(4), 2),
     "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), 2),
 }
-KINDS["subclass with a forward of its own"] = (lambda: OwnForward(4), 2)
 
 
 class Block(nn.Module):
@@ -76,13 +71,6 @@ def outcome(module: nn.Module, *tensors: torch.Tensor | None) -> list[torch.Tens
     ]
 
 
-def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> None:
-    assert len(left) == len(right)
-    for one, other in zip(left, right):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
-
-
 def batches(dimensions: int, count: int = 3) -> list[torch.Tensor]:
     torch.manual_seed(5)
     return [torch.randn(6, 4, *[3] * dimensions) * 2 + 1 for _ in range(count)]
@@ -93,10 +81,11 @@ def train(
     run: Callable[[torch.Tensor], torch.Tensor],
     dimensions: int,
     backward_passes: int = 2,
+    raw_data: bool = False,
     **autocast: Any,
 ) -> list[torch.Tensor | None]:
     for x in batches(dimensions):
-        x.requires_grad_()
+        x.requires_grad_(not raw_data)
         with torch.autocast("cpu", **(autocast or {"enabled": False})):
             y = run(x)
         for index in range(backward_passes):
@@ -160,10 +149,6 @@ def through_a_global_object(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def through_another_function(x: torch.Tensor) -> torch.Tensor:
-    return through_a_global(x)
-
-
 def ways(block: nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Tensor]]:
     GLOBAL["block"] = block
     HOLDER.block = block  # type: ignore[attr-defined]
@@ -185,17 +170,14 @@ def ways(block: nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Ten
         "closure": run(lambda x: block(x)),
         "decorated": run(decorated()),
         "list in a closure": run(lambda x: layers[0](x)),
-        "partial": run(functools.partial(lambda m, x: m(x), block)),
+        "default": run(lambda x, m=block: m(x)),
         "partial with a keyword": run(functools.partial(lambda x, m: m(x), m=block)),
         "argument": run(lambda x, m: m(x), block),
         "method of an object": run(Trainer(block).forward),
         "global": run(through_a_global),
         "global object": run(through_a_global_object),
-        "another function": run(through_another_function),
+        "another function": run(lambda x: through_a_global(x)),
         "nested function": run(lambda x: (lambda y: block(y))(x)),
-        "checkpoint_sequential": lambda x, reentrant: checkpoint_sequential(
-            layers, 1, x, use_reentrant=reentrant, keep_last=False
-        ),
         "CheckpointSequential": lambda x, reentrant: CheckpointSequential(
             layers, 1, use_reentrant=reentrant, keep_last=False
         )(x),
@@ -206,27 +188,11 @@ def ways(block: nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Ten
 @VARIANTS
 @pytest.mark.parametrize("way", list(ways(nn.Identity())))
 def test_every_way_to_hold_the_module(use_reentrant: bool, way: str) -> None:
+    """Parameters get gradients, too, though the input needs none."""
     plain, block = Block(nn.BatchNorm2d(4)), Block(nn.BatchNorm2d(4))
-    expected = train(plain, plain, 2)
+    expected = train(plain, plain, 2, raw_data=True)
     run = ways(block)[way]
-    assert_same(expected, train(block, lambda x: run(x, use_reentrant), 2))
-
-
-@VARIANTS
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, SyncBatchNorm])
-def test_two_backward_passes_through_one_region(
-    use_reentrant: bool, norm: Callable[[int], nn.Module]
-) -> None:
-    def run(recompute: bool) -> list[torch.Tensor | None]:
-        block = Block(norm(4))
-        (x,) = batches(2, 1)
-        x.requires_grad_()
-        y = checkpoint(block, x, use_reentrant=use_reentrant) if recompute else block(x)
-        y.sum().backward(retain_graph=True)
-        y.square().sum().backward()
-        return outcome(block, x.grad)
-
-    assert_same(run(False), run(True))
+    assert_same(expected, train(block, lambda x: run(x, use_reentrant), 2, raw_data=True))
 
 
 @VARIANTS
@@ -355,22 +321,13 @@ def test_selective_checkpointing() -> None:
     assert_same(expected, train(model, run, 2, backward_passes=1))
 
 
-@VARIANTS
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_compiled(use_reentrant: bool, where: str) -> None:
+@pytest.mark.parametrize(("where", "use_reentrant"), [("around", False), ("inside", True)])
+def test_compiled(where: str, use_reentrant: bool) -> None:
     plain, block = Block(nn.BatchNorm2d(4)), Block(nn.BatchNorm2d(4))
     expected = train(plain, plain, 2)
-
-    def around(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(block, x, use_reentrant=use_reentrant)
-        return out
-
-    if where == "around":
-        run = torch.compile(around, backend="eager")
-    else:
-        compiled = torch.compile(block, backend="eager")
-        run = functools.partial(checkpoint, compiled, use_reentrant=use_reentrant)
-    assert_same(expected, train(block, run, 2))
+    inside = torch.compile(block, backend="eager") if where == "inside" else block
+    run: Any = functools.partial(checkpoint, inside, use_reentrant=use_reentrant)
+    assert_same(expected, train(block, torch.compile(run, backend="eager") if where == "around" else run, 2))
 
 
 def test_statistics_loaded_between_two_passes() -> None:
@@ -393,7 +350,7 @@ def test_statistics_loaded_between_two_passes() -> None:
     assert_same(run(False), run(True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
 def test_sync_batch_norm_on_one_rank_is_batch_norm(dtype: torch.dtype, kind: dict[str, Any]) -> None:
     plain, synchronized = nn.BatchNorm2d(4, dtype=dtype, **kind), SyncBatchNorm(4, dtype=dtype, **kind)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from call_names import CallNames
+from same import assert_same
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.policy import (
@@ -73,12 +74,6 @@ def saved(model: nn.Module, x: Tensor) -> int:
                 if isinstance(data, Tensor) and data.data_ptr() not in own:
                     found[data.data_ptr()] = data.nbytes
     return sum(found.values())
-
-
-def assert_same(left: list[Tensor | None], right: list[Tensor | None]) -> None:
-    assert len(left) == len(right)
-    for one, other in zip(left, right):
-        assert one is not None and other is not None and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["policy", "recompute"])

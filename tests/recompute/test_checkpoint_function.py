@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from same import assert_same
 from torch import nn
 
-from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.recompute import CheckpointFunction, checkpoint
 
 
 def model() -> nn.Sequential:
@@ -18,13 +19,6 @@ def model() -> nn.Sequential:
 
 def outcome(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
     return [tensor.grad for tensor in (*module.parameters(), *inputs)]
-
-
-def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> None:
-    assert len(left) == len(right)
-    for one, other in zip(left, right):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -188,17 +182,6 @@ def test_inside_another_region(outer: Any) -> None:
     assert_same(run(False), run(True))
 
 
-def test_flags() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append((is_checkpointing(), is_recomputing()))
-        return x.sin()
-
-    CheckpointFunction.apply(function, 1, torch.randn(2, requires_grad=True)).sum().backward()
-    assert seen == [(True, False), (False, True)]
-
-
 def test_a_parameter_that_is_not_listed_is_an_error() -> None:
     module = nn.Linear(4, 3)
     y = CheckpointFunction.apply(module, 1, torch.randn(2, 4), module.weight)
@@ -219,8 +202,6 @@ def test_an_input_changed_in_place_is_an_error() -> None:
     [
         ((3, 1, torch.ones(1)), TypeError, "something to call, got int"),
         ((torch.sin, 1.0, torch.ones(1)), TypeError, "must be an int, got 1.0"),
-        ((torch.sin, True, torch.ones(1)), TypeError, "must be an int, got True"),
-        ((torch.sin, -1, torch.ones(1)), ValueError, "between 0 and the 1 arguments given, got -1"),
         ((torch.sin, 2, torch.ones(1)), ValueError, "between 0 and the 1 arguments given, got 2"),
         ((torch.sin, 1, torch.ones(1), "w"), TypeError, "must be tensors, got str at position 1"),
     ],

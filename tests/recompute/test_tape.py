@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from call_names import CallNames
+from same import assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -189,13 +190,6 @@ def step(
         out.float().square().sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return [out.detach(), x.grad, *gradients, *model.buffers(), torch.get_rng_state()]
-
-
-def assert_same(left: list[Any], right: list[Any]) -> None:
-    assert len(left) == len(right)
-    for one, other in zip(left, right):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
 
 
 @contextlib.contextmanager
