@@ -10,16 +10,71 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 import hvd_ckpt as hc
 
 WIDTH = 8
+SMALL = 0.0002  # MiB: a bucket per parameter of a chain
 
 
 def batch(step: int, rank: int, part: int = 0, width: int = WIDTH) -> torch.Tensor:
     """Input of (step, rank, micro-batch): the same wherever it is computed."""
     generator = torch.Generator().manual_seed(1_000_000 * part + 1000 * step + rank + 1)
     return torch.randn(4, width, generator=generator)
+
+
+def chain(layers: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Layers that can be used one by one, with the same weights on every rank."""
+    torch.manual_seed(7)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)]).to(
+        dtype
+    )
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def wrap(model: nn.Module, bare: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    """A distributed optimizer, of SGD by default, with small buckets."""
+    return hc.DistributedOptimizer(
+        sgd(model) if bare is None else bare,
+        named_parameters=model.named_parameters(),
+        **{"bucket_cap_mb": SMALL, **options},
+    )
+
+
+def loss(model: nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
+    """The loss of a rank's batch, of this rank's by default."""
+    x = batch(step, hc.rank() if rank is None else rank).to(next(model.parameters()).dtype)
+    return (model(x) - 0.3).square().mean()
+
+
+def loss_of_all(model: nn.Module, step: int, op: Any = hc.Average) -> torch.Tensor:
+    """What one process computes for all ranks."""
+    losses = torch.stack([loss(model, step, rank) for rank in range(hc.size())])
+    return losses.sum() if op == hc.Sum else losses.mean()
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+
+
+def train_for_all(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """The reference of :func:`train`."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of_all(model, step).backward()
+        optimizer.step()
+
+
+def same_everywhere(model: nn.Module) -> None:
+    everywhere = hc.allgather_object(fingerprint(model))
+    assert all(weights == everywhere[0] for weights in everywhere)
 
 
 @dataclass
@@ -34,30 +89,28 @@ class Scenario:
         tolerance: largest difference allowed, absolute.
     """
 
-    build: Callable[[], torch.nn.Module]
-    backward: Callable[[torch.nn.Module, int, int], Any]
-    between: Callable[[torch.nn.Module, torch.optim.Optimizer, int], Any] = lambda model, optimizer, step: (
-        None
-    )
+    build: Callable[[], nn.Module]
+    backward: Callable[[nn.Module, int, int], Any]
+    between: Callable[[nn.Module, torch.optim.Optimizer, int], Any] = lambda model, optimizer, step: None
     static: bool = True
     tolerance: float = 2e-6
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = lambda parameters: (
-        torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9
     )
     options: dict[str, Any] = field(default_factory=dict)
     clear: str = "none"  # how gradients are cleared: none | zero | model | never
     scale: float = 1.0  # of the averaged gradient
     steps: int = 5
-    _reference: torch.nn.Module | None = field(default=None, init=False, repr=False)
+    _reference: nn.Module | None = field(default=None, init=False, repr=False)
 
-    def reference(self) -> torch.nn.Module:
+    def reference(self) -> nn.Module:
         """Trained by one process with the batches of all ranks: once, however often it is compared with."""
         if self._reference is None:
             self._reference = train_one_process(self, hc.size())
         return self._reference
 
 
-def clear_gradients(how: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clear_gradients(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if how == "none":
         optimizer.zero_grad(set_to_none=True)
     elif how == "zero":
@@ -66,12 +119,12 @@ def clear_gradients(how: str, model: torch.nn.Module, optimizer: torch.optim.Opt
         model.zero_grad()
 
 
-def seeded_build(scenario: Scenario) -> torch.nn.Module:
+def seeded_build(scenario: Scenario) -> nn.Module:
     torch.manual_seed(7)
     return scenario.build()
 
 
-def train_one_process(scenario: Scenario, ranks: int) -> torch.nn.Module:
+def train_one_process(scenario: Scenario, ranks: int) -> nn.Module:
     model = seeded_build(scenario)
     optimizer = scenario.optimizer(list(model.parameters()))
     for step in range(scenario.steps):
@@ -95,7 +148,7 @@ def train_one_process(scenario: Scenario, ranks: int) -> torch.nn.Module:
     return model
 
 
-def train_distributed(scenario: Scenario, **options: Any) -> tuple[torch.nn.Module, Any]:
+def train_distributed(scenario: Scenario, **options: Any) -> tuple[nn.Module, Any]:
     model = seeded_build(scenario)
     optimizer = hc.DistributedOptimizer(
         scenario.optimizer(list(model.parameters())),
@@ -126,7 +179,7 @@ def train_distributed(scenario: Scenario, **options: Any) -> tuple[torch.nn.Modu
     return model, optimizer
 
 
-def difference(model: torch.nn.Module, other: torch.nn.Module) -> float:
+def difference(model: nn.Module, other: nn.Module) -> float:
     largest = 0.0
     for ours, theirs in zip(model.parameters(), other.parameters()):
         assert torch.isfinite(ours).all()
@@ -134,7 +187,7 @@ def difference(model: torch.nn.Module, other: torch.nn.Module) -> float:
     return largest
 
 
-def fingerprint(model: torch.nn.Module) -> list[bytes]:
+def fingerprint(model: nn.Module) -> list[bytes]:
     return [p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
 
 

@@ -9,13 +9,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from forked import Case, Result, run_forked
 
 from hvd_ckpt import hosts, watchdog
 from hvd_ckpt.hosts import Peer
@@ -28,70 +27,83 @@ def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
         watchdog.check_timeout(seconds)
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    preamble = "import threading, time, hvd_ckpt as hc\nfrom hvd_ckpt import watchdog\n"
-    # MPI, once it runs in this process, tells its children a rank.
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    return subprocess.run(
-        [sys.executable, "-c", preamble + textwrap.dedent(code)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_a_long_wait_without_a_limit_is_announced_once() -> None:
-    result = run("""
-        watchdog.NOTICE_SECONDS = 0.5
+IMPORTS = """
+import threading, time, torch
+from horovod.torch import mpi_ops
+import hvd_ckpt as hc
+from hvd_ckpt import watchdog
+watchdog.TICK_SECONDS = 0.2
+hc.init
+"""
+CASES = {
+    "announced": """
+watchdog.NOTICE_SECONDS = 0.3
+hc.init()
+watchdog._noted(time.sleep, "a test to end")(1.5)
+with watchdog.unlimited():
+    watchdog._noted(time.sleep, "work")(1)
+watchdog._noted(time.sleep, "another one")(1.5)
+""",
+    "restarted": """
+hc.init()
+assert threading.active_count() == 2 and watchdog._dog.timeout is None
+try:
+    hc.init(stall_timeout=0)
+except ValueError as error:
+    assert "not 0" in str(error)
+assert not watchdog.end_with_parent()  # no launcher
+assert threading.active_count() == 2
+hc.init(stall_timeout=60)
+for _ in range(2):
+    hc.allreduce(torch.ones(2), name="x")
+    if not mpi_ops.mpi_enabled():
+        hc.shutdown()
         hc.init()
-        watchdog._noted(time.sleep, "a test to end")(3.5)
-        with watchdog.unlimited():
-            watchdog._noted(time.sleep, "work")(2)
-        watchdog._noted(time.sleep, "another one")(2)
-    """)
-    assert result.returncode == 0, result.stderr
-    announced = re.findall(
-        r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", result.stderr
-    )
-    assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], (
-        result.stderr
-    )
+handle = hc.allreduce_async(torch.ones(2), name="y")
+while not hc.poll(handle):
+    time.sleep(0.001)
+hc.synchronize(handle)
+assert not watchdog._dog.waits and not watchdog._dog.polls
+assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdog") == 1
+hc.init(stall_timeout=1)
+print("waits", flush=True)
+mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
+watchdog._noted(time.sleep, "a test to end")(60)
+""",
+    "polled": """
+mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: 0
+hc.init(stall_timeout=1)
+handle = hc.allreduce_async(torch.ones(2), name="polled")
+print("waits", flush=True)
+while not hc.poll(handle):
+    time.sleep(0.01)
+""",
+}
 
 
-def test_the_watchdog_is_one_thread_that_outlives_a_new_start() -> None:
-    result = run("""
-        import torch
-        from horovod.torch import mpi_ops
-        hc.init()
-        assert threading.active_count() == 2 and watchdog._dog.timeout is None
-        try:
-            hc.init(stall_timeout=0)
-        except ValueError as error:
-            assert "not 0" in str(error)
-        assert not watchdog.end_with_parent()  # no launcher
-        assert threading.active_count() == 2
-        hc.init(stall_timeout=60)
-        for _ in range(2):
-            hc.allreduce(torch.ones(2), name="x")
-            if not mpi_ops.mpi_enabled():
-                hc.shutdown()
-                hc.init()
-        handle = hc.allreduce_async(torch.ones(2), name="y")
-        while not hc.poll(handle):
-            time.sleep(0.001)
-        hc.synchronize(handle)
-        assert not watchdog._dog.waits and not watchdog._dog.polls
-        assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdog") == 1
-        hc.init(stall_timeout=1)
-        print("waits", flush=True)
-        mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
-        watchdog._noted(time.sleep, "a test to end")(60)
-    """)
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    return run_forked(IMPORTS, {name: Case(code) for name, code in CASES.items()})
+
+
+def test_a_long_wait_without_a_limit_is_announced_once(results: dict[str, Result]) -> None:
+    said = results["announced"].stderr
+    assert results["announced"].returncode == 0, said
+    announced = re.findall(r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", said)
+    assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], said
+
+
+@pytest.mark.parametrize(
+    ("case", "waited_for"), [("restarted", "a test to end"), ("polled", r"a collective at <string>:\d+")]
+)
+def test_a_wait_that_is_too_long_ends_the_process(
+    results: dict[str, Result], case: str, waited_for: str
+) -> None:
+    """By one thread, that outlives a new start; also a wait that polls."""
+    result = results[case]
     assert result.stdout == "waits\n", result.stderr
     assert result.returncode == 1
-    assert re.search(r"waited \d+ s for a test to end; not all ranks have come", result.stderr)
+    assert re.search(rf"waited \d+ s for {waited_for}; not all ranks have come", result.stderr)
 
 
 def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:

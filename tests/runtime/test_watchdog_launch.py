@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def jobs(folder: Path) -> Iterator[Jobs]:
     """All at once: they spend their time waiting. Over MPI, which waits for ever by itself, where it works."""
-    running = {case: start("gloo", case) for case in ("polls", "alone")}
+    running = {"alone": start("gloo", "alone")}
     mpi = probe("mpi").works
     running["stops"] = start("mpi" if mpi else "gloo", "stops")
     if mpi:
@@ -60,7 +60,6 @@ def start(controller: str, *arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("case", "waited_for", "reason"),
     [
-        ("polls", r"a collective at stalled.py:\d+", STUCK),
         ("stops", r"the gradients of all ranks \(.*optimizer\.step\(\)\) at stalled.py:\d+", STOPPED),
         ("alone", r"the parameters of '0' \(.*gathered_parameters\(\).*\) at stalled.py:\d+", STUCK),
     ],

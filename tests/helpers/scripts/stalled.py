@@ -1,10 +1,10 @@
 """Trains on two ranks until rank 1 comes to grief; rank 0 has to be ended by the watchdog.
 
-    horovodrun -np 2 --gloo python stalled.py {stops|polls|alone|orphans} [FOLDER]
+    horovodrun -np 2 --gloo python stalled.py {stops|alone|orphans} [FOLDER]
 
 alone: rank 0 runs a model of stage 3 and rank 1 does not; a wait is announced after 1 s there. stops: rank 1 stops itself
-(SIGSTOP) in mid-training. polls: it never comes to a collective, for which rank 0 polls. orphans: nothing goes wrong; each rank
-writes its process id to FOLDER and trains on until its launcher is gone.
+(SIGSTOP) in mid-training. orphans: nothing goes wrong; each rank writes its process id to FOLDER and trains on until its
+launcher is gone.
 """
 
 from __future__ import annotations
@@ -37,22 +37,17 @@ if CASE == "orphans":
     (Path(sys.argv[2]) / str(os.getpid())).touch()
 
 for step in range(100_000):
-    if CASE != "orphans" and step == AT_STEP:
-        hc.init(stall_timeout=5)
-    if CASE != "orphans" and hc.rank() == 1 and step == AT_STEP:
-        print("rank 1 comes to grief", flush=True)
-        if CASE == "stops":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if CASE in ("polls", "alone"):
-            time.sleep(600)
-    if CASE == "polls" and step == AT_STEP:
-        handle = hc.allreduce_async(torch.ones(2), name="polled")
-        while not hc.poll(handle):
-            time.sleep(0.01)
     if CASE == "orphans":
         time.sleep(0.05)
-    if CASE == "alone" and step == AT_STEP:
-        watchdog.NOTICE_SECONDS = 1.0
+    elif step == AT_STEP:
+        hc.init(stall_timeout=3)
+        if CASE == "alone":
+            watchdog.NOTICE_SECONDS = 1.0
+        if hc.rank() == 1:
+            print("rank 1 comes to grief", flush=True)
+            if CASE == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600)
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()

@@ -12,7 +12,7 @@ import hvd_ckpt as hc
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
-needs_others = pytest.mark.skipif("hc.size() == 1", reason="takes several ranks")
+several = pytest.mark.skipif("hc.size() == 1", reason="takes several ranks")
 
 
 def build() -> nn.Module:
@@ -47,14 +47,14 @@ def test_equal_weights_pass_whatever_the_buffers_and_the_strides_are() -> None:
     hc.check_equal_weights(model)
 
 
-@needs_others
-@pytest.mark.parametrize("name", ["0.bias", "2.weight", "halves", "complex", "scalar", "strided"])
+@several
+@pytest.mark.parametrize("name", ["0.bias", "2.weight", "halves", "strided"])
 def test_the_first_parameter_that_differs_is_named_with_the_ranks(name: str) -> None:
     model = build()
     last = hc.size() - 1
     if hc.rank() == last:
         with torch.no_grad():
-            model.get_parameter(name).view(-1)[-1:].mul_(2) if name != "strided" else model.strided.mul_(2)
+            model.get_parameter(name).mul_(2)
             model[3].bias.add_(1 if name == "0.bias" else 0)
     message = message_of(model)
     assert f"parameter '{name}' differs: rank {last} (host " in message
@@ -62,43 +62,33 @@ def test_the_first_parameter_that_differs_is_named_with_the_ranks(name: str) -> 
     assert f"has other values than {among} ({2 if name == '0.bias' else 1} parameters differ)" in message
 
 
-@needs_others
+@several
 @pytest.mark.parametrize(
-    ("first", "other"), [(0.0, -0.0), (0x7FC00000, 0x7FC00001)], ids=["signed zero", "nan payload"]
+    "bits", [(0, -(2**31)), (0x7FC00000, 0x7FC00001)], ids=["signed zero", "nan payload"]
 )
-def test_values_are_compared_by_their_bits(first: float, other: float) -> None:
+def test_values_are_compared_by_their_bits(bits: tuple[int, int]) -> None:
     model = nn.Linear(1, 1)
-    value = torch.tensor([[first if hc.rank() == 0 else other]])
-    model.weight.data = (
-        value.view(torch.float32) if value.dtype != torch.int64 else value.int().view(torch.float32)
-    )
+    model.weight.data = torch.tensor([[bits[hc.rank() > 0]]], dtype=torch.int32).view(torch.float32)
     assert "parameter 'weight' differs" in message_of(model)
 
 
-@needs_others
+@several
 @pytest.mark.parametrize(
     ("build_other", "expected"),
     [
-        (lambda: nn.Linear(3, 4), "the shape of parameter 'weight' is (2, 3) on "),
-        (lambda: nn.Linear(3, 2).double(), "the dtype of parameter 'weight' is float32 on "),
-        (
-            lambda: nn.ParameterDict({"other": torch.ones(2, 3)}),
-            "the name of parameter 'weight' is weight on ",
-        ),
-        (lambda: nn.Linear(3, 2, bias=False), "different numbers of parameters: 2 on rank 0 (host "),
+        (lambda: nn.Linear(3, 4), ["shape of parameter 'weight'", "(2, 3)", "(4, 3)"]),
+        (lambda: nn.Linear(3, 2).double(), ["dtype of parameter 'weight'", "float32", "float64"]),
+        (lambda: nn.ParameterDict({"other": torch.ones(2, 3)}), ["name of parameter 'weight'", "other"]),
+        (lambda: nn.Linear(3, 2, bias=False), ["numbers of parameters: 2 on rank 0 (host ", "1 on rank"]),
     ],
     ids=["shape", "dtype", "name", "number"],
 )
-def test_models_that_differ_are_found(build_other: Callable[[], nn.Module], expected: str) -> None:
-    model: nn.Module = nn.Linear(3, 2)
-    if hc.rank() == hc.size() - 1:
-        state = model.weight.data
-        model = build_other()
-        if hasattr(model, "weight") and model.weight.shape == state.shape:
-            model.weight.data = state.to(model.weight.dtype)
+def test_models_that_differ_are_found(build_other: Callable[[], nn.Module], expected: list[str]) -> None:
+    model = nn.Linear(3, 2) if hc.rank() < hc.size() - 1 else build_other()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
     message = message_of(model)
-    assert expected in message
-    assert "build the same model on every rank" in message
+    assert all(words in message for words in expected), message
 
 
 def test_what_cannot_be_compared_is_an_error_on_every_rank() -> None:
@@ -107,7 +97,7 @@ def test_what_cannot_be_compared_is_an_error_on_every_rank() -> None:
         hc.check_equal_weights(model)
 
 
-@needs_others
+@several
 def test_a_process_set_compares_its_own_ranks() -> None:
     members = hc.add_process_set([0])
     model = nn.Linear(2, 2)
