@@ -22,27 +22,8 @@ from hvd_ckpt.data.text import CausalText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.models import catalog
-from hvd_ckpt.training.config import ConfigError
 
 TEXT = "".join(f"The {at}th line of a text, in which é and 漢字 stand.\n" for at in range(60))
-PIXELS = numpy.arange(12 * 10 * 3, dtype=numpy.uint8).reshape(12, 10, 3)
-
-
-class _Data(Kind):
-    """A run turns errors of its data into one line."""
-
-    errors = (ConfigError,)
-    share = 6.0
-
-    def feed(self, draw: Draw, folder: Path) -> str:
-        try:
-            self.take(draw, folder)
-        except (ValueError, OSError) as error:
-            raise ConfigError(str(error)) from None
-        return "accepted"
-
-    def take(self, draw: Draw, folder: Path) -> None:
-        raise NotImplementedError
 
 
 def first_batch(data: Any) -> None:
@@ -50,12 +31,10 @@ def first_batch(data: Any) -> None:
     train.batch(range(min(len(train), 3)), [0] * min(len(train), 3))
 
 
-class Texts(_Data):
+def texts(_: Path) -> Callable[[Draw, Path], None]:
     """Files and folders of text, of anything."""
 
-    name = "text"
-
-    def take(self, draw: Draw, folder: Path) -> None:
+    def feed(draw: Draw, folder: Path) -> None:
         source, cache, way = folder / "text", folder / "cache", draw.below(4)
         if way == 0:
             source.write_text(TEXT)
@@ -63,21 +42,21 @@ class Texts(_Data):
         elif way == 1:
             draw.replace(source, TEXT.encode())
         else:
-            self._fill(draw, source)
+            fill(draw, source)
         if draw.chance(0.1):
             draw.replace(cache, b"")
-        odd_name = str(source) + draw.choice(("", "/", "\n", "\0", "x" * 300))
-        tokens = Tokens(draw.choice((source, source, source, odd_name)), None, cache)
-        first_batch(CausalText(tokens, draw.choice((8, 64, 100_000)), seed=0))
+        odd_name = str(source) + draw.choice("", "/", "\n", "\0", "x" * 300)
+        tokens = Tokens(draw.choice(source, source, source, odd_name), None, cache)
+        first_batch(CausalText(tokens, draw.choice(8, 64, 100_000), seed=0))
         if way > 1 and b"nobody may touch" in tokens.array[:100_000].astype(numpy.uint8).tobytes():
             raise Finding("a text outside the folder was taken")
 
-    def _fill(self, draw: Draw, source: Path) -> None:
+    def fill(draw: Draw, source: Path) -> None:
         source.mkdir()
         for name in ("a.txt", "b.py", ".hidden.txt", "d\n.md", "sub/e.txt", "é.txt")[: draw.below(7)]:
             file = source / name
             file.parent.mkdir(exist_ok=True)
-            content = TEXT[: draw.choice((0, 50, 2000))].encode()
+            content = TEXT[: draw.choice(0, 50, 2000)].encode()
             if draw.chance(0.5):
                 draw.replace(file, draw.damaged(content))
             else:
@@ -85,35 +64,31 @@ class Texts(_Data):
         if draw.chance(0.3):
             (source / "loop").symlink_to(source)
 
+    return feed
 
-class Tokenizers(_Data):
+
+def tokenizers(_: Path) -> Callable[[Draw, Path], None]:
     """JSON files that are not a tokenizer, or one that numbers tokens as no model can take them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    name = "tokenizer"
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[UNK]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=special, show_progress=False)
+    made.train_from_iterator(TEXT.splitlines(), trainer)
+    good = json.loads(made.to_str())
 
-    def prepare(self, folder: Path) -> None:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-        special = ["[UNK]", "[MASK]"]
-        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=special, show_progress=False)
-        made.train_from_iterator(TEXT.splitlines(), trainer)
-        self.tree = json.loads(made.to_str())
-
-    def take(self, draw: Draw, folder: Path) -> None:
+    def feed(draw: Draw, folder: Path) -> None:
         text, file = folder / "text.txt", folder / "tokenizer.json"
         text.write_text(TEXT)
-        file.write_text(json.dumps(self.tree))
+        file.write_text(json.dumps(good))
         way = draw.below(3)
         if way == 0:
-            file.write_text(json.dumps(draw.changed(self.tree)))
+            file.write_text(json.dumps(draw.changed(good)))
         elif way == 1:
-            vocabulary = {**self.tree["model"]["vocab"]}
-            vocabulary[draw.choice(sorted(vocabulary))] = draw.choice(
-                (0, 2**31, 2**32 - 1, 2**32, 2**24, -1, 500)
-            )
-            file.write_text(json.dumps({**self.tree, "model": {**self.tree["model"], "vocab": vocabulary}}))
+            words = {**good["model"]["vocab"]}
+            words[draw.choice(*sorted(words))] = draw.choice(0, 2**31, 2**32 - 1, 2**32, 2**24, -1, 500)
+            file.write_text(json.dumps({**good, "model": {**good["model"], "vocab": words}}))
         else:
             draw.spoil(file, PICKLE)
         tokens = Tokens(text, file, folder / "cache")
@@ -121,13 +96,7 @@ class Tokenizers(_Data):
             raise Finding(f"token {tokens.array.max()} of a vocabulary of {tokens.vocabulary}")
         first_batch(CausalText(tokens, 8, seed=0))
 
-
-def picture(kind: str) -> bytes:
-    from PIL import Image
-
-    stream = io.BytesIO()
-    Image.fromarray(PIXELS).save(stream, kind)
-    return stream.getvalue()
+    return feed
 
 
 def huge_png(draw: Draw) -> bytes:
@@ -136,37 +105,38 @@ def huge_png(draw: Draw) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    side = draw.choice((0, 1 << 14, 1 << 20, (1 << 31) - 1))
-    header = struct.pack(">IIBBBBB", side, side, 8, draw.choice((0, 2, 3)), 0, 0, 0)
-    data = zlib.compress(bytes(2000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    side = draw.choice(0, 1 << 14, 1 << 20, (1 << 31) - 1)
+    header = struct.pack(">IIBBBBB", side, side, 8, draw.choice(0, 2, 3), 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(2000))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
 
 
-class ImageFolders(_Data):
+def image_folders(_: Path) -> Callable[[Draw, Path], None]:
     """Folders of images by class."""
+    from PIL import Image
 
-    name = "image folder"
+    pictures = {}
+    for ending in ("png", "jpeg", "gif", "bmp", "tiff", "webp", "ppm"):
+        Image.fromarray(numpy.arange(360, dtype=numpy.uint8).reshape(12, 10, 3)).save(
+            stream := io.BytesIO(), ending
+        )
+        pictures[ending] = stream.getvalue()
 
-    def prepare(self, folder: Path) -> None:
-        kinds = {"jpg": "JPEG", "tif": "TIFF"}
-        endings = ("png", "jpg", "gif", "bmp", "tif", "webp", "ppm")
-        self.pictures = {ending: picture(kinds.get(ending, ending.upper())) for ending in endings}
-
-    def take(self, draw: Draw, folder: Path) -> None:
+    def feed(draw: Draw, folder: Path) -> None:
         source, files = folder / "images", []
         for name in ("cat", "dog"):
             (source / name).mkdir(parents=True)
             for at in range(2):
-                ending = draw.choice(sorted(self.pictures))
+                ending = draw.choice(*pictures)
                 files.append(source / name / f"{at}.{ending}")
-                files[-1].write_bytes(self.pictures[ending])
-        for _ in range(draw.choice((1, 2))):
-            self._spoil(draw, source, draw.choice(files))
+                files[-1].write_bytes(pictures[ending])
+        for _ in range(draw.choice(1, 2)):
+            spoil(draw, source, draw.choice(*files))
         data = open_images(source, 8)
         data.batch(range(len(data)), [0] * len(data))
         first_batch(data)
 
-    def _spoil(self, draw: Draw, source: Path, file: Path) -> None:
+    def spoil(draw: Draw, source: Path, file: Path) -> None:
         way, plain = draw.below(6), file.is_file() and not file.is_symlink()
         if way == 0 and plain:
             file.write_bytes(huge_png(draw))
@@ -175,9 +145,11 @@ class ImageFolders(_Data):
             draw.replace(file.parent, b"")
         elif way == 2:
             (source / "loop").unlink(missing_ok=True)
-            (source / "loop").symlink_to(draw.choice((source, source.parent.parent / "outside", "cat")))
+            (source / "loop").symlink_to(draw.choice(source, source.parent.parent / "outside", "cat"))
         elif plain:
-            draw.spoil(file, self.pictures["png"])
+            draw.spoil(file, pictures["png"])
+
+    return feed
 
 
 ODD_HEADERS = (
@@ -195,27 +167,16 @@ ODD_HEADERS = (
     "{'descr': '<f2', 'fortran_order': False, 'shape': (4, 0, 3, 3), }",
 )
 ODD_ARRAYS = (
-    numpy.zeros((3, 0)),
-    numpy.array(3),
-    numpy.array([None, {}], object),
-    numpy.array(["a", "b"]),
-    numpy.zeros(4, complex),
-    numpy.full((6,), 2**62),
-    numpy.full((6, 5, 5), numpy.nan),
-    numpy.full((6, 5, 5), 1e300),
-    numpy.full((6,), -1),
-    numpy.zeros((6, 5, 5), "M8[s]"),
-    numpy.zeros((6, 5, 5), bool),
-    numpy.zeros((6, 5, 5), numpy.longdouble),
-    numpy.zeros((6, 5, 5, 5), numpy.uint64) + 2**63,
-    numpy.zeros((6,) + (1,) * 20),
-)
+    numpy.zeros((3, 0)), numpy.array(3), numpy.array([None, {}], object), numpy.array(["a", "b"]), numpy.zeros(4, complex),
+    numpy.full((6,), 2**62), numpy.full((6, 5, 5), numpy.nan), numpy.full((6, 5, 5), 1e300), numpy.full((6,), -1),
+    numpy.zeros((6, 5, 5), "M8[s]"), numpy.zeros((6, 5, 5), bool), numpy.zeros((6, 5, 5), numpy.longdouble),
+    numpy.zeros((6, 5, 5, 5), numpy.uint64) + 2**63, numpy.zeros((6,) + (1,) * 20),
+)  # fmt: skip
 
 
 def npy(array: Any, header: str | None = None) -> bytes:
     """An array file, perhaps with a header that says something else."""
-    stream = io.BytesIO()
-    numpy.save(stream, array, allow_pickle=True)
+    numpy.save(stream := io.BytesIO(), array, allow_pickle=True)
     content = stream.getvalue()
     if header is None:
         return content
@@ -224,79 +185,52 @@ def npy(array: Any, header: str | None = None) -> bytes:
     return content[:8] + len(text).to_bytes(2, "little") + text + content[10 + length :]
 
 
-class _Arrays(_Data):
-    share = 4.0
-    arrays: dict[str, Any]
-    opener: Callable[[Path, int], Any]
+def arrays(opener: Callable[[Path, int], Any], **good: Any) -> Callable[[Path], Callable[[Draw, Path], None]]:
+    """Archives of arrays, of anything."""
 
-    def take(self, draw: Draw, folder: Path) -> None:
-        file, contents = folder / "data.npz", {name: npy(array) for name, array in self.arrays.items()}
-        name, way = draw.choice(sorted(contents)), draw.below(5)
+    def feed(draw: Draw, folder: Path) -> None:
+        file, contents = folder / "data.npz", {name: npy(array) for name, array in good.items()}
+        name, way = draw.choice(*contents), draw.below(5)
         if way == 0:
-            contents[name] = npy(draw.choice(ODD_ARRAYS))
+            contents[name] = npy(draw.choice(*ODD_ARRAYS))
         elif way == 1:
             del contents[name]
         elif way == 2:
-            contents[name] = npy(self.arrays[name], draw.choice(ODD_HEADERS))
+            contents[name] = npy(good[name], draw.choice(*ODD_HEADERS))
         elif way == 3:
-            contents[name] = draw.choice((PICKLE, b"", b"x" * 100, draw.damaged(contents[name])))
-        kind = draw.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2))
+            contents[name] = draw.choice(PICKLE, b"", b"x" * 100, draw.damaged(contents[name]))
+        kind = draw.choice(zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2)
         with zipfile.ZipFile(file, "w", kind) as archive:
             for key, content in contents.items():
                 archive.writestr(f"{key}.npy", content)
         if way == 4:
             draw.spoil(file, PICKLE)
-        data = self.opener(file, 8)
+        data = opener(file, 8)
         if data.classes > 1 << 20:
             raise Finding(f"{data.classes} classes")
         first_batch(data)
 
-
-class ImageArrayFiles(_Arrays):
-    name = "image arrays"
-    opener = staticmethod(open_images)
-
-    def prepare(self, folder: Path) -> None:
-        images = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
-        self.arrays = {"images": images, "labels": numpy.arange(6) % 3}
+    return lambda _: feed
 
 
-class VolumeFiles(_Arrays):
-    name = "volume arrays"
-    opener = staticmethod(open_volumes)
-
-    def prepare(self, folder: Path) -> None:
-        volumes = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
-        self.arrays = {"volumes": volumes, "labels": volumes % 2}
-
-
-class Models(_Data):
+def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
     """Folders of Hugging Face models."""
+    from transformers.utils import logging
 
-    name = "model folder"
-    share = 4.0
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    good = [folder / name for name in ("bert", "gpt2")]
+    for one in good:
+        sizes = {"width": 8, "heads": 2, "layers": 1}
+        model: Any = catalog.find(f"{one.name}-tiny").build({"vocabulary": 20, "length": 16}, sizes)
+        model.transformers_model.save_pretrained(one)
+        catalog.find(str(one)).build({})
 
-    def prepare(self, folder: Path) -> None:
-        from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        bert = BertConfig(vocab_size=20, max_position_embeddings=16, **sizes)
-        BertForMaskedLM(bert).save_pretrained(folder / "bert")
-        gpt2 = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
-        GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
-        self.folders = [folder / "bert", folder / "gpt2"]
-        for one in self.folders:
-            catalog.find(str(one)).build({})
-
-    def take(self, draw: Draw, folder: Path) -> None:
-        good = draw.choice(self.folders)
-        place = Path(shutil.copytree(good, folder / "model"))
+    def feed(draw: Draw, folder: Path) -> None:
+        place = Path(shutil.copytree(draw.choice(*good), folder / "model"))
         config, weights = place / "config.json", place / "model.safetensors"
-        values = json.loads((good / "config.json").read_bytes())
-        for way in (draw.below(7) for _ in range(draw.choice((1, 1, 2)))):
+        values = json.loads(config.read_bytes())
+        for way in (draw.below(7) for _ in range(draw.choice(1, 1, 2))):
             if way < 2 and config.is_file():
                 config.unlink()
                 config.write_text(json.dumps(draw.changed(values)))
@@ -311,14 +245,27 @@ class Models(_Data):
                 config.write_text(json.dumps({**values, "auto_map": {"AutoModel": "evil.Model"}, **kernel}))
                 (place / "evil.py").write_text("import os\nos.system('true')\n")
             elif way == 5:
-                names = ({"a": "../../outside/x.safetensors"}, {"a": "pytorch_model.bin"}, {"a": 1}, [])
-                index = {"weight_map": draw.choice(names)}
-                (place / "model.safetensors.index.json").write_text(json.dumps(index))
+                names = draw.choice(
+                    {"a": "../../outside/x.safetensors"}, {"a": "pytorch_model.bin"}, {"a": 1}, []
+                )
+                (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
             else:
                 draw.spoil(config, PICKLE)
         if os.path.lexists(config) and config.is_file() and config.stat().st_size > 1 << 21:
             config.unlink()
-        catalog.limits(catalog.find(str(place)).build({}))
+        catalog.limits(catalog.find(str(place)).build({}))  # type: ignore[arg-type]
+
+    return feed
 
 
-KINDS: tuple[type[Kind], ...] = (Texts, Tokenizers, ImageFolders, ImageArrayFiles, VolumeFiles, Models)
+ERRORS = (ValueError, OSError)  # a run turns those of its data into one line
+IMAGES = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
+VOLUMES = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
+KINDS = (
+    Kind("text", 6.0, ERRORS, texts),
+    Kind("tokenizer", 6.0, ERRORS, tokenizers),
+    Kind("image folder", 6.0, ERRORS, image_folders),
+    Kind("image arrays", 4.0, ERRORS, arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
+    Kind("volume arrays", 4.0, ERRORS, arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
+    Kind("model folder", 4.0, ERRORS, model_folders),
+)

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import pickle
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,11 @@ NUMBERS = (
     False,
 )  # fmt: skip
 TEXTS = (
-    "", " ", "x", "nan", "-1", "1e9", "\n", "a\nb\x1b[31m", "\0", "\ud800", "../../outside/precious.txt", "/etc/passwd",
-    "é" * 300, "%s{}",
-    "__class__", "x" * 5000,
+    "", " ", "x", "nan", "-1", "1e9", "\n", "a\nb\x1b[31m", "\0", "\ud800", "../../outside/precious.txt", "/etc/passwd", "é" * 300,
+    "%s{}", "__class__", "x" * 5000,
 )  # fmt: skip
-SCALARS = st.sampled_from(NUMBERS) | st.sampled_from(TEXTS) | st.none()
 ODD: st.SearchStrategy[Any] = st.recursive(
-    SCALARS,
+    st.sampled_from(NUMBERS) | st.sampled_from(TEXTS) | st.none(),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(TEXTS), inner, max_size=2),
     max_leaves=6,
 )
@@ -53,80 +50,59 @@ class Draw:
         self._data = data
         self.watched: Any = lambda on=True: nullcontext()
 
-    def draw(self, strategy: st.SearchStrategy[Any]) -> Any:
+    def __call__(self, strategy: st.SearchStrategy[Any]) -> Any:
         with self.watched(False):  # Hypothesis itself may write
-            return self._data.draw(strategy)
+            return copy.deepcopy(self._data.draw(strategy))
 
-    def choice(self, options: Sequence[Any]) -> Any:
-        return self.draw(st.sampled_from(options))
+    def choice(self, *options: Any) -> Any:
+        return self(st.sampled_from(options))
 
     def below(self, stop: int) -> int:
-        found: int = self.draw(st.integers(0, max(stop, 1) - 1))
-        return found
+        return self(st.integers(0, max(stop, 1) - 1))  # type: ignore[no-any-return]
 
     def chance(self, probability: float) -> bool:
         return self.below(100) >= 100 * (1 - probability)
 
-    def bytes(self, most: int) -> bytes:
-        found: bytes = self.draw(st.binary(min_size=1, max_size=most))
-        return found
-
-    def odd(self) -> Any:
-        return copy.deepcopy(self.draw(ODD))
-
     def damaged(self, content: bytes, other: bytes = b"") -> bytes:
         """The content truncated, flipped, mixed up or replaced."""
-        for _ in range(self.choice((1, 1, 1, 2, 5))):
-            at, way = self.below(len(content)), self.below(7)
+        for _ in range(self.choice(1, 1, 1, 2, 5)):
+            at, way, rubbish = self.below(len(content)), self.below(6), self.choice(*RUBBISH, other)
             if way == 0:
                 content = content[:at]
-            elif way < 3 and content:
-                flipped = content[at] ^ (1 << self.below(8)) if way == 1 else self.choice(b'\0\xff\n"-09[{')
-                content = content[:at] + bytes([flipped]) + content[at + 1 :]
+            elif way == 1:
+                content = rubbish
+            elif way == 2 and content:
+                content = content[:at] + bytes([content[at] ^ (1 << self.below(8))]) + content[at + 1 :]
             elif way == 3:
-                content = content[:at] + content[at + 1 + self.below(40) :]
-            elif way == 4:
-                content = content[:at] + self.bytes(40) + content[at:]
-            elif way == 5:
-                content = content[:at] + self.choice((*RUBBISH, other)) + content[at + self.below(40) :]
+                content = content[:at] + self(st.binary(max_size=40)) + content[at:]
             else:
-                content = self.choice((*RUBBISH, other))
+                content = content[:at] + (rubbish if way == 4 else b"") + content[at + self.below(40) :]
         return content
 
     def changed(self, value: Any, leaf: st.SearchStrategy[Any] = ODD) -> Any:
         """A copy of nested values with something in it replaced, removed, added or exchanged."""
         value = copy.deepcopy(value)
-        for _ in range(self.choice((1, 1, 1, 2, 4))):
+        for _ in range(self.choice(1, 1, 1, 2, 4)):
             value = self._change(value, leaf, 0.03)
         return value
 
     def _change(self, value: Any, leaf: st.SearchStrategy[Any], whole: float = 0.15) -> Any:
         if not isinstance(value, (dict, list, tuple)) or not value or self.chance(whole):
-            return self._replaced(value, leaf)
-        way = self.below(20)
-        if isinstance(value, dict):
-            key, other = self.choice(list(value)), self.choice(list(value))
-            if way < 3:
-                return {name: one for name, one in value.items() if name != key}
-            if way < 5:
-                return {**value, self.choice((*TEXTS, 5, None, True)): self.draw(leaf)}
-            if way < 6:
-                return {**value, key: value[other], other: value[key]}
-            return {**value, key: self._change(value[key], leaf)}
-        entries, at = list(value), self.below(len(value))
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and self.chance(0.5):
+                small = abs(value) < 2**60  # and not nan
+                return self.choice(value + 1, -value, value * 10**6, value / 3 if small else 0.3, str(value))
+            return self(leaf)
+        entries = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        way, key, other = self.below(20), self.choice(*entries), self.choice(*entries)
         if way < 3:
-            del entries[at]
+            del entries[key]
         elif way < 5:
-            entries.insert(at, copy.deepcopy(self.choice(entries)))
+            entries[self.choice(*TEXTS, 5, None, True)] = self(leaf)
+        elif way < 6:
+            entries[key], entries[other] = entries[other], entries[key]
         else:
-            entries[at] = self._change(entries[at], leaf)
-        return tuple(entries) if isinstance(value, tuple) and self.chance(0.9) else entries
-
-    def _replaced(self, value: Any, leaf: st.SearchStrategy[Any]) -> Any:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and self.chance(0.5):
-            small = abs(value) < 2**60  # and not nan
-            return self.choice((value + 1, -value, value * 10**6, value / 3 if small else 0.3, str(value)))
-        return self.draw(leaf)
+            entries[key] = self._change(entries[key], leaf)
+        return entries if isinstance(value, dict) else type(value)(entries.values())
 
     def spoil(self, file: Path, other: bytes = b"") -> None:
         """Damages a file, or puts something else in its place."""
@@ -140,7 +116,7 @@ class Draw:
             self.replace(file, content)
 
     def replace(self, file: Path, content: bytes) -> None:
-        """Makes something of that name that is not a plain file, or an odd one."""
+        """Makes something of that name that is not a plain file, or an odd one, or nothing."""
         root = next(one.parent for one in file.parents if one.name == "input")
         way = self.below(9)
         if way == 0:
@@ -150,18 +126,14 @@ class Draw:
         elif way == 2:
             file.symlink_to(root / "outside" / "precious.txt")
         elif way == 3:
-            file.symlink_to(
-                self.choice(("/dev/zero", "/dev/urandom", "/dev/null", "/", file.name, "nowhere"))
-            )
+            file.symlink_to(self.choice("/dev/zero", "/dev/urandom", "/dev/null", "/", file.name, "nowhere"))
         elif way == 4:
             hidden = file.with_name(f"elsewhere-{file.name}")
             hidden.write_bytes(content)
             file.symlink_to(hidden.name)
-        elif way == 5:  # huge, and holds nothing
-            file.write_bytes(content)
-            os.truncate(file, self.choice((1 << 20, 1 << 40)))
-        elif way == 6:
-            file.write_bytes(PICKLE)
-        elif way == 7:
-            file.write_bytes(content)
-            file.chmod(0)
+        elif way < 8:
+            file.write_bytes(PICKLE if way == 6 else content)
+            if way == 5:  # huge, and holds nothing
+                os.truncate(file, self.choice(1 << 20, 1 << 40))
+            if way == 7:
+                file.chmod(0)

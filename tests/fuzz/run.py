@@ -7,11 +7,14 @@ Exit status 1 if there was one. The same seed feeds the same inputs.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import shutil
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).resolve().parent
@@ -31,20 +34,20 @@ def main() -> int:
     import snapshots
     from watch import Watch, limit_address_space
 
-    kinds = [kind() for module in (snapshots, settings, data) for kind in module.KINDS]
-    wanted = {name for name in options.kinds.split(",") if name}
-    unknown = wanted - {kind.name for kind in kinds}
-    if unknown:
-        parser.error(f"no kind '{min(unknown)}': there are {', '.join(kind.name for kind in kinds)}")
-    kinds = [kind for kind in kinds if not wanted or kind.name in wanted]
+    kinds = {kind.name: kind for module in (snapshots, settings, data) for kind in module.KINDS}
+    chosen = [name for name in options.kinds.split(",") if name] or list(kinds)
+    if unknown := set(chosen) - set(kinds):
+        parser.error(f"no kind '{min(unknown)}': there are {', '.join(kinds)}")
     limit_address_space()
     began, total, findings, watch = time.monotonic(), 0, 0, Watch()
+    shares = sum(kinds[name].share for name in chosen)
     try:
-        for kind in kinds:
-            watch.prepare(kind)
-            inputs = max(round(options.inputs * kind.share / sum(one.share for one in kinds)), 1)
+        for kind in map(kinds.__getitem__, chosen):
             start = time.monotonic()
-            outcomes, error = fuzz(watch, kind, inputs, options.seed)
+            (watch.root / kind.name).mkdir()
+            feed = kind.prepare(watch.root / kind.name)
+            inputs = max(round(options.inputs * kind.share / shares), 1)
+            outcomes, error = fuzz(functools.partial(watch.feed, feed, kind.errors), inputs, options.seed)
             figures = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
             print(
                 f"{kind.name:18} {outcomes.total():6}  {time.monotonic() - start:5.0f} s  {figures}",
@@ -55,12 +58,12 @@ def main() -> int:
                 findings += 1
                 print(f"finding in {kind.name}, --seed {options.seed}: {error}", flush=True)
     finally:
-        watch.close()
+        shutil.rmtree(watch.root, ignore_errors=True)
     print(f"{'all':18} {total:6}  {time.monotonic() - began:5.0f} s  {findings} findings")
     return 1 if findings else 0
 
 
-def fuzz(watch, kind, inputs: int, seed: int) -> tuple[Counter[str], str | None]:
+def fuzz(feed: Any, inputs: int, seed: int) -> tuple[Counter[str], str | None]:
     """Feeds inputs of a kind until one is a finding; returns how many had which outcome, and the finding."""
     import hypothesis
     from hostile import Draw
@@ -81,10 +84,9 @@ def fuzz(watch, kind, inputs: int, seed: int) -> tuple[Counter[str], str | None]
     @hypothesis.given(st.data())
     def run(data: st.DataObject) -> None:
         try:
-            outcome = watch.feed(kind, Draw(data))
+            outcomes[feed(Draw(data))] += 1
         except Finding as finding:
             raise AssertionError(str(finding)) from None
-        outcomes[outcome] += 1
 
     try:
         run()

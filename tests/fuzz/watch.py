@@ -17,8 +17,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,26 +29,12 @@ HANG_SECONDS = 30.0  # a machine that is shared may be slow
 MEMORY = 1 << 30
 ADDRESS_SPACE = 24 << 30  # more than is in use: what asks for it gets a MemoryError, not the machine's memory
 MESSAGE = 1000  # characters
-STARTS = (
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "subprocess.Popen",
-    "pickle.find_class",
-    "socket.connect",
-)
-CHANGES = (
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.mkdir",
-    "os.truncate",
-    "os.symlink",
-    "os.link",
-    "os.chmod",
-)
+STARTS = {f"os.{name}" for name in ("system", "exec", "fork", "forkpty", "posix_spawn")} | {
+    "subprocess.Popen", "pickle.find_class", "socket.connect",
+}  # fmt: skip
+CHANGES = {
+    f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "truncate", "symlink", "link", "chmod")
+}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -56,32 +42,23 @@ class Finding(BaseException):
     """The library did something that it must not; no code under test should catch it."""
 
 
-class Kind(ABC):
+@dataclass
+class Kind:
     """A kind of input.
 
     Attributes:
         name: in reports and for ``--kinds``.
         share: of all inputs, relative to those of the other kinds.
         errors: classes that an input may end in.
+        prepare: makes valid input in a folder, once, and returns a function. That feeds one input, which it makes of draws in an
+            empty folder, and returns the outcome in a word, or None if the input was accepted. Beside the folder lies ``outside``,
+            with a file that nobody may read or change.
     """
 
     name: str
-    share: float = 1.0
-    errors: tuple[type[BaseException], ...] = (ValueError,)
-
-    def prepare(self, folder: Path) -> None:
-        """Makes valid input, once."""
-        return
-
-    @abstractmethod
-    def feed(self, draw: Draw, folder: Path) -> str:
-        """Feeds one input, made in an empty folder, and returns the outcome in a word, such as "accepted".
-
-        Beside the folder lies ``outside``, with a file that nobody may read or change.
-
-        Raises:
-            Finding: the outcome is wrong.
-        """
+    share: float
+    errors: tuple[type[BaseException], ...]
+    prepare: Callable[[Path], Callable[[Draw, Path], str | None]]
 
 
 class Watch:
@@ -94,14 +71,7 @@ class Watch:
         self._seen: list[str] = []
         sys.addaudithook(self._audit)
 
-    def close(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-
-    def prepare(self, kind: Kind) -> None:
-        (self.root / kind.name).mkdir()
-        kind.prepare(self.root / kind.name)
-
-    def feed(self, kind: Kind, draw: Draw) -> str:
+    def feed(self, feed: Callable[[Draw, Path], str | None], errors: Any, draw: Draw) -> str:
         """The outcome of one input.
 
         Raises:
@@ -118,17 +88,15 @@ class Watch:
             draw.watched = self._watched
             try:
                 with self._watched():
-                    outcome = kind.feed(draw, self.input)
-            except kind.errors as error:
+                    outcome = feed(draw, self.input) or "accepted"
+            except errors as error:
                 outcome = f"refused: {type(error).__name__}"
                 check_message(str(error))
         if self._seen:
             raise Finding(self._seen[0])
-        if (
-            os.listdir(self.outside) != ["precious.txt"]
-            or (self.outside / "precious.txt").read_text() != PRECIOUS
-        ):
-            raise Finding(f"files outside were changed: {os.listdir(self.outside)}")
+        left = os.listdir(self.outside)
+        if left != ["precious.txt"] or (self.outside / left[0]).read_text() != PRECIOUS:
+            raise Finding(f"files outside were changed: {left}")
         if (spent := time.process_time() - began) > CPU_SECONDS:
             raise Finding(f"it took {spent:.1f} s of CPU time")
         if (grown := _peak_memory() - held) > MEMORY:
@@ -144,10 +112,8 @@ class Watch:
             self._watching = before
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._watching:
-            wrong = self._wrong(event, arguments)
-            if wrong is not None:
-                self._seen.append(wrong)
+        if self._watching and (wrong := self._wrong(event, arguments)):
+            self._seen.append(wrong)
 
     def _wrong(self, event: str, arguments: tuple[Any, ...]) -> str | None:
         if event in STARTS:
@@ -163,17 +129,15 @@ class Watch:
         if not isinstance(place, (str, bytes)):
             return None
         path = os.path.abspath(os.fsdecode(place))
-        allowed = (
-            path.startswith((str(self.root), "/dev/null", "/proc/self", "/dev/shm")) or "__pycache__" in path
-        )
-        return None if allowed else f"{event} of {path}, which is outside"
+        allowed = path.startswith((str(self.root), "/dev/null", "/proc/self", "/dev/shm"))
+        return None if allowed or "__pycache__" in path else f"{event} of {path}, which is outside"
 
 
 def check_message(message: str) -> None:
     """Raises Finding unless it is a message of one line."""
     if not message.strip() or len(message) > MESSAGE or not message.isprintable():
         raise Finding(
-            f"a message of {len(message)} characters, {message.count(chr(10))} line ends: {message[:300]!r}"
+            f"a message of {len(message)} characters in {len(message.splitlines())} lines: {message[:300]!r}"
         )
 
 
