@@ -40,7 +40,7 @@ BENCH = [
     ("reduce --pairs 0", "'--pairs'"),
     ("recompute --device meta", "--device: 'meta'"),
     ("recompute --np 1,2 --batches 16,5", "--batches: 5"),
-    ("recompute --np 2 --compiled", "--np: 2"),
+    ("recompute --np 0", "--np: '0'"),
     ("shard --stages 4", "--stages: '4'"),
     ("shard --peers apex", "--peers: 'apex'"),
     ("shard --text no/such/text", "--text: "),

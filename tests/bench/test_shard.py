@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from hvd_ckpt.bench.shard.configurations import Configuration, baselines, configurations
+from hvd_ckpt.bench.shard.job import Configuration, Findings, RankResult, configurations
 from hvd_ckpt.bench.shard.results import Result, Results
-from hvd_ckpt.bench.shard.worker import Answer, Findings, storage_bytes
+from hvd_ckpt.bench.shard.worker import storage_bytes
 
 ELEMENTS = 1000
 
@@ -22,7 +22,7 @@ def results(found: dict[Configuration, list[Findings]]) -> Results:
     """Of two ranks that train four micro-batches a step."""
     all_of_them = Results(2, 4, [Result(configuration) for configuration in found])
     answers = [
-        Answer(1, ELEMENTS, {configuration.name: ranks[rank] for configuration, ranks in found.items()})
+        RankResult(1, ELEMENTS, {configuration.name: ranks[rank] for configuration, ranks in found.items()})
         for rank in range(2)
     ]
     all_of_them.take(answers, all_of_them.all, memory=True)
@@ -33,8 +33,11 @@ def test_every_configuration_has_a_name_and_baselines_do_the_same() -> None:
     everyone = configurations([2, 3], ["fsdp2", "deepspeed"])
     assert len({one.name for one in everyone}) == len(everyone) == 14
     ours = Configuration("hvd_ckpt", 3, recompute=True)
-    assert [one.name for one in baselines(ours, everyone)] == ["fsdp2-3-recompute", "deepspeed-3-recompute"]
-    assert baselines(Configuration("hvd_ckpt", 3, offload=True), everyone) == []
+    assert [one.name for one in everyone if one.is_baseline_of(ours)] == [
+        "fsdp2-3-recompute",
+        "deepspeed-3-recompute",
+    ]
+    assert not any(one.is_baseline_of(Configuration("hvd_ckpt", 3, offload=True)) for one in everyone)
 
 
 def test_time_is_that_of_the_slowest_rank_beside_the_best_peer_of_the_round() -> None:
@@ -82,7 +85,7 @@ def test_what_is_missing_is_told_and_only_a_failure_of_this_library_is_unsound()
     assert ours[:5] == ("hvd_ckpt, stage 3", "no", "1000 [1000, 1000]", "8.0", "1.00 [1.00, 1.00]")
     assert theirs[-1] == "5.0e-01"
     broken = Findings(failure="RuntimeError: no")
-    again = [Answer(1, ELEMENTS, {"hvd_ckpt-3": one}) for one in (findings(1, [1.0]), broken)]
+    again = [RankResult(1, ELEMENTS, {"hvd_ckpt-3": one}) for one in (findings(1, [1.0]), broken)]
     found.take(again, found.all[:1], memory=True)
     assert not found.sound
 

@@ -88,12 +88,17 @@ class RankJob:
 
 
 def save_json(value: Any, file: Path) -> None:
-    """Writes a dataclass; numbers that are not finite are allowed, because losses and differences may be infinite."""
-    write_text(json.dumps(dataclasses.asdict(value), default=str) + "\n", file)
+    """Writes a dataclass or a list of such; losses and differences may be infinite."""
+    write_text(json.dumps(value, default=_as_plain) + "\n", file)
+
+
+def _as_plain(value: Any) -> Any:
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_data else str(value)
 
 
 def load_json(kind: type[R], file: Path) -> R:
-    """The dataclass that :func:`save_json` wrote, nested ones included."""
+    """The value of that type that :func:`save_json` wrote."""
     return TypeAdapter(kind).validate_json(file.read_bytes())
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.lstm import lstm_language_model
 
@@ -83,16 +84,14 @@ class Gpt(Workload):
     layers: int = 12
     vocabulary: int = 256
 
+    def chain(self, tied: bool = True) -> Chain:
+        """The model as this library's chain of blocks, whose head may share the weights of the embedding."""
+        sizes = {name: value for name, value in vars(self).items() if name != "batch"}
+        return gpt(**sizes, tied=tied)
+
     def model(self) -> nn.Sequential:
-        model = gpt(
-            vocabulary=self.vocabulary,
-            length=self.length,
-            width=self.width,
-            heads=self.heads,
-            layers=self.layers,
-            tied=False,
-        )
-        return nn.Sequential(OrderedDict(model.named_children()))  # a plain chain, which every library takes
+        # A plain chain, which every library takes.
+        return nn.Sequential(OrderedDict(self.chain(tied=False).named_children()))
 
     def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return _next_tokens(self.vocabulary, self.batch, self.length, generator)

@@ -16,21 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
 from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.harness.workloads import Workload, workload
-from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, Forward, twin
-from hvd_ckpt.bench.recompute.methods import (
-    COMPILED,
-    KEEP,
-    OURS,
-    Method,
-    compile_chain,
-    compiled_methods,
-    methods,
-)
+from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, twin
+from hvd_ckpt.bench.recompute.methods import KEEP, OURS, methods
 
 if TYPE_CHECKING:
     from hvd_ckpt.planning.plan import Plan
@@ -48,7 +39,6 @@ class Case:
     Attributes:
         title: the workload, with its sizes.
         workload: its name.
-        compiled: whether everything ran under ``torch.compile``.
         ranks: that trained together.
         batch: samples of a step over all ranks.
         entries: methods, in the order of the table; the first does not recompute.
@@ -60,7 +50,6 @@ class Case:
 
     title: str
     workload: str
-    compiled: bool = False
     ranks: int = 1
     batch: int = 0
     entries: list[Entry] = field(default_factory=list)
@@ -134,7 +123,6 @@ def run_case(
     families: Sequence[str],
     budgets: Sequence[str],
     rounds: int,
-    compiled: bool = False,
     listener: Callable[[str], object] = lambda what: None,
     ranks: int = 1,
 ) -> Case:
@@ -146,14 +134,13 @@ def run_case(
         families: which methods; no recomputation is always one.
         budgets: of this library's plans, beside the methods' peaks.
         rounds: timed steps of each.
-        compiled: whether everything runs under ``torch.compile``.
         listener: hears what is done next.
         ranks: that train together.
     """
-    case = Case(workload.title, workload.name, compiled, ranks, ranks * workload.batch)
+    case = Case(workload.title, workload.name, ranks, ranks * workload.batch)
     bench = Bench(workload, device, distributed=ranks > 1)
     try:
-        for method in _methods(bench, families, compiled):
+        for method in methods(workload, len(bench.model), (KEEP, *families)):
             listener(method.name)
             entry = Entry(method.name, method.family)
             needed = case.entries[0].peak_bytes or 0 if case.entries else 0
@@ -161,14 +148,9 @@ def run_case(
             case.entries.append(entry)
             if method.family == KEEP:
                 gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
-                if compiled and entry.runs:
-                    # A compiled step draws its random numbers in another way than an eager one.
-                    bench.refer_to(bench.forwards[entry.name])
-                    entry.peak_bytes, entry.same, entry.right = bench.examine(bench.forwards[entry.name])
         if OURS in families:
             try:
-                finish = compile_chain if compiled else _as_it_is
-                case.plans, case.answers = _make_plans(bench, budgets, case.entries, finish, listener)
+                case.plans, case.answers = _make_plans(bench, budgets, case.entries, listener)
             except Exception as error:  # the methods' figures are worth having all the same
                 case.failure = f"this library cannot plan: {reason(error)}"
         bench.time_rounds([*case.entries, *case.plans], rounds, listener)
@@ -177,21 +159,10 @@ def run_case(
     return case
 
 
-def _as_it_is(model: nn.Sequential) -> Forward:
-    return model
-
-
-def _methods(bench: Bench, families: Sequence[str], compiled: bool) -> list[Method]:
-    if compiled:
-        return [one for one in compiled_methods() if one.family == KEEP or COMPILED in families]
-    return methods(bench.workload, len(bench.model), (KEEP, *families))
-
-
 def _make_plans(
     bench: Bench,
     budgets: Sequence[str],
     peers: Sequence[Entry],
-    finish: Callable[[nn.Sequential], Forward],
     listener: Callable[[str], object],
 ) -> tuple[list[Entry], dict[str, str]]:
     """Plan for each budget and for each peer's peak, and measure each different plan.
@@ -225,7 +196,7 @@ def _make_plans(
             if not same:
                 entry.predicted_bytes = plan.predicted.peak_bytes
                 entry.predicted_seconds = plan.predicted.seconds
-                bench.measure(entry, lambda: finish(plan.apply(twin(bench.model))))  # noqa: B023  # called at once
+                bench.measure(entry, lambda: plan.apply(twin(bench.model)))  # noqa: B023  # called at once
                 made.append((_identity(plan), entry))
             entry = same[0] if same else entry
         answers[name] = entry.name

@@ -6,6 +6,7 @@ A peer that does not run is a row of its own, with the reason below the table.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import click
@@ -43,7 +44,6 @@ SHARE = 0.8  # of the free memory that a step may take
     "--batches", default=None, help="Samples of a step, over all ranks.  [default: by workload, on each rank]"
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
-@click.option("--compiled", is_flag=True, help="Then the same under torch.compile; compiling takes minutes.")
 @quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
 @job_options
 def recompute(
@@ -55,7 +55,6 @@ def recompute(
     ranks: str,
     batches: str | None,
     device: str,
-    compiled: bool,
     quick: bool,
     controller: str,
     timeout: float,
@@ -70,7 +69,7 @@ def recompute(
     from hvd_ckpt.bench.harness.jobs import JobError, run_job
     from hvd_ckpt.bench.harness.workloads import WORKLOADS as KNOWN
     from hvd_ckpt.bench.recompute.case import Case, RecomputeJob, merged, run_case
-    from hvd_ckpt.bench.recompute.methods import COMPILED, FAMILIES
+    from hvd_ckpt.bench.recompute.methods import FAMILIES
     from hvd_ckpt.bench.recompute.report import make_report
 
     names = split_names("--workloads", workloads, KNOWN)
@@ -85,14 +84,11 @@ def recompute(
                 raise BadArgument(
                     f"--batches: {count} samples cannot be shared by {size} ranks: give a multiple"
                 )
-        if size > 1 and (place.type != "cpu" or compiled):
-            raise BadArgument(
-                f"--np: {size} ranks train on the CPU and without --compiled alone: give --np 1"
-            )
+        if size > 1 and place.type != "cpu":
+            raise BadArgument(f"--np: {size} ranks train on the CPU only, give --np 1 for {device}")
     carrier = check_controller(controller) if max(sizes) > 1 else ""
     count_of_rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     scale = "quick" if quick else place.type
-    forms = (False, True) if compiled else (False,)
     cases: list[Case] = []
 
     facts = {
@@ -102,20 +98,17 @@ def recompute(
         "rounds": str(count_of_rounds),
     }
     settings = {"workloads": names, "methods": families, "budgets": wishes, "np": sizes, "sizes": scale}
-    plan = [
-        (name, form, size, count) for name in names for form in forms for size in sizes for count in counts
-    ]
+    plan = list(itertools.product(names, sizes, counts))
     jobs = run.jobs
     with run.progress(len(plan)) as progress:
-        for name, form, size, count in plan:
-            what = f"{name}, compiled" if form else name if size == 1 else f"{name}, {size} ranks"
+        for name, size, count in plan:
+            what = name if size == 1 else f"{name}, {size} ranks"
             progress.start(what)
             batch = None if count is None else count // size
             job = RecomputeJob(
                 jobs / f"{name}-np{size}-{count}", size, name, scale, batch, families, wishes, count_of_rounds
             )
-            chosen = (COMPILED, *families) if form else families
-            case = Case(job.workload.title, name, form, size, size * job.workload.batch)
+            case = Case(job.workload.title, name, size, size * job.workload.batch)
             if batch is not None and place.type == "cpu":
                 case.left_out = _too_large(job)
             if case.left_out is not None:
@@ -127,7 +120,7 @@ def recompute(
                     case.failure = str(error)
             else:
                 case = run_case(
-                    job.workload, place, chosen, wishes, count_of_rounds, form,
+                    job.workload, place, families, wishes, count_of_rounds,
                     lambda part: progress.show(f"{what}: {part}"),  # noqa: B023  # called at once
                 )  # fmt: skip
             cases.append(case)

@@ -115,11 +115,7 @@ class Bench:
         self._parameters = list(self.model.parameters())
         self._buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self.step(self.model)
-        self.refer_to(self.model)
-
-    def refer_to(self, forward: Forward) -> None:
-        """Make the result of this forward function the one that all others are compared with."""
-        self._loss = self.step(forward)
+        self._loss = self.step(self.model)
         self._gradients = [_gradient(parameter).clone() for parameter in self._parameters]
         self._after = [buffer.clone() for buffer, _ in self._buffers]
 

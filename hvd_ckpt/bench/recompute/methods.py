@@ -7,10 +7,8 @@ runs it. This library's plans are made in :mod:`hvd_ckpt.bench.recompute.case`.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,17 +31,14 @@ from hvd_ckpt.bench.recompute.peers import (
     walk,
 )
 
-__all__ = [
-    "COMPILED", "FAMILIES", "KEEP", "OURS", "Method", "compile_chain", "compiled_methods", "methods", "segment_counts",
-]  # fmt: skip
+__all__ = ["FAMILIES", "KEEP", "OURS", "Method", "methods", "segment_counts"]
 
-KEEP, OURS, COMPILED = "keep", "ours", "compiled"
+KEEP, OURS = "keep", "ours"
 FAMILIES = (KEEP, "sequential", "blocks", "layers", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
 """What ``--methods`` takes, in the order of the tables."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FRACTIONS = (0.7, 0.5, 0.3, 0.15)  # budgets of the other planners, in their own measure
-COMPILED_BUDGETS = (0.7, 0.5, 0.3)  # as a part of what the partitioner would keep
 
 aten = torch.ops.aten
 ATTENTION = {
@@ -211,56 +206,3 @@ def _through(modules: Sequence[nn.Module], features: torch.Tensor) -> torch.Tens
     for module in modules:
         features = module(features)
     return features
-
-
-# ------------------------------------------------------------------------------------ torch.compile
-#
-# The same models in a table of their own, because a compiled step and an eager one differ by more than what they recompute: fused
-# kernels keep less to begin with. The partitioner decides itself what to keep, within a budget of activations.
-
-_numbers = itertools.count()
-
-
-def compiled_methods() -> list[Method]:
-    """The whole chain as one graph: with the default partitioning, and with budgets."""
-    return [
-        Method("compiled, no budget", KEEP, _compiled(1.0)),
-        *(Method(f"compiled, budget {budget:g}", COMPILED, _compiled(budget)) for budget in COMPILED_BUDGETS),
-    ]
-
-
-def _compiled(budget: float) -> Builder:
-    return lambda model, inputs, needed: compile_chain(model, budget, whole=True)
-
-
-def compile_chain(model: nn.Sequential, budget: float = 1.0, *, whole: bool = False) -> Forward:
-    """``model`` under ``torch.compile`` with that ``activation_memory_budget``.
-
-    Args:
-        whole: whether it must be one graph; if not, code that is not traceable runs as it is.
-    """
-    import torch._dynamo.config as dynamo
-    import torch._functorch.config as functorch
-
-    # Private, but the documented way: there is no public setting. It counts when the graph is cut, in the first call.
-    patch: Callable[..., Any] = functorch.patch
-    trace: Callable[..., Any] = dynamo.patch
-    compiled = torch.compile(_function_of_its_own(model), fullgraph=whole, dynamic=False)
-
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        with patch(activation_memory_budget=budget), trace(allow_rnn=True):
-            output: torch.Tensor = compiled(inputs)
-        return output
-
-    return forward
-
-
-def _function_of_its_own(model: nn.Sequential) -> Forward:
-    """A function whose code no other shares: the compiler finds its results by code, and all models here run the same."""
-
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = model(inputs)
-        return output
-
-    code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    return FunctionType(code, forward.__globals__, None, forward.__defaults__, forward.__closure__)

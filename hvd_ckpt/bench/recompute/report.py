@@ -45,7 +45,6 @@ STYLES = {
     "torch_remat": ("v", "#7b5ea7"),
     "ckptplan": ("P", "#8d6a4f"),
     "rockmate": ("X", "#5c677d"),
-    "compiled": ("D", "#d1495b"),
 }
 ACROSS = 2  # panels beside each other
 
@@ -195,7 +194,7 @@ def _points(case: Case, entries: Sequence[Entry]) -> list[tuple[float, float]]:
 
 def _name(case: Case) -> str:
     ranks = f", {case.ranks} ranks" if case.ranks > 1 else ""
-    return f"{case.workload}{', compiled' * case.compiled}{ranks}, batch {case.batch}"
+    return f"{case.workload}{ranks}, batch {case.batch}"
 
 
 def _title(case: Case) -> str:

@@ -1,11 +1,9 @@
-"""What sharding costs and saves: every stage of this library beside the same stage of PyTorch and DeepSpeed, on one GPT-lite.
+"""Memory and time of sharding: every stage of this library beside the same stage of PyTorch and DeepSpeed, on one GPT-lite.
 
-configurations  the engines and their stages
-training    what is trained, on which samples
-engines     a configuration under training: this library's, and what all have in common
-peers       PyTorch's and DeepSpeed's
-worker      one rank of a job: memory of each configuration by itself, then time of all in turn
-results     the results of all ranks, the tables and the picture
-wire        wire formats: losses, errors, bytes
-command     ``hvd-ckpt bench shard``
+job      the configurations, what they train, and what a rank finds
+engines  a configuration under training: this library's, PyTorch's and DeepSpeed's
+worker   one rank of a job: memory of each configuration by itself, then time of all in turn
+results  the results of all ranks, the tables and the picture
+wire     wire formats: losses, errors, bytes
+command  ``hvd-ckpt bench shard``
 """

@@ -1,21 +1,70 @@
-"""Configurations under training: this library's, and what all have in common. For peers see :mod:`hvd_ckpt.bench.shard.peers`."""
+"""Configurations under training: this library's, and PyTorch's and DeepSpeed's as their documentation says; and their samples."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.shard.configurations import Configuration
-from hvd_ckpt.bench.shard.training import LEARNING_RATE, Training, blocks, loss
+from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
+from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.models.gpt import GPTBlock
 
-__all__ = ["Ours", "Session", "Tensors", "state_tensors", "tensors_of"]
+__all__ = ["SESSIONS", "Ours", "Samples", "Session", "Tensors", "build", "join", "loss"]
+
+LEARNING_RATE = 1e-3
+SEED = 0
+STRIDE = 7919  # windows from one sample to the next; prime, so that all windows have their turn
+MIB = 1 << 20
+Adam = torch.optim.Adam
+
+
+def build(training: Training) -> Chain:
+    """The model at the start, the same on every rank and for every configuration."""
+    torch.manual_seed(SEED)
+    return training.model.chain()
+
+
+def loss(model: nn.Module, sample: Tensor) -> Tensor:
+    """The cross-entropy of each next token of a sample (1, length + 1)."""
+    scores = model(sample[:, :-1])
+    return functional.cross_entropy(scores.flatten(0, 1), sample[:, 1:].flatten())
+
+
+class Samples:
+    """Windows of a text, dealt to steps, micro-batches and ranks in turn.
+
+    Raises:
+        ValueError: the text cannot be read, or is shorter than a sample.
+    """
+
+    def __init__(self, training: Training, rank: int, ranks: int) -> None:
+        self._array = Tokens(training.text).array
+        self._length, self._passes = training.model.length, training.passes
+        self._rank, self._ranks = rank, ranks
+        self._windows = (len(self._array) - 1) // self._length
+        if self._windows < 1:
+            raise ValueError(
+                f"the text has {len(self._array)} bytes, fewer than one sample of {self._length}: give more"
+            )
+
+    def step(self, number: int) -> list[Tensor]:
+        """This rank's samples of a step."""
+        first = number * self._passes
+        return [self.sample((first + each) * self._ranks + self._rank) for each in range(self._passes)]
+
+    def sample(self, number: int) -> Tensor:
+        """Tokens (1, length + 1); neighbours in number are far apart in the text."""
+        start = number * STRIDE % self._windows * self._length
+        return torch.from_numpy(self._array[start : start + self._length + 1].astype("int64"))[None]
 
 
 class Tensors(NamedTuple):
@@ -27,7 +76,7 @@ class Tensors(NamedTuple):
 
 
 class Session(ABC):
-    """One configuration's model and optimizer, wrapped. Adam, float32.
+    """One configuration's model and optimizer, wrapped.
 
     Args:
         model: at its start; the session changes it.
@@ -93,15 +142,15 @@ class Ours(Session):
     def wrap(self, model: Chain) -> None:
         model.checkpoint_interval = int(self.configuration.recompute)
         self.stage = self.configuration.stage
-        self._reduced = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        self._reduced = sum(parameter.nbytes for parameter in model.parameters())
         sharded: dict[str, Any] = {"shard": self.stage, "wire": self.wire} if self.stage else {}
         if self.stage == 3:
-            sharded.update(model=model, units=blocks(model))
+            sharded.update(model=model, units=_blocks(model))
         if self.configuration.offload:
             self.folder.mkdir(parents=True, exist_ok=True)
             sharded.update(offload="optimizer", offload_folder=self.folder)
         self.optimizer = hc.DistributedOptimizer(
-            torch.optim.Adam(model.parameters(), lr=LEARNING_RATE),
+            Adam(model.parameters(), lr=LEARNING_RATE),
             named_parameters=model.named_parameters(),
             bucket_cap_mb=self.training.bucket_mb,
             **sharded,
@@ -124,7 +173,7 @@ class Ours(Session):
         held = tensors_of([*self.model.parameters(), *pieces], self.optimizer)
         if self.stage > 1:  # a parameter's gradient has left; what an optimizer steps has it
             return held
-        return Tensors(held.parameters, _gradients(self.model.parameters()), held.state)
+        return held._replace(gradients=_gradients(self.model.parameters()))
 
     def sent(self) -> int:
         ranks = hc.size()
@@ -132,30 +181,174 @@ class Ours(Session):
         return whole + (sum(self.optimizer.traffic.sent.values()) if self.stage else 0)
 
 
-def tensors_of(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensors:
-    """The parameters, their gradients and the optimizer's state; of what is distributed, this rank's part."""
-    parameters = list(parameters)
-    return Tensors(
-        [local(parameter) for parameter in parameters],
-        _gradients(parameters),
-        list(state_tensors(optimizer)),
+# ------------------------------------------------------------------------------------ PyTorch's and DeepSpeed's
+
+
+def join(folder: Path, rank: int, size: int) -> None:
+    """Initialize ``torch.distributed`` over Gloo, beside Horovod; DeepSpeed uses it, too."""
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+class DDP(Session):
+    """DistributedDataParallel: nothing is split."""
+
+    model: nn.parallel.DistributedDataParallel
+
+    def wrap(self, model: Chain) -> None:
+        self.model = nn.parallel.DistributedDataParallel(
+            _recomputed(model, self.configuration), bucket_cap_mb=self.training.bucket_mb
+        )
+        self.optimizer = Adam(self.model.parameters(), lr=LEARNING_RATE)
+
+    def accumulate(self, samples: Sequence[Tensor]) -> float:
+        self.optimizer.zero_grad()
+        with self.model.no_sync():
+            mean = sum(self.backward(sample) for sample in samples[:-1])
+        return mean + self.backward(samples[-1])
+
+
+class Zero(DDP):
+    """ZeroRedundancyOptimizer with DistributedDataParallel: the optimizer's state is split, a parameter as a whole."""
+
+    def wrap(self, model: Chain) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        super().wrap(model)
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class=Adam, lr=LEARNING_RATE
+        )
+
+    def tensors(self) -> Tensors:
+        return tensors_of(self.model.parameters(), self.optimizer.optim)
+
+
+class FSDP2(Session):
+    """``fully_shard``: at stage 3 parameters are split again after forward, at stage 2 not before the end of backward."""
+
+    def wrap(self, model: Chain) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        split = self.configuration.stage == 3
+        self.model = _recomputed(model, self.configuration)
+        for block in _blocks(model):
+            fully_shard(block, reshard_after_forward=split)
+        fully_shard(model, reshard_after_forward=None if split else False)
+        self.optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
+
+
+class DeepSpeed(Session):
+    """DeepSpeed's engine, with buckets as large as everyone's, and without the clipping that is its default.
+
+    Its defaults for stage 3 are for models of billions of parameters: it would hardly split one that is smaller.
+    """
+
+    def wrap(self, model: Chain) -> None:
+        import deepspeed
+
+        bucket = int(self.training.bucket_mb * MIB) // 4
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": self.training.passes,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": self.configuration.stage,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_live_parameters": bucket,
+                "stage3_max_reuse_distance": 0,
+                "stage3_param_persistence_threshold": 10_000,
+            },
+        }
+        _recomputed(model, self.configuration)
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=Adam(model.parameters(), lr=LEARNING_RATE),
+            config=config,
+            dist_init_required=False,
+        )
+        self.model = self.engine
+
+    def accumulate(self, samples: Sequence[Tensor]) -> float:
+        mean = 0.0
+        for number, sample in enumerate(samples, start=1):
+            part = loss(self.engine, sample)
+            self.engine.backward(part)
+            if number < len(samples):
+                self.engine.step()
+            mean += part.item() / self.training.passes
+        return mean
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def tensors(self) -> Tensors:
+        """Tensors that its optimizer has under these names; what it holds elsewhere counts among the buffers."""
+        optimizer: Any = self.engine.optimizer
+        parameters = [_local(getattr(one, "ds_tensor", one).detach()) for one in self.engine.parameters()]
+        gradients = [
+            getattr(optimizer, "averaged_gradients", {}),
+            getattr(optimizer, "grad_partitions_flat_buffer", []),
+            [one.grad for one in self.engine.parameters() if one.grad is not None],
+        ]
+        masters = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+        state = [getattr(optimizer, name, []) for name in masters]
+        return Tensors(
+            parameters, _flatten(gradients), [*_state(optimizer.optimizer), *_flatten(state)]
+        )  # fmt: skip
+
+
+SESSIONS: dict[str, type[Session]] = {
+    OURS: Ours, "ddp": DDP, "zero": Zero, "fsdp2": FSDP2, "deepspeed": DeepSpeed
+}  # fmt: skip
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Its decoder layers, which are recomputed and gathered as units."""
+    return [module for module in model.modules() if isinstance(module, GPTBlock)]
+
+
+def _recomputed(model: Chain, configuration: Configuration) -> Chain:
+    """The model with each block recomputed, if the configuration does so: PyTorch's own, not reentrant."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    if configuration.recompute:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, GPTBlock))
+    return model
+
+
+def tensors_of(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensors:
+    """The parameters, their gradients and the optimizer's state; of what is distributed, this rank's part."""
+    parameters = list(parameters)
+    return Tensors([_local(parameter) for parameter in parameters], _gradients(parameters), _state(optimizer))
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All tensors of an optimizer's state but step counts."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.dim():
-                yield local(value)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    part = getattr(tensor, "_local_tensor", tensor)
-    assert isinstance(part, Tensor)
-    return part
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [_local(value) for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def _flatten(value: Any) -> list[Tensor]:
+    """All tensors in lists and dicts of such."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return [value] if isinstance(value, Tensor) else []
+    return [tensor for one in value for tensor in _flatten(one)]

@@ -11,8 +11,7 @@ from typing import Any
 
 from hvd_ckpt.bench.harness.report import Table, plain, save_figure
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.bench.shard.configurations import OURS, Configuration, baselines
-from hvd_ckpt.bench.shard.worker import Answer, Findings
+from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings, RankResult
 
 __all__ = ["MIB", "NOTES", "Result", "Results"]
 
@@ -118,11 +117,11 @@ class Results:
     threads: int = 0
     failure: str | None = None
 
-    def take(self, answers: Sequence[Answer], chosen: Iterable[Result], *, memory: bool) -> None:
-        """Add the answers of a job about some configurations: everything, or without ``memory`` the times."""
-        self.elements, self.threads = answers[0].elements, answers[0].threads
+    def take(self, ranks: Sequence[RankResult], chosen: Iterable[Result], *, memory: bool) -> None:
+        """Add the results of a job about some configurations: everything, or without ``memory`` the times."""
+        self.elements, self.threads = ranks[0].elements, ranks[0].threads
         for result in chosen:
-            found = [answer.findings[result.configuration.name] for answer in answers]
+            found = [rank.findings[result.configuration.name] for rank in ranks]
             failures = [one.failure for one in found if one.failure is not None]
             if failures:
                 result.failure = failures[0]
@@ -146,8 +145,11 @@ class Results:
 
     def of_best_baseline(self, result: Result) -> Quartiles | None:
         """The time of a step as a ratio to the fastest peer's that does the same, over the rounds."""
-        same = baselines(result.configuration, [other.configuration for other in self.all])
-        timed = [(one.step.median, one.seconds) for one in self.all if one.configuration in same and one.step]
+        timed = [
+            (one.step.median, one.seconds)
+            for one in self.all
+            if one.step and one.configuration.is_baseline_of(result.configuration)
+        ]
         return quartiles_of_ratios(result.seconds, min(timed)[1]) if timed else None
 
     def model_volumes(self, result: Result) -> float | None:

@@ -15,12 +15,11 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
 from hvd_ckpt.bench.harness.report import Table
-from hvd_ckpt.bench.shard.configurations import OURS, Configuration
-from hvd_ckpt.bench.shard.engines import Ours
-from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
+from hvd_ckpt.bench.shard.engines import Ours, Samples, build, loss
+from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
 from hvd_ckpt.sharding.formats import wire_format
 
-__all__ = ["FORMATS", "STAGES", "Run", "Runs", "WireJob", "wire_table"]
+__all__ = ["FORMATS", "STAGES", "Run", "WireJob", "wire_table"]
 
 FORMATS = ("fp32", "fp16", "bf16", "int8")
 STAGES = (2, 3)
@@ -70,13 +69,6 @@ class Run:
         return statistics.fmean(finite) if len(finite) == len(last) else None
 
 
-@dataclass(frozen=True)
-class Runs:
-    """All runs of a rank."""
-
-    runs: list[Run]
-
-
 def wire_table(runs: Sequence[Run]) -> Table:
     """A row for each run; differences are to the run in fp32 at the same stage."""
     rows: list[tuple[str, ...]] = []
@@ -93,7 +85,7 @@ def wire_table(runs: Sequence[Run]) -> Table:
     return Table(columns, rows, f"Wire formats: loss after {len(runs[0].losses)} steps", left=columns[:2])
 
 
-def measure(job: WireJob) -> Runs:
+def measure(job: WireJob) -> list[Run]:
     """One rank's part of a job."""
     hc.init()
     samples = Samples(job.training, hc.rank(), hc.size())
@@ -113,7 +105,7 @@ def measure(job: WireJob) -> Runs:
             means = hc.allreduce(every, name=f"losses.{stage}.{name}").tolist()
             finite = [mean if math.isfinite(mean) else None for mean in means]
             runs.append(Run(stage, name, finite, sent, gradient_error, weight_error))
-    return Runs(runs)
+    return runs
 
 
 def _errors(job: WireJob, samples: Samples, name: str) -> tuple[float, float]:

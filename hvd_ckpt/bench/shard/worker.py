@@ -12,84 +12,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
+from hvd_ckpt.bench.harness.jobs import reason, run_rank
 from hvd_ckpt.bench.harness.stats import alternating
-from hvd_ckpt.bench.shard.configurations import Configuration
-from hvd_ckpt.bench.shard.engines import Session
-from hvd_ckpt.bench.shard.training import Samples, Training, build, loss
+from hvd_ckpt.bench.shard.engines import SESSIONS, Samples, Session, build, join, loss
+from hvd_ckpt.bench.shard.job import Configuration, Findings, RankResult, ShardJob
 from hvd_ckpt.memory import measure_peak, recording_marks
 
-__all__ = ["Answer", "Findings", "ShardJob", "requested_bytes", "storage_bytes"]
+__all__ = ["Bench", "measure", "requested_bytes", "storage_bytes"]
 
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
-
-
-@dataclass(frozen=True)
-class ShardJob(RankJob):
-    """Configurations on one model.
-
-    Attributes:
-        configurations: in this order.
-        training: the model and its steps.
-        memory: measure the memory and the messages of each configuration by itself.
-        rounds: timed steps of each configuration, in turn; 0 for none.
-    """
-
-    worker = "hvd_ckpt.bench.shard.worker"
-
-    configurations: tuple[Configuration, ...]
-    training: Training
-    memory: bool
-    rounds: int
-
-
-@dataclass
-class Findings:
-    """The results of one configuration on one rank, in bytes.
-
-    Attributes:
-        losses: of each step, the mean over this rank's samples.
-        parameters, gradients, state, on_disk: held for training when the gradients are ready, the last in mapped files.
-        peak: the most that PyTorch's allocator has given out at a time in the third step, since before the model was built.
-        activations: peak of a micro-batch of the bare model above its parameters and gradients.
-        counted: sent in a step by the configuration's own count, or by the collectives of ``torch.distributed`` that it calls.
-        seconds: of each timed step.
-        failure: why there is no more, in one line.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    parameters: int = 0
-    gradients: int = 0
-    state: int = 0
-    on_disk: int = 0
-    peak: int = 0
-    activations: int = 0
-    counted: int = 0
-    seconds: list[float] = field(default_factory=list)
-    failure: str | None = None
-
-
-@dataclass
-class Answer:
-    """The result of one rank.
-
-    Attributes:
-        threads: CPU threads that PyTorch used.
-        elements: of all parameters of the model.
-        findings: by the configuration's name.
-    """
-
-    threads: int
-    elements: int
-    findings: dict[str, Findings]
 
 
 class Bench:
@@ -103,8 +41,6 @@ class Bench:
 
     def session(self, configuration: Configuration) -> Session:
         """The configuration, ready for its first step. Collective."""
-        from hvd_ckpt.bench.shard.peers import SESSIONS
-
         training = self.job.training
         folder = self.job.folder / configuration.name
         return SESSIONS[configuration.engine](build(training), configuration, training, folder)
@@ -221,14 +157,12 @@ def _bytes(shapes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> int:
     return sum(torch.Size(shape).numel() * ITEM_BYTES.get(dtype, 4) for shape, dtype in pairs if dtype)
 
 
-def measure(job: ShardJob) -> Answer:
+def measure(job: ShardJob) -> RankResult:
     """One rank's part of a job."""
     hc.init()
     bench = Bench(job)
     running = list(job.configurations)
     if not all(configuration.ours for configuration in running):
-        from hvd_ckpt.bench.shard.peers import join
-
         join(job.folder, hc.rank(), hc.size())
     for configuration in job.configurations if job.memory else ():
         print(configuration.name, flush=True)
@@ -241,7 +175,7 @@ def measure(job: ShardJob) -> Answer:
     if job.rounds:
         bench.time(running)
     elements = sum(parameter.numel() for parameter in build(job.training).parameters())
-    return Answer(torch.get_num_threads(), elements, bench.findings)
+    return RankResult(torch.get_num_threads(), elements, bench.findings)
 
 
 if __name__ == "__main__":
