@@ -284,18 +284,6 @@ def test_never_slower_than_rotor(choices):
     assert feasible > 30
 
 
-def test_as_fast_as_rotor_on_exact_bytes():
-    rng = random.Random(0)
-    for _ in range(150):
-        chain = [
-            block((rng.randint(4, 12) / 4, kept, kept + 1, kept + 4), output=2, forward=0.5, working=4)
-            for kept in [rng.randint(2, 9) for _ in range(rng.randint(2, 8))]
-        ]
-        solver = Solver(chain)
-        for budget in range(solver.smallest.peak, keep_all(chain) + 1, 9):
-            assert solver.solve(budget).seconds <= WITHIN * rotor(chain, budget, budget)
-
-
 @pytest.mark.parametrize("blocks", [16, 64])
 def test_square_root_of_the_memory_costs_one_forward(blocks):
     """Chen et al. (2016): n equal blocks in segments of sqrt(n) need about 2 sqrt(n) boundaries."""

@@ -141,39 +141,20 @@ def test_several_values_shared_keywords_and_non_tensors(use_reentrant: bool, seg
     assert all(value is not None for value in plain)
     for one, other in zip(plain, run(segments, False)):
         assert torch.allclose(one, other, rtol=1e-6)
-
-
-class Last(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return x.sin(), None
-
-
-@VARIANTS
-def test_the_last_layer_may_return_a_tuple(use_reentrant: bool) -> None:
-    out = checkpoint_sequential(
-        [torch.cos, Last()],
-        2,
-        torch.ones(2, requires_grad=True),
-        use_reentrant=use_reentrant,
-        keep_last=False,
-    )
-    assert isinstance(out, tuple) and out[1] is None
-    out[0].sum().backward()
+    model = CheckpointSequential([Fork(), Mix()], 2, use_reentrant, keep_last=False)
+    left, _, count = model(torch.ones(4, requires_grad=True), 3, scale=2)  # the last layer may return a tuple
+    assert left.requires_grad and count == 5
 
 
 @pytest.mark.parametrize(
     "segments, error, message",
     [
         (0, ValueError, "at least 1, got 0"),
-        (-3, ValueError, "at least 1, got -3"),
         (6, ValueError, "at most the number of layers, 5, got 6"),
         (True, TypeError, "got True of type bool"),
         (2.0, TypeError, r"got 2.0 of type float"),
-        ("2", TypeError, "got '2' of type str"),
-        (None, TypeError, "got None of type NoneType"),
         ([2, 2], ValueError, r"\[2, 2\] have 4 layers together, but there are 5"),
         ([5, 0], ValueError, "at least 1 layer, got 0"),
-        ([2.0, 3], TypeError, "got 2.0 in"),
         ([True, 4], TypeError, "got True in"),
     ],
 )
@@ -296,13 +277,6 @@ def test_module_recomputes_wherever_gradients_are_wanted(use_reentrant: bool) ->
     assert recomputed(model) == [1, 1, 0, 0, 0]
     model.eval()(x).sum().backward()  # fine-tuning with frozen statistics
     assert recomputed(model) == [2, 2, 0, 0, 0]
-
-
-def test_module_takes_several_inputs_and_keywords() -> None:
-    model = CheckpointSequential([Fork(), Mix(), Together()], [1, 1, 1])
-    x = torch.ones(4, requires_grad=True)
-    model(x, 2, scale=3).sum().backward()
-    assert x.grad is not None
 
 
 def test_module_copies_pickles_slices_and_grows() -> None:

@@ -222,7 +222,7 @@ def test_any_policy_is_bitwise_equal_to_plain_autograd(name: str, autocast: str)
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
         calls = names(model, x)
     expected = step(model, x, plain, autocast)
-    for seed in range(6 if autocast else 24):
+    for seed in range(4 if autocast else 12):
         policy = some(calls, seed)
         assert_same(expected, step(model, x, selectively(policy), autocast))
 
@@ -525,11 +525,10 @@ def test_without_gradients_and_after_exceptions_nothing_is_left() -> None:
         assert not run_selectively(lambda y: y.sin() * 2, (x,), {}, policy).requires_grad
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_module_inside(backend: str) -> None:
+def test_compiled_module_inside() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    compiled = torch.compile(inner, backend=backend)
+    compiled = torch.compile(inner, backend="eager")
     x = torch.randn(3, 4, requires_grad=True)
 
     def function(y: Tensor, module: Callable[[Tensor], Tensor]) -> Tensor:
@@ -565,8 +564,7 @@ def test_threads_train_their_own_models() -> None:
         assert_same(list(expected), found[rank])
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "nested"), [("bfloat16", False), ("float16", True)])
 def test_floating_point_numbers_in_fewer_bytes_only_if_asked(dtype: str, nested: bool) -> None:
     torch.manual_seed(0)
     model = Gpt(64)
