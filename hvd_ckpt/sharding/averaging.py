@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.formats import sum_dtype
-from hvd_ckpt.sharding.state import assembled, targets_of
+from hvd_ckpt.sharding.state import Sources, targets_of
 from hvd_ckpt.torch_private import foreach_copy_
 
 __all__ = ["AveragedWeights"]
@@ -119,7 +119,7 @@ class AveragedWeights:
             for average, weight in pairs:
                 weight.copy_(average)
         if sharding is not None:
-            sharding.publish([True] * len(sharding.layout.parameters))
+            sharding.publish()
         try:
             yield
         finally:
@@ -177,19 +177,18 @@ class AveragedWeights:
         return [(average, parameter.detach()) for parameter, average in self._averages.items()]
 
     def _assembled(self, parts: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        as_state = [
+            {
+                "pieces": part["pieces"],
+                "state": {number: {"average": value} for number, value in part["averages"].items()},
+            }
+            for part in parts
+        ]
         targets = targets_of(self._optimizer)
-        forms = {target.name: target.form for target in targets}
-        found: dict[str, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
-        for part in parts:
-            for number, value in part["averages"].items():
-                name, start, stop = part["pieces"][number]
-                form = forms.get(name)
-                if form is not None and value.shape == form.shape:
-                    value = form.flatten(value)
-                found[name].append((start, stop, value))
-        values = []
-        for target, (average, _) in zip(targets, self._follow()):
-            what = f"the average of '{target.name}'"
-            flat = assembled(found[target.name], target.start, target.stop, what, average)
-            values.append(target.form.unflatten(flat) if target.whole else flat)
-        return values
+        found = Sources(as_state, []).states(targets)
+        for number, target in enumerate(targets):
+            if number not in found:
+                raise ValueError(
+                    f"the average of '{target.name}' is in none of the parts; give those of all ranks"
+                )
+        return [found[number]["average"] for number in range(len(targets))]

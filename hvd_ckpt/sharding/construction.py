@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.sharding import stage_of, state
@@ -19,12 +21,12 @@ from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
-from hvd_ckpt.sharding.layout import Form, Layout, is_packed, lay_out
+from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import OptimizerOffload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.parameters import Masters, ShardedParameters, Unit
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
-from hvd_ckpt.sharding.sharding import Sharding, bucket_bytes, new_pieces
+from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import UnitModules, find_units
 
 __all__ = [
@@ -214,36 +216,21 @@ def shard_optimizer(
         members,
     )
     exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
-    forms = {id(parameter): Form.of(parameter) for _, parameter in named}
-    layout, store = _stored(named, options, exchange, bucket_bytes(bucket_cap_mb))
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    device = named[0][1].device if named else torch.device("cpu")
-    offload = OptimizerOffload(options.offload_folder, device) if options.offload else None
-    if offload is None:
-        masters = Masters(options.master_weights, _empty, lambda _: None)
-        masters.add(layout.groups, store.shards)
-    else:
+    layout, store = _stored(named, options, exchange, bucket_cap_mb * MEBIBYTE)
+    offload = None
+    masters = Masters(options.master_weights, _empty, lambda _: None)
+    if options.offload:
+        device = named[0][1].device if named else torch.device("cpu")
+        offload = OptimizerOffload(options.offload_folder, device)
         masters = Masters(options.master_weights, offload.empty, offload.release)
-        with raised_everywhere(exchange):
-            masters.add(layout.groups, store.shards)
-    sharding = Sharding(
-        options.stage,
-        layout,
-        exchange,
-        store,
-        offload,
-        [forms[id(parameter)] for parameter in layout.parameters],
-        groups,
-        bucket_bytes(bucket_cap_mb),
-        masters,
-        [],
-    )
-    sharding.pieces = new_pieces(sharding)
+    with contextlib.nullcontext() if offload is None else raised_everywhere(exchange):
+        masters.add(layout.groups, store.shards)
+    sharding = Sharding(options.stage, layout, exchange, store, offload, masters, bucket_cap_mb * MEBIBYTE)
     optimizer._sharding = sharding
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
         store.publish(layout.groups)  # what no step changes is what a resumed run will gather, too
-    for number, group in enumerate(optimizer.param_groups):
-        group["params"] = [piece.parameter for piece in sharding.pieces if piece.group == number]
+    for group in optimizer.param_groups:
+        group["params"] = sharding.add_param_group(group["params"])
     if offload is not None:
         with raised_everywhere(exchange):
             offload.reserve(optimizer)
@@ -270,12 +257,14 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 def _stored(
     named: Sequence[tuple[str, torch.Tensor]], options: ShardOptions, exchange: Exchange, cap: float
 ) -> tuple[Layout, Any]:
+    layout = Layout(exchange.ranks)
     if options.stage < 3:
-        layout, _ = lay_out(named, exchange.ranks, cap)
+        layout.add(list(reversed(named)), cap)
         return layout, FlatParameters(layout, exchange, options.parameters)
     assert options.model is not None
     names = {id(parameter): name for name, parameter in named}
-    parameters = [[(names[id(one)], one) for one in unit.parameters] for unit in options.units]
-    layout, groups = lay_out(named, exchange.ranks, cap, parameters)
-    units = [Unit(unit.modules, own_groups) for unit, own_groups in zip(options.units, groups)]
+    units = [
+        (unit.modules, layout.add([(names[id(one)], one) for one in unit.parameters]))
+        for unit in options.units
+    ]
     return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters)

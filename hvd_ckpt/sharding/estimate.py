@@ -26,12 +26,12 @@ from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.flights import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_format
-from hvd_ckpt.sharding.layout import Group, Layout, lay_out
+from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
+from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
 from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
-from hvd_ckpt.sharding.parameters import HALF
+from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 
 __all__ = ["PRECISIONS", "Estimator", "MemoryEstimate", "estimate_memory"]
@@ -167,9 +167,12 @@ class Estimator:
         stage, gradients, weights = _check(np, shard, offload, wire)
         if stage:
             check_elementwise(self._optimizer, promised=True)
-        units = [[(name, self._parameters[name]) for name in unit] for unit in self._units]
-        named = list(self._parameters.items())
-        layout, unit_groups = lay_out(named, np, self._cap_bytes, units if stage == 3 else None)
+        layout, unit_groups = Layout(np), []
+        if stage == 3:
+            units = [[(name, self._parameters[name]) for name in unit] for unit in self._units]
+            unit_groups = [layout.add(unit) for unit in units]
+        else:
+            layout.add(list(reversed(self._parameters.items())), self._cap_bytes)
         trained = [group for group in layout.groups if group.requires_grad]
         base, offloaded = self._held(stage, layout.groups, weights, offload)
         reduced = sum(self._parameters[name].nbytes for name in self._order)

@@ -1,4 +1,9 @@
-"""Which elements of which parameter lie on which rank, and the 1-D parameters that the wrapped optimizer steps."""
+"""Which elements of which parameter lie on which rank: arithmetic that is the same on every rank.
+
+Parameters lie one after the other in *groups*, each one flat run of elements of one dtype on one device. A group is padded so that
+it divides into one equal *shard* per rank; a parameter that lies across an edge is split there. A *piece* is the part of one
+parameter that lies in this rank's shard: a 1-D parameter of its own, which the wrapped optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +13,55 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "ALIGNMENT",
-    "Form",
-    "Group",
-    "Layout",
-    "Piece",
-    "Span",
-    "flat_view",
-    "is_packed",
-    "lay_out",
-    "packed_stride",
-]
-
-# Which part of which parameter lies on which rank: pure arithmetic, the same on every rank.
-#
-# Parameters are laid one after the other in *groups*, each one flat run of elements of one dtype on one device. A group is
-# padded so that it divides into one equal *shard* per rank; a parameter that lies across an edge is split there. A *span* is
-# the part of one parameter that lies in one shard. What splits parameters this way must work on each element by itself.
-
+__all__ = ["Group", "Layout", "Piece", "ShardSpan", "TensorSpec", "is_packed"]
 
 ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and strides of a whole parameter; the strides, which have no gaps, give the order of its elements in memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The tensor's own, or those of its contiguous copy where it has gaps or elements that share memory."""
+        packed = tensor if is_packed(tensor) else torch.empty(tensor.shape, device="meta")
+        return cls(tensor.shape, packed.stride())
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def flatten(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of this shape in the parameter's memory order, 1-D; a view where its strides allow."""
+        whole = whole.detach()
+        if whole.layout is not torch.strided:
+            whole = whole.to_dense()
+        if whole.stride() != self.stride:
+            whole = torch.empty_strided(
+                self.shape, self.stride, dtype=whole.dtype, device=whole.device
+            ).copy_(whole)
+        return whole.as_strided((self.numel,), (1,))
+
+    def unflatten(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """A view of consecutive elements, from ``offset`` on, as the whole parameter."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills consecutive memory, each place with one element."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
+
+
+class ShardSpan(NamedTuple):
     """Elements ``start`` to ``stop`` of parameter number ``parameter``, in memory order, at ``offset`` in a shard."""
 
     parameter: int
@@ -39,9 +69,9 @@ class Span(NamedTuple):
     stop: int
     offset: int
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """These elements, as a view of the shard."""
+        return shard[self.offset : self.offset + self.stop - self.start]
 
 
 @dataclass
@@ -87,7 +117,7 @@ class Group:
         """Bytes of all its parameters, padding not counted."""
         return self.numel * self.dtype.itemsize
 
-    def spans(self, rank: int) -> list[Span]:
+    def spans(self, rank: int) -> list[ShardSpan]:
         """The parts of its parameters that lie in one rank's shard, in order."""
         first = rank * self.shard_numel
         last = first + self.shard_numel
@@ -95,8 +125,12 @@ class Group:
         for index, offset, numel in zip(self.indices, self.offsets, self.numels):
             start, stop = max(offset, first), min(offset + numel, last)
             if start < stop:
-                found.append(Span(index, start - offset, stop - offset, start - first))
+                found.append(ShardSpan(index, start - offset, stop - offset, start - first))
         return found
+
+    def shard_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """The shard of one rank, as a view of a flat tensor of the group."""
+        return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
 
 class Layout:
@@ -104,7 +138,7 @@ class Layout:
 
     Attributes:
         names, parameters: all of them, by index.
-        strides: of each when it was laid out: its memory order; that of its rows where it had gaps.
+        specs: of each when it was laid out.
         ranks: how many ranks they are split over.
         groups: by position.
         group_of: each parameter's group.
@@ -114,7 +148,7 @@ class Layout:
         self.ranks = ranks
         self.names: list[str] = []
         self.parameters: list[torch.Tensor] = []
-        self.strides: list[tuple[int, ...]] = []
+        self.specs: list[TensorSpec] = []
         self.groups: list[Group] = []
         self.group_of: list[Group] = []
         self._index_of: dict[int, int] = {}
@@ -123,9 +157,12 @@ class Layout:
         """The index of a parameter, or None if it is not here."""
         return self._index_of.get(id(parameter))
 
-    def add(self, named: Sequence[tuple[str, torch.Tensor]], cap_bytes: float) -> list[Group]:
+    def add(self, named: Sequence[tuple[str, torch.Tensor]], cap_bytes: float = float("inf")) -> list[Group]:
         """Lays parameters out in new groups: in the order given, each group of one kind and at most ``cap_bytes`` (one parameter
         may be larger by itself). Those that are here already are passed over.
+
+        Without units, give the reverse of the model's order, which is about that in which gradients become final; else all
+        parameters of one unit, without a cap.
 
         Returns:
             The new groups.
@@ -138,7 +175,7 @@ class Layout:
             index = self._index_of[id(parameter)] = len(self.parameters)
             self.names.append(name)
             self.parameters.append(parameter)
-            self.strides.append(packed_stride(parameter))
+            self.specs.append(TensorSpec.of(parameter))
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             group = open_groups.get(kind)
             size = parameter.numel() * parameter.dtype.itemsize
@@ -150,89 +187,30 @@ class Layout:
             self.group_of.append(group)
         return self.groups[first:]
 
+    def views(self, group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat tensor of the group that are its parameters."""
+        return [self.specs[index].unflatten(flat, at) for index, at in zip(group.indices, group.offsets)]
 
-def lay_out(
-    named: Sequence[tuple[str, torch.Tensor]],
-    ranks: int,
-    cap_bytes: float,
-    units: Sequence[Sequence[tuple[str, torch.Tensor]]] | None = None,
-) -> tuple[Layout, list[list[Group]]]:
-    """Lays parameters out.
+    def parameters_of(self, groups: Sequence[Group]) -> list[torch.Tensor]:
+        return [self.parameters[index] for group in groups for index in group.indices]
 
-    Args:
-        named: all parameters, in the model's order.
-        ranks: how many ranks they are split over.
-        cap_bytes: largest group, where there are no units.
-        units: parameters that are used together; each gets groups of its own, and no cap. Together they are ``named``.
+    def fits(self, index: int) -> bool:
+        """False if a parameter has another dtype, device or shape than when it was laid out."""
+        parameter, group = self.parameters[index], self.group_of[index]
+        return (
+            parameter.dtype is group.dtype
+            and parameter.device == group.device
+            and parameter.shape == self.specs[index].shape
+        )
 
-    Returns:
-        The layout, and the groups of each unit. Without units, groups follow the reverse of the model's order, which is about
-        that in which gradients become final.
-    """
-    layout = Layout(ranks)
-    if units is None:
-        layout.add(list(reversed(named)), cap_bytes)
-        return layout, []
-    return layout, [layout.add(unit, float("inf")) for unit in units]
-
-
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills consecutive memory, each place with one element."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1 and stride != expected:
-            return not tensor.numel()
-        expected *= size
-    return True
-
-
-def packed_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides, or those of its contiguous copy where it has gaps or elements that share memory."""
-    if is_packed(tensor):
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
-
-
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that fills consecutive memory, as 1-D in memory order; shares its storage.
-
-    Raises:
-        ValueError: it has gaps, or elements that share memory.
-    """
-    if not is_packed(tensor):
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps")
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-@dataclass(frozen=True)
-class Form:
-    """Shape and strides of a whole parameter, which say what its memory order is."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> Form:
-        return cls(parameter.shape, packed_stride(parameter))
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def flatten(self, whole: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor of this shape in the parameter's memory order, 1-D; a view where its strides allow."""
-        whole = whole.detach()
-        if whole.layout is not torch.strided:
-            whole = whole.to_dense()
-        if whole.stride() != self.stride:
-            whole = torch.empty_strided(
-                self.shape, self.stride, dtype=whole.dtype, device=whole.device
-            ).copy_(whole)
-        return flat_view(whole)
-
-    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view of consecutive elements as the whole parameter."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+    def changed(self, index: int) -> str:
+        """One sentence about a parameter that does not fit."""
+        parameter, group = self.parameters[index], self.group_of[index]
+        return (
+            f"parameter '{self.names[index]}' has become {parameter.dtype} of shape {tuple(parameter.shape)} on "
+            f"{parameter.device} after it was split over the ranks as {group.dtype} of shape "
+            f"{tuple(self.specs[index].shape)} on {group.device}; convert the model before DistributedOptimizer"
+        )
 
 
 @dataclass(frozen=True)
@@ -242,34 +220,25 @@ class Piece:
     Attributes:
         name: of the whole parameter.
         start, stop: its elements, in the parameter's memory order.
-        offset: where they begin in this rank's shard of the parameter's group.
-        form: shape and strides of the whole.
+        spec: shape and strides of the whole.
         group: index of the optimizer's parameter group.
         index: of the whole parameter in the layout.
         parameter: what the wrapped optimizer steps, 1-D; float32 where there are master weights.
         weights: the part of this rank's shard that it stands for: the same memory but for master weights.
+        span: where it lies in the shard of its group.
     """
 
     name: str
     start: int
     stop: int
-    offset: int
-    form: Form
+    spec: TensorSpec
     group: int
     index: int
     parameter: torch.nn.Parameter
     weights: torch.Tensor
+    span: ShardSpan
 
     @property
     def has_master(self) -> bool:
         """Whether ``parameter`` is a float32 copy."""
         return self.parameter.data_ptr() != self.weights.data_ptr()
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor of the whole parameter's shape, 1-D."""
-        return self.form.flatten(whole)[self.start : self.stop]
-
-
-def key(pieces: Sequence[Piece]) -> list[list[str | int]]:
-    """Which parts these are, as plain data."""
-    return [[piece.name, piece.start, piece.stop] for piece in pieces]

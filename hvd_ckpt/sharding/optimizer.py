@@ -16,7 +16,7 @@ import torch
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding import state
-from hvd_ckpt.sharding.layout import Form, Piece
+from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import OffloadError, raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
@@ -170,53 +170,39 @@ class ShardedOptimizer(ReducedOptimizer):
     # -------------------------------------------------------------------------------- the step
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        sharding = self._sharding
-        self._reserve()
+        sharding, offload = self._sharding, self._sharding.offload
+        if offload is not None:
+            try:
+                with self._room():  # before any rank has changed a weight
+                    offload.reserve(self)
+            except OffloadError:
+                self._synchronized = True  # the gradients are reduced: the step can be taken again
+                raise
         sharding.store.adopt()
         sharding.masters.follow(sharding.store.shards)
         if sharding.stage == 1:
-            closure = self._then_take(closure)
-        result: Any = None
-
-        def step() -> Any:
-            nonlocal result
+            if closure is None:
+                sharding.take_whole_gradients()
+            else:
+                closure = self._then_take(closure)
+        if offload is None:
             result = ReducedOptimizer._local_step(self, closure, *args, **kwargs)
-            return result
-
-        if sharding.offload is None:
-            step()
-        elif closure is None:
-            sharding.offload.step(self, step)
-        else:  # which computes the gradients: they must be there before the first chunk
+        else:  # every gradient must be there before the first parameter is stepped
             with torch.enable_grad():
-                loss = closure()
-            closure = None
-            sharding.offload.step(self, step)
-            result = loss
+                result = None if closure is None else closure()
+            offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
         sharding.publish(self._used())
         self._consume()
         return result
 
-    def _reserve(self) -> None:
-        """Takes the room that offloaded state will need, or raises on all ranks before any has changed a weight."""
+    def _room(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
         sharding = self._sharding
-        if sharding.offload is None:
-            return
-        try:
-            with raised_everywhere(sharding.exchange):
-                sharding.offload.reserve(self)
-        except OffloadError:
-            self._synchronized = True  # the gradients are reduced: the step can be taken again
-            raise
+        return contextlib.nullcontext() if sharding.offload is None else raised_everywhere(sharding.exchange)
 
-    def _then_take(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        if closure is None:
-            self._sharding.take_whole_gradients()
-            return None
-        given = closure
-
+    def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
-            loss = given()
+            loss = closure()
             self._sharding.take_whole_gradients()
             return loss
 
@@ -256,23 +242,12 @@ class ShardedOptimizer(ReducedOptimizer):
             self._parameter_names[parameter] = name
         self._wrapped_class.add_param_group(self, param_group)
         fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
-        for _, parameter in sorted(named, key=lambda pair: sharding.layout.index(pair[1]) or 0):
-            index = sharding.layout.index(parameter)
-            assert index is not None
-            if index == len(sharding.forms):
-                sharding.forms.append(Form.of(parameter))
         if fresh:
             sharding.store.add_groups(fresh)
             sharding.store.publish(fresh)  # rank by rank of each shard's owner: the same weights everywhere
-            no_room = (
-                contextlib.nullcontext() if sharding.offload is None else raised_everywhere(sharding.exchange)
-            )
-            with no_room:
+            with self._room():
                 sharding.masters.add(fresh, sharding.store.shards)
-        sharding.groups.append(whole)
-        added = sharding.pieces_of(number)
-        sharding.pieces.extend(added)
-        self.param_groups[-1]["params"] = [piece.parameter for piece in added]
+        self.param_groups[-1]["params"] = sharding.add_param_group(whole)
         if isinstance(self._reducer, ShardReducer):
             self._reducer.add_groups()
         elif self._reducer is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,25 +12,15 @@ from torch import nn
 
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.layout import Group, Layout, Span
+from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.passes import GatherStats, Passes, ShardedUnit
 from hvd_ckpt.sharding.units import check_memory
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.unmaterialized import forget_split, note_split
 
-__all__ = [
-    "Masters",
-    "ShardedParameters",
-    "Unit",
-]
+__all__ = ["ShardedParameters"]
 
-
-@dataclass
-class Unit:
-    """Modules that run one after the other, and the groups of their parameters."""
-
-    modules: list[nn.Module]
-    groups: list[Group]
+Unit = tuple[list[nn.Module], list[Group]]
 
 
 class ShardedParameters:
@@ -43,7 +32,8 @@ class ShardedParameters:
     Args:
         model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and an error to read.
         layout: all of them, with their values.
-        units: as :func:`hvd_ckpt.sharding.units.find_units` and ``lay_out`` gave them; the last one is the model's own.
+        units: modules that run one after the other, as :func:`hvd_ckpt.sharding.units.find_units` gave them, with the groups of
+            their parameters; the last one is the model's own.
         exchange, format: how the ranks' shards are gathered.
 
     Attributes:
@@ -66,15 +56,15 @@ class ShardedParameters:
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
         own = [
-            UnitParameters(layout, unit.groups, exchange, format, title)
-            for unit, title in zip(units, _titles(model, units))
+            UnitParameters(layout, groups, exchange, format, title)
+            for (_, groups), title in zip(units, _titles(model, units))
         ]
         self.shards: list[torch.Tensor] = [torch.empty(0)] * len(layout.groups)
-        for unit, parameters in zip(units, own):
-            for group, shard in zip(unit.groups, parameters.shards):
+        for (_, groups), parameters in zip(units, own):
+            for group, shard in zip(groups, parameters.shards):
                 self.shards[group.position] = shard
-        owners = _owners(model, units[-1].groups, layout)
-        modules = [*(unit.modules for unit in units[:-1]), [model, *owners]]
+        owners = _owners(model, layout.parameters_of(units[-1][1]))
+        modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
         self._passes = Passes([(one, len(used)) for one, used in zip(own, modules)])
         self.stats: GatherStats = self._passes.stats
         self._handles = _hook(self._passes, modules)
@@ -83,10 +73,8 @@ class ShardedParameters:
     def publish(self, groups: Collection[Group] | None = None) -> None:
         """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
         self._passes.reset()
-        wanted = self._layout.groups if groups is None else groups
-        torch.autograd.graph.increment_version(
-            [self._layout.parameters[index] for group in wanted for index in group.indices]
-        )
+        wanted = list(self._layout.groups if groups is None else groups)
+        torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def finish(self) -> None:
         """The backward passes are over: nothing is whole now."""
@@ -160,15 +148,15 @@ class ShardedParameters:
 def _titles(model: nn.Module, units: Sequence[Unit]) -> Iterator[str]:
     """The name of each unit in messages: its first and last module, or the model itself."""
     names = {id(module): name for name, module in model.named_modules()}
-    for unit in units[:-1]:
-        ends = dict.fromkeys(f"'{names[id(module)]}'" for module in (unit.modules[0], unit.modules[-1]))
+    for modules, _ in units[:-1]:
+        ends = dict.fromkeys(f"'{names[id(module)]}'" for module in (modules[0], modules[-1]))
         yield " to ".join(ends)
     yield f"the model, a {type(model).__name__}"
 
 
-def _owners(model: nn.Module, groups: Sequence[Group], layout: Layout) -> list[nn.Module]:
-    """The modules, the model apart, that have parameters of these groups: they may be run by themselves."""
-    wanted = {id(layout.parameters[index]) for group in groups for index in group.indices}
+def _owners(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
+    """The modules, the model apart, that have some of these parameters: they may be run by themselves."""
+    wanted = set(map(id, parameters))
     return [
         module
         for module in model.modules()
@@ -247,60 +235,3 @@ def _nothing(*args: Any) -> None:
 
 def _nothing_more() -> Any:
     return _nothing
-
-
-# Float32 copies of half-precision weights, in the shards only: small updates are not lost to rounding.
-#
-# Micikevicius et al., "Mixed Precision Training" (2018).
-
-
-HALF = (torch.float16, torch.bfloat16)
-
-
-class Masters:
-    """The master weights of one rank's shards.
-
-    Args:
-        wanted: whether half-precision groups get any.
-        empty: makes the memory for them, of a number of elements and a dtype.
-        release: lets a tensor of it leave memory until it is used again.
-    """
-
-    def __init__(
-        self,
-        wanted: bool,
-        empty: Callable[[int, torch.dtype, torch.device], torch.Tensor],
-        release: Callable[[torch.Tensor], None],
-    ) -> None:
-        self._wanted = wanted
-        self._empty = empty
-        self._release = release
-        self.by_group: dict[int, torch.Tensor] = {}
-
-    def add(self, groups: Iterable[Group], shards: Sequence[torch.Tensor]) -> None:
-        """Makes those of groups that are new."""
-        for group in groups:
-            if self._wanted and group.dtype in HALF:
-                master = self._empty(group.shard_numel, torch.float32, group.device)
-                self.by_group[group.position] = master.copy_(shards[group.position])
-                self._release(master)
-
-    def part(self, group: Group, span: Span) -> torch.Tensor | None:
-        """The master weights of one span, or None."""
-        master = self.by_group.get(group.position)
-        return None if master is None else master[span.offset : span.offset + span.numel]
-
-    def follow(self, shards: Sequence[torch.Tensor]) -> None:
-        """Where a weight is not what its master rounds to, somebody has set it: the master becomes that."""
-        for position, master in self.by_group.items():
-            shard = shards[position]
-            same = master.to(shard.dtype) == shard
-            if not bool(same.all()):
-                master.copy_(torch.where(same, master, shard.to(torch.float32)))
-            self._release(master)
-
-    def round_into(self, shards: Sequence[torch.Tensor]) -> None:
-        """Makes the weights what their masters round to."""
-        for position, master in self.by_group.items():
-            shards[position].copy_(master)
-            self._release(master)

@@ -2,7 +2,7 @@
 
 The protocol, which every rank follows whatever its own gradients do:
 
-* What leaves in a step is a sequence: round after round, each with all active groups in one order (:mod:`.rounds`). A rank
+* What leaves in a step is a sequence: round after round, each with all active groups in one order (:mod:`.schedule`). A rank
   launches along it as its groups become complete. A gradient that comes after its group has left goes into the group's next
   round: sums are linear.
 * In the backward pass a rank may wait for older launches, so that only few buffers exist at once; but only for those of the
@@ -25,12 +25,12 @@ from horovod.torch.mpi_ops import Sum
 from hvd_ckpt.reduction.accumulation import GradientHooks
 from hvd_ckpt.reduction.ownership import TurnTaker, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-from hvd_ckpt.sharding import flights
+from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.flights import Flights, Packer
 from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.rounds import Rounds
+from hvd_ckpt.sharding.schedule import Schedule
 
 __all__ = ["ShardReducer"]
 
@@ -76,15 +76,15 @@ class ShardReducer(TurnTaker):
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
-        self._packer = Packer(layout, prescale)
-        self._flights = Flights(exchange, gradient_format, op_scale)
-        self._rounds = Rounds(layout, passes)
+        self._prescale = prescale
+        self._in_flight = InFlight(exchange, gradient_format, op_scale)
+        self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
         self._step = StepStats()
         self._sent: dict[
             int, int
         ] = {}  # parameters that had a gradient when their group left -> in which round last
-        self._agreed = len(self._rounds.order)  # position that every rank will come to before they meet
+        self._agreed = len(self._schedule.order)  # position that every rank will come to before they meet
         self._may_wait = True
         self._sums_once = op == Sum
         watched = range(sys.maxsize if self._sums_once and exchange.rank else 0)
@@ -98,14 +98,13 @@ class ShardReducer(TurnTaker):
 
     def set_passes(self, passes: int) -> None:
         """Another number of backward passes in a round, from the next step on. To be called on every rank."""
-        self._rounds.set_passes(passes)
+        self._schedule.set_passes(passes)
 
     def add_groups(self) -> None:
         """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
         self.used.extend([False] * len(fresh))
-        self._packer.grow()
-        self._rounds.grow()
+        self._schedule.grow()
         self._hooks.add(fresh)
 
     # ---------------------------------------------------------------------------------- other optimizers of a parameter
@@ -113,16 +112,16 @@ class ShardReducer(TurnTaker):
     def lose(self, indices: Sequence[int]) -> None:
         """Parameters belong to another optimizer now; taken back, their groups leave in :meth:`synchronize`."""
         with self._lock:
-            self._rounds.lose(indices)
-            self.active = self._rounds.has_begun
+            self._schedule.lose(indices)
+            self.active = self._schedule.has_begun
 
     def have_alone(self) -> None:
         """Two turns in a row were this reducer's: from the next step on all groups may leave early."""
-        self._rounds.have_alone()
+        self._schedule.have_alone()
 
     def settle(self) -> None:
         """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
-        begun = float(any(self._rounds.launched) or any(self.used))
+        begun = float(any(self._schedule.launched) or any(self.used))
         if not self._exchange.maximum(torch.tensor([begun]), "settle")[0]:
             return
         self.synchronize()
@@ -132,7 +131,7 @@ class ShardReducer(TurnTaker):
                 continue
             flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
             self._exchange.all_gather(shard, flat, f"gradients.{group.position}.whole").wait()
-            for index, gradient in zip(group.indices, self._packer.views(group, flat)):
+            for index, gradient in zip(group.indices, self._layout.views(group, flat)):
                 if self.used[index]:
                     parameter = self._layout.parameters[index]
                     parameter.grad = gradient.to(parameter.dtype)
@@ -152,18 +151,18 @@ class ShardReducer(TurnTaker):
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
-            self._flights.poll()
-            if not self._rounds.count(index):
+            self._in_flight.poll()
+            if not self._schedule.count(index):
                 return
-            while ready := self._rounds.ready():
+            while ready := self._schedule.ready():
                 for _ in range(ready):
                     self._launch_in_backward()
 
     def _launch_in_backward(self) -> None:
-        group = self._rounds.next()
+        group = self._schedule.next()
         if self._may_wait:
             # A rank that has nothing to send yet may be in another collective of the backward pass, for which it needs this one.
-            self._may_wait = self._flights.make_room(group, self._agreed, flights.PATIENCE_SECONDS)
+            self._may_wait = self._in_flight.make_room(group, self._agreed, in_flight.PATIENCE_SECONDS)
         self._launch(group)
         self._step.launches_in_backward += 1
 
@@ -173,11 +172,11 @@ class ShardReducer(TurnTaker):
                 gradient = self._layout.parameters[index].grad
                 if gradient is not None:
                     leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
-        flat, used = self._packer.pack(group)
-        number = self._rounds.launched[group.position]
+        flat, used = pack(self._layout, group, self._prescale)
+        number = self._schedule.launched[group.position]
         self._sent.update(dict.fromkeys(used, number))
-        self._flights.launch(group, flat, self._rounds.position, number)
-        self._rounds.has_left(group, in_sequence)
+        self._in_flight.launch(group, flat, self._schedule.position, number)
+        self._schedule.has_left(group, in_sequence)
         self._step.launch_order.append(group.position)
 
     # ---------------------------------------------------------------------------------- synchronization
@@ -196,11 +195,11 @@ class ShardReducer(TurnTaker):
             raise
 
     def _synchronize(self) -> None:
-        rounds, parameters = self._rounds, self._layout.parameters
+        schedule, parameters = self._schedule, self._layout.parameters
         self._hooks.attach()
         count, groups = len(parameters), self._layout.groups
         pending = [index for index in range(count) if parameters[index].grad is not None]
-        unsteady = bool(pending) or rounds.position < self._agreed
+        unsteady = bool(pending) or schedule.position < self._agreed
         self._go_on_to(self._agreed)
         flags = self._resynchronize(unsteady)
         states, needs, last_arrivals = (
@@ -212,21 +211,21 @@ class ShardReducer(TurnTaker):
         self._check_converted(round(flags[-3]))
         self._go_on_to(round(flags[-2]))
         self._send_rest(needs)
-        self._flights.land_all()
+        self._in_flight.wait_all()
         used = [state > 0 for state in states]
         self._step.late_gradients = [name for name, state in zip(self._layout.names, states) if state == LATE]
-        whole_rounds = max(1, rounds.position // max(1, len(rounds.order)))
+        whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
         self._end_step(learn=True)
-        rounds.arrange(used, last_arrivals)
-        self._agreed = whole_rounds * len(rounds.order)
+        schedule.arrange(used, last_arrivals)
+        self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = flags[-1] == 0
         self.used = [now or before for now, before in zip(used, self.used)]
 
     def _go_on_to(self, position: int) -> None:
         """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
-        while self._rounds.position < position:
-            group = self._rounds.next()
-            self._flights.make_room(group)
+        while self._schedule.position < position:
+            group = self._schedule.next()
+            self._in_flight.make_room(group)
             self._launch(group)
 
     def _resynchronize(self, unsteady: bool) -> list[float]:
@@ -235,22 +234,27 @@ class ShardReducer(TurnTaker):
         The flags: per parameter 0, USED or LATE; per group how many launches it needs; per group where it was completed on rank 0;
         has a notice; number of a parameter that was converted; position; had to launch in ``synchronize``.
         """
-        rounds, layout = self._rounds, self._layout
-        due = rounds.due
+        schedule, layout = self._schedule, self._layout
+        due = schedule.due
         states = [0.0] * len(layout.parameters)
-        needs = [float(launched) for launched in rounds.launched]
+        needs = [float(launched) for launched in schedule.launched]
         for index, parameter in enumerate(layout.parameters):
             position = layout.group_of[index].position
             last = self._sent.get(index, -1)
             if parameter.grad is not None:
-                last = rounds.launched[position]
+                last = schedule.launched[position]
                 needs[position] = last + 1.0
             if last >= 0:
                 states[index] = LATE if last >= due else USED
         leads = self._exchange.rank == 0
-        last_arrivals = [float(leads and rounds.last_arrival(group)) for group in layout.groups]
-        converted = [index + 1 for index in range(len(states)) if not self._packer.fits(index)]
-        rest = [float(self.notice), float(max(converted, default=0)), float(rounds.position), float(unsteady)]
+        last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
+        converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
+        rest = [
+            float(self.notice),
+            float(max(converted, default=0)),
+            float(schedule.position),
+            float(unsteady),
+        ]
         self._step.control_messages += 1
         return self._exchange.maximum(torch.tensor(states + needs + last_arrivals + rest), "flags")
 
@@ -265,12 +269,12 @@ class ShardReducer(TurnTaker):
 
     def _send_rest(self, needs: list[float]) -> None:
         """Sends groups that some rank still has gradients of, but no further round: late ones, and those not active so far."""
-        order = self._rounds.order
+        order = self._schedule.order
         others = [group.position for group in self._layout.groups if group.position not in set(order)]
         for position in [*order, *others]:
             group = self._layout.groups[position]
-            while self._rounds.launched[position] < needs[position]:
-                self._flights.make_room(group)
+            while self._schedule.launched[position] < needs[position]:
+                self._in_flight.make_room(group)
                 self._launch(group, in_sequence=False)
 
     # ---------------------------------------------------------------------------------- the result
@@ -283,17 +287,17 @@ class ShardReducer(TurnTaker):
         """
         if not any(self.used[index] for index in group.indices):
             return None
-        return self._flights.shards[group.position]
+        return self._in_flight.shards[group.position]
 
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
-        self._flights.shards.clear()
+        self._in_flight.shards.clear()
         self.used = [False] * len(self.used)
 
     # ---------------------------------------------------------------------------------- between steps
 
     def _end_step(self, learn: bool) -> None:
-        self._rounds.close_step(learn)
+        self._schedule.close_step(learn)
         if learn:
             self.stats.close_step(self._step)
         self._step = StepStats()
@@ -309,12 +313,12 @@ class ShardReducer(TurnTaker):
 
         What is in flight goes on in memory and under names that are not used again.
         """
-        self._flights.drop()
+        self._in_flight.drop()
         for parameter in self._layout.parameters:
             parameter.grad = None
         self.consume()
         self.rename(self._identity, self._generation + 1)
-        self._agreed, self._may_wait = len(self._rounds.order), True
+        self._agreed, self._may_wait = len(self._schedule.order), True
         self._end_step(learn=False)
 
     def _name_tensors(self, prefix: str) -> None:
@@ -322,13 +326,13 @@ class ShardReducer(TurnTaker):
 
     def reset(self) -> None:
         """Forgets order and expectations: the next step learns them anew. To be called on every rank."""
-        self._rounds.reset()
+        self._schedule.reset()
         self.abandon()
 
     def state_dict(self) -> dict[str, Any]:
         """Order, expectations and what all ranks agreed on, as plain data; the expectations are this rank's own."""
-        rounds = self._agreed // max(1, len(self._rounds.order))
-        return {**self._rounds.state_dict(), "agreed_rounds": rounds, "may_wait": self._may_wait}
+        rounds = self._agreed // max(1, len(self._schedule.order))
+        return {**self._schedule.state_dict(), "agreed_rounds": rounds, "may_wait": self._may_wait}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up order and expectations, so that the next step is reduced as if training had never stopped.
@@ -336,7 +340,7 @@ class ShardReducer(TurnTaker):
         Raises:
             ValueError: the state names a parameter that is not here, or is not one of this reducer.
         """
-        self._rounds.load_state_dict(state)
+        self._schedule.load_state_dict(state)
         self.abandon()
-        self._agreed = int(state["agreed_rounds"]) * len(self._rounds.order)
+        self._agreed = int(state["agreed_rounds"]) * len(self._schedule.order)
         self._may_wait = bool(state["may_wait"])

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.layout import Form, Group, Layout, Piece
+from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import OptimizerOffload
-from hvd_ckpt.sharding.parameters import Masters
 from hvd_ckpt.sharding.reducer import ShardReducer
 
-__all__ = ["Released", "Sharding", "bucket_bytes", "new_pieces"]
+__all__ = ["HALF", "Masters", "Released", "Sharding"]
 
-# The parts of a sharded optimizer: layout, collectives, weights, offload, and this rank's pieces of the parameters.
-#
-# :class:`.optimizer.ShardedOptimizer` steps them, and :mod:`.state` saves and loads them.
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Masters:
+    """Master weights: float32 copies of half-precision weights, in this rank's shards only.
+
+    So small updates are not lost to rounding (Micikevicius et al., "Mixed Precision Training", 2018).
+
+    Args:
+        wanted: whether half-precision groups get any.
+        empty: makes the memory for them, of a number of elements and a dtype.
+        release: lets a tensor of it leave memory until it is used again.
+    """
+
+    def __init__(
+        self,
+        wanted: bool,
+        empty: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        release: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._wanted = wanted
+        self._empty = empty
+        self._release = release
+        self.by_group: dict[int, torch.Tensor] = {}
+
+    def add(self, groups: Iterable[Group], shards: Sequence[torch.Tensor]) -> None:
+        """Makes those of groups that are new."""
+        for group in groups:
+            if self._wanted and group.dtype in HALF:
+                master = self._empty(group.shard_numel, torch.float32, group.device)
+                self.by_group[group.position] = master.copy_(shards[group.position])
+                self._release(master)
+
+    def follow(self, shards: Sequence[torch.Tensor]) -> None:
+        """Where a weight is not what its master rounds to, somebody has set it: the master becomes that."""
+        for position, master in self.by_group.items():
+            shard = shards[position]
+            same = master.to(shard.dtype) == shard
+            if not bool(same.all()):
+                master.copy_(torch.where(same, master, shard.to(torch.float32)))
+            self._release(master)
+
+    def round_into(self, shards: Sequence[torch.Tensor]) -> None:
+        """Makes the weights what their masters round to."""
+        for position, master in self.by_group.items():
+            shards[position].copy_(master)
+            self._release(master)
 
 
 @dataclass
@@ -32,10 +74,9 @@ class Sharding:
         exchange: collectives.
         store: the weights.
         offload: where the optimizer's state is, if not beside the weights.
-        forms: shape and strides of every parameter, by index.
-        groups: the whole parameters of each of the optimizer's parameter groups.
-        bucket_bytes: largest group of parameters that are added later.
         masters: float32 copies of half-precision weights.
+        bucket_bytes: largest group of parameters that are added later.
+        groups: the whole parameters of each of the optimizer's parameter groups.
         pieces: the parts of the parameters that this rank holds and updates.
     """
 
@@ -44,81 +85,66 @@ class Sharding:
     exchange: Exchange
     store: Any
     offload: OptimizerOffload | None
-    forms: list[Form]
-    groups: list[list[torch.Tensor]]
-    bucket_bytes: float
     masters: Masters
-    pieces: list[Piece]
+    bucket_bytes: float
+    groups: list[list[torch.Tensor]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
-    def pieces_of(self, number: int) -> list[Piece]:
-        """This rank's pieces of the optimizer's parameter group ``number``, in the order of its parameters."""
+    def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+        """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""
+        number = len(self.groups)
+        self.groups.append(list(parameters))
         spans = {
-            span.parameter: (group, span)
+            span.parameter: (group.position, span)
             for group in self.layout.groups
             for span in group.spans(self.exchange.rank)
         }
-        pieces = []
-        for parameter in self.groups[number]:
+        added = []
+        for parameter in parameters:
             index = self.layout.index(parameter)
             assert index is not None
             if index not in spans:
                 continue
-            group, span = spans[index]
-            weights = self.store.shards[group.position][span.offset : span.offset + span.numel]
-            stepped = self.masters.part(group, span)
-            pieces.append(
-                Piece(
-                    self.layout.names[index],
-                    span.start,
-                    span.stop,
-                    span.offset,
-                    self.forms[index],
-                    number,
-                    index,
-                    torch.nn.Parameter(weights if stepped is None else stepped, parameter.requires_grad),
-                    weights,
-                )
+            position, span = spans[index]
+            weights = span.of(self.store.shards[position])
+            master = self.masters.by_group.get(position)
+            stepped = torch.nn.Parameter(
+                weights if master is None else span.of(master), parameter.requires_grad
             )
-        return pieces
+            name, spec = self.layout.names[index], self.layout.specs[index]
+            added.append(Piece(name, span.start, span.stop, spec, number, index, stepped, weights, span))
+        self.pieces += added
+        return [piece.parameter for piece in added]
 
     def take_whole_gradients(self) -> None:
         """Stage 1: the pieces' gradients are parts of the parameters' own."""
         for piece in self.pieces:
             gradient = self.layout.parameters[piece.index].grad
-            piece.parameter.grad = None if gradient is None else piece.of(gradient).to(piece.parameter.dtype)
+            if gradient is not None:
+                gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
+            piece.parameter.grad = gradient
 
     def take_gradient_shards(self, reducer: ShardReducer) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
         for piece in self.pieces:
-            group = self.layout.group_of[piece.index]
-            shard = reducer.shard(group) if reducer.used[piece.index] else None
-            end = piece.offset + piece.stop - piece.start
-            piece.parameter.grad = (
-                None if shard is None else shard[piece.offset : end].to(piece.parameter.dtype)
-            )
+            shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None
+            piece.parameter.grad = None if shard is None else piece.span.of(shard).to(piece.parameter.dtype)
 
     def drop_gradients(self) -> None:
         for piece in self.pieces:
             piece.parameter.grad = None
 
-    def used_groups(self, used: Sequence[bool]) -> list[Group]:
-        """The groups with a parameter that some rank has a gradient for; the same on every rank."""
-        return [group for group in self.layout.groups if any(used[index] for index in group.indices)]
+    def publish(self, used: Sequence[bool] | None = None) -> None:
+        """After a step: the ranks see each other's weights. Collective.
 
-    def publish(self, used: Sequence[bool]) -> None:
-        """After the step: the ranks see each other's weights."""
+        Args:
+            used: of each parameter, whether it may have changed on some rank; by default all.
+        """
         self.masters.round_into(self.store.shards)
-        self.store.publish(self.used_groups(used))
-
-
-def new_pieces(sharding: Sharding) -> list[Piece]:
-    """The pieces of all parameter groups."""
-    return [piece for number in range(len(sharding.groups)) for piece in sharding.pieces_of(number)]
-
-
-def bucket_bytes(bucket_cap_mb: float) -> float:
-    """The largest group, in bytes."""
-    return bucket_cap_mb * MEBIBYTE
+        groups = self.layout.groups
+        if used is not None:
+            groups = [group for group in groups if any(used[index] for index in group.indices)]
+        self.store.publish(groups)
 
 
 class Released:

@@ -1,4 +1,4 @@
-"""The optimizer's state in parts: what one rank has, and how another job of any size or stage takes it up."""
+"""The optimizer's state in parts: what one rank has, and how a job of any size or stage loads it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
-from hvd_ckpt.reduction.communicator import wait
-from hvd_ckpt.sharding.layout import Form, key
+from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
+from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.sharding import Sharding
+from hvd_ckpt.torch_private import pytree
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
     from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 
-__all__ = ["assembled", "load_parts", "targets_of"]
+__all__ = ["Sources", "load_parts", "targets_of"]
 
 COUNTERS = (
     "step",
@@ -35,7 +34,7 @@ def own_part(optimizer: ShardedOptimizer) -> dict[str, Any]:
     for parameter in [one for one, values in optimizer.state.items() if not values and id(one) not in own]:
         del optimizer.state[parameter]  # somebody has asked for the state of a parameter of the model
     part: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
-    part["pieces"] = key(optimizer.pieces)
+    part["pieces"] = _key(optimizer)
     part["stage"] = optimizer.shard_stage
     part["ranks"] = optimizer._sharding.exchange.ranks
     part["rank"] = optimizer._sharding.exchange.rank
@@ -47,15 +46,18 @@ def own_part(optimizer: ShardedOptimizer) -> dict[str, Any]:
     return part
 
 
+def _key(optimizer: ShardedOptimizer) -> list[list[str | int]]:
+    """Which parts these are, as plain data."""
+    return [[piece.name, piece.start, piece.stop] for piece in optimizer.pieces]
+
+
 def load(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
     """See ``ShardedOptimizer.load_state_dict``."""
     if "pieces" not in state:
         load_parts(optimizer, [state])
         return
-    mine = key(optimizer.pieces)
-    theirs = [list(piece) for piece in state["pieces"]]
     error = None
-    if theirs != mine:
+    if [list(piece) for piece in state["pieces"]] != _key(optimizer):
         error = ValueError(
             f"this state is the part of rank {state.get('rank')} of {state.get('ranks')} at stage {state.get('stage')}, and the "
             f"pieces of this rank are others; give hvd_ckpt.sharding.state.load_parts the parts of all ranks"
@@ -93,28 +95,16 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
     targets = targets_of(optimizer)
-    sources = _Sources(parts, _names(optimizer))
-    if sources.empty:
-        state: dict[int, dict[str, Any]] = {}
-    else:
-        state = {
-            number: found
-            for number, target in enumerate(targets)
-            if (found := sources.state_of(target)) is not None
-        }
+    sources = Sources(parts, _names(optimizer))
     groups = parts[0]["param_groups"]
     own_groups = optimizer.param_groups
     if len(groups) != len(own_groups):
         raise ValueError(
             f"the state has {len(groups)} parameter groups and this optimizer {len(own_groups)}; build the same optimizer"
         )
-    counter = itertools.count()
     merged: dict[str, Any] = {
-        "state": state,
-        "param_groups": [
-            {**group, "params": [next(counter) for _ in own["params"]]}
-            for group, own in zip(groups, own_groups)
-        ],
+        "state": sources.states(targets),
+        "param_groups": _numbered(groups, [own["params"] for own in own_groups]),
     }
     masters = sources.masters(targets)
     if masters:
@@ -124,51 +114,36 @@ def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> 
 
 def full(optimizer: ShardedOptimizer, all_ranks: bool) -> dict[str, Any] | None:
     """See ``ShardedOptimizer.full_state_dict``."""
-    sharding = optimizer._sharding
+    sharding, members = optimizer._sharding, optimizer._process_set
     part = own_part(optimizer)
-    outline = {
-        number: {
-            name: (value.dtype, tuple(value.shape)) if _is_split(value, piece) else value
-            for name, value in part["state"].get(number, {}).items()
-        }
-        for number, piece in enumerate(optimizer.pieces)
-    }
-    rank_here, members = sharding.exchange.rank, optimizer._process_set
-    name = f"hvd_ckpt.{optimizer._identity}.state"
-    outlines = allgather_objects((part["pieces"], outline), members, f"{name}.outline")
-    parts: list[dict[str, Any]] = []
-    for rank, (pieces, found) in enumerate(outlines):
-        values: dict[int, dict[str, Any]] = {}
-        for number, entries in found.items():
-            for entry_name, entry in entries.items():
-                if not _is_outline(entry):
-                    values.setdefault(number, {})[entry_name] = entry
-                    continue
-                mine = part["state"][number][entry_name] if rank == rank_here else None
-                value = _broadcast(mine, entry, rank, members, f"{name}.{rank}.{number}.{entry_name}")
-                if all_ranks or rank_here == 0:
-                    values.setdefault(number, {})[entry_name] = value
-        parts.append({"pieces": pieces, "state": values})
-    if rank_here != 0 and not all_ranks:
+    parts = []
+    for rank in range(sharding.exchange.ranks):
+        mine = None
+        if rank == sharding.exchange.rank:
+            mine = {
+                "pieces": part["pieces"],
+                "state": pytree.tree_map_only(torch.Tensor, _on_cpu, part["state"]),
+            }
+        root = members.ranks[rank] if members.ranks else rank
+        found = broadcast_from(mine, root, members, f"hvd_ckpt.{optimizer._identity}.state.{rank}")
+        if all_ranks or sharding.exchange.rank == 0:
+            parts.append(found)
+    if not parts:
         return None
-    index_of = {id(parameter): number for number, parameter in enumerate(sharding.layout.parameters)}
-    whole = [index_of[id(parameter)] for parameter in itertools.chain.from_iterable(sharding.groups)]
-    targets = [
-        _Target(sharding.layout.names[index], 0, sharding.forms[index].numel, sharding.forms[index], True)
-        for index in whole
-    ]
-    sources = _Sources(parts, [])
-    state = {
-        number: found
-        for number, target in enumerate(targets)
-        if (found := sources.state_of(target)) is not None
-    }
+    state = Sources(parts, []).states(_whole_targets(sharding))
+    return {"state": state, "param_groups": _numbered(part["param_groups"], sharding.groups)}
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def _numbered(
+    groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Parameter groups with the numbers of these parameters, as state dicts have them."""
     counter = itertools.count()
-    groups = [
-        {**group, "params": [next(counter) for _ in parameters]}
-        for group, parameters in zip(part["param_groups"], sharding.groups)
-    ]
-    return {"state": state, "param_groups": groups}
+    return [{**group, "params": [next(counter) for _ in own]} for group, own in zip(groups, parameters)]
 
 
 def weight_pieces(sharding: Sharding) -> list[tuple[str, int, int, torch.Tensor]]:
@@ -178,7 +153,7 @@ def weight_pieces(sharding: Sharding) -> list[tuple[str, int, int, torch.Tensor]
             sharding.layout.names[span.parameter],
             span.start,
             span.stop,
-            sharding.store.shards[group.position][span.offset : span.offset + span.numel],
+            span.of(sharding.store.shards[group.position]),
         )
         for group in sharding.layout.groups
         for span in group.spans(sharding.exchange.rank)
@@ -195,7 +170,7 @@ def load_weight_pieces(
         by_name.setdefault(name, []).append((start, stop, values))
     with torch.no_grad():
         for name, start, stop, own in weight_pieces(sharding):
-            own.copy_(assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own))
+            own.copy_(_assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own))
     sharding.masters.follow(sharding.store.shards)
     sharding.store.publish(sharding.layout.groups)
 
@@ -229,23 +204,34 @@ def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> 
 
 @dataclass(frozen=True)
 class _Target:
-    """What a state is wanted for: elements of a parameter; ``whole``: with the parameter's shape."""
+    """Elements of a parameter whose state is wanted, 1-D; with ``whole`` all of them, in the parameter's shape."""
 
     name: str
     start: int
     stop: int
-    form: Form
+    spec: TensorSpec
     whole: bool
 
 
 def targets_of(optimizer: Any) -> list[_Target]:
     """What an optimizer, sharded or not, has state of, in the order of its parameters."""
     if hasattr(optimizer, "_sharding"):
-        return [_Target(piece.name, piece.start, piece.stop, piece.form, False) for piece in optimizer.pieces]
+        return [_Target(piece.name, piece.start, piece.stop, piece.spec, False) for piece in optimizer.pieces]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [
-        _Target(name, 0, parameter.numel(), Form.of(parameter), True)
+        _Target(name, 0, parameter.numel(), TensorSpec.of(parameter), True)
         for name, parameter in zip(_names(optimizer), parameters)
+    ]
+
+
+def _whole_targets(sharding: Sharding) -> list[_Target]:
+    """The whole parameters of a sharded optimizer."""
+    layout = sharding.layout
+    indices = [layout.index(one) for one in itertools.chain.from_iterable(sharding.groups)]
+    return [
+        _Target(layout.names[index], 0, layout.specs[index].numel, layout.specs[index], True)
+        for index in indices
+        if index is not None
     ]
 
 
@@ -258,13 +244,12 @@ def _names(optimizer: Any) -> list[str]:
     return [optimizer._parameter_names[parameter] for parameter in parameters]
 
 
-class _Sources:
+class Sources:
     """States of pieces or of whole parameters, found by name."""
 
     def __init__(self, parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
         self._found: dict[str, list[tuple[int, int | None, dict[str, Any]]]] = {}
         self._masters: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-        self.empty = not any(part["state"] for part in parts)
         for part in parts:
             pieces = part.get("pieces")
             if pieces is None and sum(len(group["params"]) for group in part["param_groups"]) != len(names):
@@ -282,7 +267,12 @@ class _Sources:
                 name, start, stop = part["pieces"][number]
                 self._masters.setdefault(name, []).append((start, stop, master))
 
-    def state_of(self, target: _Target) -> dict[str, Any] | None:
+    def states(self, targets: Sequence[_Target]) -> dict[int, dict[str, Any]]:
+        """The state of each target that has one, by its number."""
+        found = {number: self._state_of(target) for number, target in enumerate(targets)}
+        return {number: state for number, state in found.items() if state is not None}
+
+    def _state_of(self, target: _Target) -> dict[str, Any] | None:
         """The state of a target, or None if its parameter has none."""
         found = self._found.get(target.name)
         if found is None or target.start == target.stop:
@@ -294,10 +284,10 @@ class _Sources:
     ) -> Any:
         first = found[0][2][name]
         start, stop, _ = found[0]
-        length = target.form.numel if stop is None else stop - start
+        length = target.spec.numel if stop is None else stop - start
         if not isinstance(first, torch.Tensor):
             return first
-        element = stop is None and target.form.shape == () and name not in COUNTERS
+        element = stop is None and target.spec.shape == () and name not in COUNTERS
         if (first.dim() == 0 and not element) or (first.numel() == 1 and length != 1):
             return first.clone()
         if first.numel() != length:
@@ -307,14 +297,16 @@ class _Sources:
         parts = [
             (
                 start,
-                target.form.numel if stop is None else stop,
-                target.form.flatten(values[name]) if stop is None else values[name],
+                target.spec.numel if stop is None else stop,
+                target.spec.flatten(values[name])
+                if values[name].shape == target.spec.shape
+                else values[name],
             )
             for start, stop, values in found
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
-        flat = assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
-        return target.form.unflatten(flat) if target.whole else flat
+        flat = _assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
+        return target.spec.unflatten(flat) if target.whole else flat
 
     def masters(self, targets: Sequence[_Target]) -> dict[int, torch.Tensor]:
         """The master weights of the targets that have any."""
@@ -323,11 +315,11 @@ class _Sources:
             parts = self._masters.get(target.name)
             if parts:
                 what = f"the master weights of '{target.name}'"
-                masters[number] = assembled(parts, target.start, target.stop, what, parts[0][2])
+                masters[number] = _assembled(parts, target.start, target.stop, what, parts[0][2])
         return masters
 
 
-def assembled(
+def _assembled(
     parts: Sequence[tuple[int, int, torch.Tensor]], start: int, stop: int, what: str, like: torch.Tensor
 ) -> torch.Tensor:
     """Elements ``start`` to ``stop``, from parts that overlap them."""
@@ -344,27 +336,3 @@ def assembled(
             f"{what}: elements {reached} to {stop} are in none of the parts; give those of all ranks"
         )
     return result
-
-
-def _broadcast(
-    mine: torch.Tensor | None,
-    outline: tuple[torch.dtype, tuple[int, ...]],
-    rank: int,
-    members: Any,
-    name: str,
-) -> torch.Tensor:
-    """One rank's tensor, on the CPU; ``rank`` counts within the process set."""
-    dtype, shape = outline
-    value = torch.empty(shape, dtype=dtype) if mine is None else mine.detach().cpu().contiguous().clone()
-    root = members.ranks[rank] if members.ranks else rank
-    handle = mpi_ops.broadcast_async_(value.view(-1).view(torch.uint8), root, name=name, process_set=members)
-    wait(handle, name)
-    return value
-
-
-def _is_split(value: Any, piece: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == piece.stop - piece.start
-
-
-def _is_outline(entry: Any) -> bool:
-    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], torch.dtype)

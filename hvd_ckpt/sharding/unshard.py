@@ -12,7 +12,7 @@ import torch
 
 from hvd_ckpt.sharding.exchange import Exchange, Transfer
 from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.layout import Form, Group, Layout
+from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
 __all__ = [
@@ -36,9 +36,9 @@ class _State(enum.Enum):
 
 
 class _Member(NamedTuple):
-    """A parameter, its data in both states, and its class while it is whole."""
+    """A parameter, by its number in the layout, its data in both states, and its class while it is whole."""
 
-    name: str
+    number: int
     parameter: torch.Tensor
     whole: torch.Tensor
     placeholder: torch.Tensor
@@ -62,21 +62,19 @@ class _Flat:
         self._storage = self.whole.untyped_storage()
         self.identity = self._storage._cdata
         self._nbytes = self.whole.nbytes
-        forms = {
-            index: Form(layout.parameters[index].shape, layout.strides[index]) for index in group.indices
-        }
-        for index, start, stop, offset in group.spans(rank):
-            own = forms[index].flatten(layout.parameters[index])[start:stop]
-            self.shard[offset : offset + stop - start].copy_(own)
+        for span in group.spans(rank):
+            index = span.parameter
+            span.of(self.shard).copy_(
+                layout.specs[index].flatten(layout.parameters[index])[span.start : span.stop]
+            )
         nothing = _nothing(group)
         self.absence = nothing.untyped_storage()._cdata
         self.members = []
-        for index, offset in zip(group.indices, group.offsets):
-            form = forms[index]
-            whole = self.whole.as_strided(form.shape, form.stride, offset)
-            name, parameter = layout.names[index], layout.parameters[index]
-            placeholder = nothing.expand(form.shape)
-            self.members.append(_Member(name, parameter, whole, placeholder, type(parameter)))
+        for index, whole in zip(group.indices, layout.views(group, self.whole)):
+            parameter = layout.parameters[index]
+            self.members.append(
+                _Member(index, parameter, whole, nothing.expand(whole.shape), type(parameter))
+            )
         self.release()
 
     def allocate(self) -> None:
@@ -108,7 +106,7 @@ class UnitParameters:
     def __init__(
         self, layout: Layout, groups: Sequence[Group], exchange: Exchange, format: WireFormat, title: str
     ) -> None:
-        self._exchange, self._format = exchange, format
+        self._layout, self._exchange, self._format = layout, exchange, format
         self._awaited = (
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
@@ -219,8 +217,7 @@ class UnitParameters:
                 if member.parameter.untyped_storage()._cdata not in self._identities:
                     member.whole.copy_(member.parameter)
             for flat in self._flats:
-                first = self._exchange.rank * flat.shard.numel()
-                flat.shard.copy_(flat.whole[first : first + flat.shard.numel()])
+                flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
 
     def give_back(self) -> None:
         """Makes the whole values the parameters' own."""
@@ -244,21 +241,13 @@ class UnitParameters:
 
     def check(self) -> str | None:
         """One sentence if somebody has given a parameter another dtype, device or shape, or data while there was none."""
-        for name, parameter, whole, *_ in self._members:
-            if (
-                parameter.dtype is not whole.dtype
-                or parameter.device != whole.device
-                or parameter.shape != whole.shape
-            ):
-                return (
-                    f"parameter '{name}' has become {parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device} "
-                    f"after it was split over the ranks as {whole.dtype} of shape {tuple(whole.shape)} on {whole.device}; "
-                    "convert the model before DistributedOptimizer"
-                )
+        for index, parameter, *_ in self._members:
+            if not self._layout.fits(index):
+                return self._layout.changed(index)
             if self._state is not _State.WHOLE and parameter.untyped_storage()._cdata not in self._absences:
                 return (
-                    f"parameter '{name}' was given data outside optimizer.gathered_parameters(), where only a part of it is on "
-                    "this rank; assign inside it"
+                    f"parameter '{self._layout.names[index]}' was given data outside optimizer.gathered_parameters(), where only "
+                    "a part of it is on this rank; assign inside it"
                 )
         return None
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps, loads, shown
 from hvd_ckpt.schema import Strict, parse_json
-from hvd_ckpt.sharding.layout import Form
+from hvd_ckpt.sharding.layout import TensorSpec
 
 __all__ = [
     "DAMAGED",
@@ -78,7 +78,7 @@ class TensorMetadata(Strict):
 
     @classmethod
     def of(cls, parameter: Tensor) -> TensorMetadata:
-        form = Form.of(parameter)
+        form = TensorSpec.of(parameter)
         return cls(
             size=tuple(form.shape),
             stride=tuple(form.stride),

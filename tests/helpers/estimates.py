@@ -5,7 +5,6 @@ Prints a row for each model and stage, with and without recomputation.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.cli.plan_models import Job, build
-from hvd_ckpt.memory import PeakMemory, recording_peak
+from hvd_ckpt.memory import recording_peak
 from hvd_ckpt.planning.profile import Step
 
 STEPS = 3
@@ -39,13 +38,17 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
         torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters(), **options
     )
     step = Step(model, args, {}, loss, None)
-    for number in range(STEPS):
-        last = number == STEPS - 1
-        held = held_bytes() - before
-        with recording_peak() if last else contextlib.nullcontext(PeakMemory()) as memory:
-            step.run()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def take() -> None:
+        step.run()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS - 1):
+        take()
+    held = held_bytes() - before
+    with recording_peak() as memory:
+        take()
     return max(hc.allgather_object(held + memory.peak_bytes, name="peak"))
 
 

@@ -198,7 +198,7 @@ def held(*kinds: str) -> int:
 
 def test_a_state_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
     train(adam, OptimizerOffload(tmp_path, CPU), 1)  # imports what a first step imports
-    parameters = [nn.Parameter(torch.ones(2 << 20)) for _ in range(4)]
+    parameters = [nn.Parameter(torch.ones(1 << 19)) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -24,7 +24,7 @@ ONE_LAYER = 300 / 2**20  # MiB: each layer is a group
 @pytest.fixture(autouse=True)
 def _small_is_not_special(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else these small groups would never wait for each other."""
-    monkeypatch.setattr("hvd_ckpt.sharding.flights.SMALL_BYTES", 0)
+    monkeypatch.setattr("hvd_ckpt.sharding.in_flight.SMALL_BYTES", 0)
 
 
 def chain(layers: int = 4) -> nn.Sequential:
@@ -264,7 +264,7 @@ class Resynchronization(nn.Module):
 
 def test_no_hang_where_the_backward_pass_has_other_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that leaves a layer out sends nothing until the end, and the others must meet it before."""
-    monkeypatch.setattr("hvd_ckpt.sharding.flights.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("hvd_ckpt.sharding.in_flight.PATIENCE_SECONDS", 0.2)
     torch.manual_seed(7)
     model = Resynchronization()
     optimizer = split(model)

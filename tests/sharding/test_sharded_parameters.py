@@ -23,8 +23,8 @@ from hvd_ckpt.planning.plan import BlockPlan, Plan, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.layout import lay_out
-from hvd_ckpt.sharding.parameters import ShardedParameters, Unit
+from hvd_ckpt.sharding.layout import Layout
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.units import find_units
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
@@ -41,13 +41,11 @@ class Split:
         found = find_units(model, units)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.exchange = Exchange(hc.global_process_set, f"parameters.{next(_number)}")
-        self.layout, groups = lay_out(
-            list(model.named_parameters()),
-            hc.size(),
-            1e9,
-            [[(names[id(one)], one) for one in unit.parameters] for unit in found],
-        )
-        self.units = [Unit(unit.modules, own) for unit, own in zip(found, groups)]
+        self.layout = Layout(hc.size())
+        self.units = [
+            (unit.modules, self.layout.add([(names[id(one)], one) for one in unit.parameters]))
+            for unit in found
+        ]
         self.store = ShardedParameters(model, self.layout, self.units, self.exchange)
 
     @property
@@ -59,12 +57,8 @@ class Split:
         """Which units have memory."""
         return [
             number
-            for number, unit in enumerate(self.units)
-            if any(
-                self.layout.parameters[index].untyped_storage().nbytes() > 8
-                for group in unit.groups
-                for index in group.indices
-            )
+            for number, (_, groups) in enumerate(self.units)
+            if any(one.untyped_storage().nbytes() > 8 for one in self.layout.parameters_of(groups))
         ]
 
     def step(self, gradients: dict[str, torch.Tensor]) -> None:
@@ -192,7 +186,7 @@ def train(
 
 def assert_gathered_once(split: Split, steps: int) -> None:
     """Once in forward and once in backward; the model's own stay whole in between. And so many bytes travelled."""
-    *blocks, model = [sum(group.padded for group in unit.groups) for unit in split.units]
+    *blocks, model = [sum(group.padded for group in groups) for _, groups in split.units]
     own = int(model > 0)
     assert split.store.stats.forward == [steps] * len(blocks) + [steps * own]
     assert split.store.stats.backward == [steps] * len(blocks) + [0]
@@ -219,7 +213,7 @@ def test_the_segments_of_a_chain_are_its_units(use_reentrant: bool) -> None:
         return hc.CheckpointSequential(layers, 3, use_reentrant=use_reentrant)
 
     plain, split = pair(chain)
-    assert [len(unit.modules) for unit in split.units] == [2, 2, 2, 1]
+    assert [len(modules) for modules, _ in split.units] == [2, 2, 2, 1]
     train(plain, split)
     assert_gathered_once(split, 2)
 
@@ -264,7 +258,7 @@ def test_no_more_than_two_units_have_memory_at_a_time() -> None:
     for around in (None, hc.checkpoint):
         model = Stack([Block(64) for _ in range(8)], around)
         split = Split(model)
-        unit = sum(group.padded * 4 for group in split.units[0].groups)
+        unit = sum(group.padded * 4 for group in split.units[0][1])
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
         model(row).sum().backward()  # learns the order
@@ -517,7 +511,7 @@ def test_units_may_share_and_lie_in_one_another() -> None:
         return model
 
     plain, split = pair(build)
-    whole = {split.layout.names[index] for group in split.units[-1].groups for index in group.indices}
+    whole = {split.layout.names[index] for group in split.units[-1][1] for index in group.indices}
     assert "blocks.0.inner.weight" in whole
     train(plain, split)
 

@@ -1,4 +1,4 @@
-"""When does a group of gradients leave?
+"""The schedule of reduce-scatters: when a group of gradients leaves.
 
 A *round* sends each active group once, in one order that all ranks share; rounds follow one another. So what leaves in a step is
 one sequence, and each rank is at some position of it. A group is complete once every parameter that is expected to has arrived as
@@ -14,13 +14,13 @@ from typing import Any
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
 from hvd_ckpt.sharding.layout import Group, Layout
 
-__all__ = ["Rounds"]
+__all__ = ["Schedule"]
 
 VERSION = 2
 IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
 
 
-class Rounds:
+class Schedule:
     """The sequence of launches, and this rank's position in it.
 
     Args:

@@ -1,0 +1,137 @@
+"""Gradients on their way to the ranks that keep them: packed into flat buffers, sent, and added to this rank's shards."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from hvd_ckpt.reduction.communicator import GRADIENTS, POLL_SECONDS
+from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
+
+__all__ = ["InFlight", "pack"]
+
+IN_FLIGHT = 2  # groups; more only while they are small
+SMALL_BYTES = 4 << 20
+PATIENCE_SECONDS = 30.0
+
+
+def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, list[int]]:
+    """Moves a group's gradients, times ``prescale``, into a new flat buffer; missing ones are zero. Each ``grad`` is None then.
+
+    Returns:
+        The buffer, of the group's padded size, and the indices of the parameters that had a gradient.
+    """
+    flat = torch.empty(group.padded, dtype=group.dtype, device=group.device)
+    gaps = [flat[group.numel :]]
+    targets, sources, used = [], [], []
+    for index, view in zip(group.indices, layout.views(group, flat)):
+        gradient = layout.parameters[index].grad
+        if gradient is None or not layout.fits(index):
+            gaps.append(view)
+            continue
+        used.append(index)
+        if gradient.numel():
+            targets.append(view)
+            sources.append(gradient.detach() if gradient.layout is torch.strided else gradient.to_dense())
+    with torch.no_grad():
+        if targets:
+            foreach_copy_(targets, sources)
+        foreach_zero_(gaps)
+        if prescale != 1.0:
+            flat.mul_(prescale)
+    for index in group.indices:
+        layout.parameters[index].grad = None
+    return flat, used
+
+
+@dataclass(frozen=True)
+class _Launch:
+    group: Group
+    transfer: Transfer
+    nbytes: int
+    position: int
+
+
+class InFlight:
+    """The reduce-scatters in flight, and this rank's shards of those that have arrived.
+
+    Attributes:
+        shards: sums so far, by the group's position.
+    """
+
+    def __init__(self, exchange: Exchange, format: WireFormat, scale: float) -> None:
+        self.shards: dict[int, torch.Tensor] = {}
+        self._exchange = exchange
+        self._format = format
+        self._scale = scale
+        self._launches: deque[_Launch] = deque()
+
+    def launch(self, group: Group, flat: torch.Tensor, position: int, number: int) -> None:
+        """Sends a group's buffer at a position of the schedule, its launch ``number`` in this step."""
+        what = f"gradients.{group.position}.{number}"
+        transfer = self._exchange.reduce_scatter(flat, what, self._scale, self._format)
+        self._launches.append(_Launch(group, transfer, flat.nbytes, position))
+
+    def poll(self) -> None:
+        """Takes what has arrived."""
+        while self._launches and self._launches[0].transfer.done():
+            self._wait()
+
+    def make_room(self, group: Group, before: float = float("inf"), patience: float | None = None) -> bool:
+        """Waits until at most one other group (or only small ones) is in flight.
+
+        Args:
+            group: that is to leave.
+            before: do not wait for launches from this position of the schedule on.
+            patience: seconds; by default as long as it takes.
+
+        Returns:
+            False if patience has run out.
+        """
+        nbytes = group.padded * group.dtype.itemsize
+        self.poll()
+        while len(self._launches) >= IN_FLIGHT:
+            if sum(launch.nbytes for launch in self._launches) + nbytes <= SMALL_BYTES:
+                break
+            oldest = self._launches[0]
+            if oldest.position >= before:
+                break
+            if patience is not None and not _arrives(oldest.transfer, patience):
+                return False
+            self._wait()
+        return True
+
+    def wait_all(self) -> None:
+        """Waits for everything."""
+        while self._launches:
+            self._wait()
+
+    def _wait(self) -> None:
+        launch = self._launches.popleft()
+        result = launch.transfer.wait(GRADIENTS)
+        shard = self.shards.setdefault(launch.group.position, result)
+        if shard is not result:
+            with torch.no_grad():
+                shard.add_(result)
+
+    def drop(self) -> None:
+        """Forgets everything; what is in flight completes by itself."""
+        for launch in self._launches:
+            launch.transfer.forget()
+        self._launches.clear()
+        self.shards.clear()
+
+
+def _arrives(transfer: Transfer, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not transfer.done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
