@@ -1,14 +1,29 @@
-"""Cells: each is one workload trained with one way of recomputing its activations."""
+"""Cells: a workload and a way to recompute; and the models whose forward pass recomputes in that way.
+
+A model is written once. It is a :class:`Chain` of layers, some of which may be a :class:`Region`; the cell says in which way and in
+how many segments they are recomputed, and the engine brings the functions that do it. Where the cell leaves it to a plan, a model
+recomputes nothing until the plan is applied (see :mod:`.worker`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PRECISIONS", "VARIANTS", "Cell", "Settings", "Variant", "find_variant", "make_cells", "planned"]
+from torch import nn
 
-PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
+if TYPE_CHECKING:
+    from hvd_ckpt.bench.compare.engines import Engine
+
+__all__ = [
+    "KEEP", "PLAN", "Cell", "Chain", "Recompute", "Region", "Settings", "Variant", "find_variant", "make_cells"
+]  # fmt: skip
+
 PLAN = "plan "  # and a budget: the name of a variant
+
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -37,39 +52,32 @@ class Variant:
     """A way to recompute.
 
     Attributes:
-        name: what it is called on the command line and in reports.
         segmented: the model's chain is cut into segments, each of which is recomputed.
         use_reentrant: PyTorch's argument of that name.
         explicit: by ``CheckpointFunction``, which gets the parameters as arguments.
-        budget: what is recomputed is left to a plan for this budget, or None.
+        budget: what is recomputed is left to :func:`hvd_ckpt.plan` for this budget, or None.
     """
 
-    name: str
     segmented: bool = True
     use_reentrant: bool = False
     explicit: bool = False
     budget: str | None = None
 
 
-VARIANTS: dict[str, Variant] = {
-    variant.name: variant
-    for variant in (
-        Variant("none", segmented=False),
-        Variant("reentrant", use_reentrant=True),
-        Variant("non-reentrant"),
-        Variant("explicit", explicit=True),
-    )
+VARIANTS = {
+    "none": Variant(segmented=False),
+    "reentrant": Variant(use_reentrant=True),
+    "non-reentrant": Variant(),
+    "explicit": Variant(explicit=True),
 }
-
-
-def planned(budget: str) -> Variant:
-    """The variant that :func:`hvd_ckpt.plan` makes for a budget, such as ``plan 0.5x``."""
-    return Variant(f"{PLAN}{budget}", segmented=False, budget=budget)
+"""By their names on the command line and in reports; planned ones are called ``plan 0.5x``."""
 
 
 def find_variant(name: str) -> Variant:
     """The variant of that name: one of :data:`VARIANTS`, or a planned one."""
-    return planned(name.removeprefix(PLAN)) if name.startswith(PLAN) else VARIANTS[name]
+    if name.startswith(PLAN):
+        return Variant(segmented=False, budget=name.removeprefix(PLAN))
+    return VARIANTS[name]
 
 
 @dataclass(frozen=True)
@@ -91,20 +99,100 @@ class Cell:
         return cls(workload, variant, int(chunks))
 
 
-def make_cells(
-    workloads: Mapping[str, Sequence[str]], variants: Sequence[str], chunks: Sequence[int]
-) -> list[Cell]:
-    """Every combination, once; chunks mean nothing to a variant without segments, so it gives one cell.
-
-    Args:
-        workloads: for each workload the variants that mean something for it.
-        variants: those that are wanted.
-        chunks: numbers of segments.
-    """
+def make_cells(workloads: Mapping[str, Sequence[str]], chunks: Sequence[int]) -> list[Cell]:
+    """Each workload with each of its variants, and each of those that have segments with each number of segments."""
     return [
         Cell(workload, variant, count)
-        for workload, meaningful in workloads.items()
+        for workload, variants in workloads.items()
         for variant in variants
-        if variant in meaningful
         for count in (chunks if find_variant(variant).segmented else (0,))
     ]
+
+
+class Recompute:
+    """Recomputes as a cell says, with an engine's functions; without an engine, as the reference, nothing."""
+
+    def __init__(self, cell: Cell | None = None, engine: Engine | None = None) -> None:
+        self._variant = find_variant(cell.variant) if cell is not None else VARIANTS["none"]
+        self._chunks = cell.chunks if cell is not None else 0
+        self._engine = engine if self._variant.segmented else None
+
+    def chain(self, functions: Sequence[Function], *inputs: Any, **shared: Any) -> Any:
+        """Apply ``functions`` in turn, recomputed by segment; each of them gets ``shared``."""
+        if self._engine is None:
+            return _apply(functions, *inputs, **shared)
+        segments = min(self._chunks, len(functions))
+        if self._variant.explicit:
+            for part in _split(functions, segments):
+                inputs = (_explicitly(functools.partial(_apply, part, **shared), inputs, part),)
+            return inputs[0]
+        return self._engine.checkpoint_sequential(
+            functions, segments, *inputs, use_reentrant=self._variant.use_reentrant, **shared
+        )
+
+    def region(self, function: Function, *inputs: Any) -> Any:
+        """Apply ``function``, recomputed as a whole."""
+        if self._engine is None:
+            return function(*inputs)
+        if self._variant.explicit:
+            return _explicitly(function, inputs, [function])
+        return self._engine.checkpoint(function, *inputs, use_reentrant=self._variant.use_reentrant)
+
+
+KEEP = Recompute()
+
+
+class Chain(nn.Module):
+    """Layers applied in turn, recomputed by segment.
+
+    Args:
+        layers: the layers; one that appears several times is shared.
+        recompute: the cell's way.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], recompute: Recompute) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(layers)
+        self._recompute = recompute
+
+    def __len__(self) -> int:
+        return len(self.chain)
+
+    def forward(self, *inputs: Any, path: Sequence[int] | None = None, **shared: Any) -> Any:
+        """``path`` names the layers to apply, and their order, where that is not simply all of them."""
+        layers = list(self.chain) if path is None else [self.chain[index] for index in path]
+        return self._recompute.chain(layers, *inputs, **shared)
+
+
+class Region(nn.Module):
+    """A layer that is recomputed by itself, wherever it stands."""
+
+    def __init__(self, layer: nn.Module, recompute: Recompute) -> None:
+        super().__init__()
+        self.layer = layer
+        self._recompute = recompute
+
+    def forward(self, x: Any) -> Any:
+        return self._recompute.region(self.layer, x)
+
+
+def _apply(functions: Sequence[Function], *inputs: Any, **shared: Any) -> Any:
+    for function in functions:
+        inputs = (function(*inputs, **shared),)
+    return inputs[0]
+
+
+def _explicitly(function: Function, inputs: tuple[Any, ...], layers: Sequence[Function]) -> Any:
+    """Apply ``function``, which applies these layers, with their parameters as arguments."""
+    from hvd_ckpt.recompute.function import CheckpointFunction
+
+    modules = nn.ModuleList(layer for layer in layers if isinstance(layer, nn.Module))
+    parameters = [parameter for parameter in modules.parameters() if parameter.requires_grad]
+    return CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)
+
+
+def _split(functions: Sequence[Function], segments: int) -> Iterator[Sequence[Function]]:
+    """Segments of equal length, the last with what is left over."""
+    length = len(functions) // segments
+    for index in range(segments):
+        yield functions[index * length : None if index == segments - 1 else (index + 1) * length]

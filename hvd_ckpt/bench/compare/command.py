@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.compare.cells import PRECISIONS, VARIANTS, Settings, make_cells, planned
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.planning.budget import parse_budget
 
 if TYPE_CHECKING:
-    from hvd_ckpt.bench.compare.jobs import Event
+    from hvd_ckpt.bench.compare.launch import Event
 
 __all__ = ["compare"]
 
@@ -30,6 +28,8 @@ SCENARIOS = (
     "plain,tied,nested,unused,unused-on-one-rank,accumulation,short-last-group,frozen,changing-graph,two-forwards,no-grad-forward,"
     "explicit-parameters,mixed-dtypes,overflow-on-one-rank,uneven-data,sparse"
 )
+VARIANTS = "none,reentrant,non-reentrant,explicit"
+PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
@@ -60,31 +60,23 @@ PRESETS = {
     default="auto",
     help="What the ranks communicate through.",
 )
-@click.option(
-    "--engines",
-    default=ENGINES,
-    show_default=True,
-    help="Engines, or module:Class of your own.",
-)
+@click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
 @click.option("--workloads", default=WORKLOADS, show_default=True, help="Models on real data, or 'nothing'.")
 @click.option("--scenarios", default=SCENARIOS, show_default=True, help="Small hard models, or 'nothing'.")
-@click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Ways to recompute.")
-@click.option("--chunks", default=None, help="Numbers of segments.  [default: 1,2,4; with --quick 2]")
+@click.option("--variants", default=VARIANTS, show_default=True, help="Ways to recompute.")
+@click.option("--chunks", help="Numbers of segments.  [default: 1,2,4; with --quick 2]")
 @click.option(
     "--budget",
-    default=None,
     help="Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1),
-    default=None,
     help="Steps of each training run.  [default: 4; with --full 5]",
 )
 @click.option(
     "--passes",
     type=click.IntRange(0),
-    default=None,
     help="Timed jobs per engine, alternating.  [default: 1; with --full 2]",
 )
 @click.option(
@@ -93,13 +85,11 @@ PRESETS = {
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--quick", is_flag=True, help="Tiny models, two segments, one timed pass.")
 @click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
-@click.option("--text", metavar="FILE", default=None, help="Text to learn instead of Python's own source.")
+@click.option("--text", metavar="FILE", help="Text to learn instead of Python's own source.")
 @click.option(
     "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout."
 )
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=None, help="Seconds without a step that count as a hang."
-)
+@click.option("--timeout", type=click.FloatRange(1), help="Seconds without a step that count as a hang.")
 @click.option(
     "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
 )
@@ -130,10 +120,10 @@ def compare(
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
-    from hvd_ckpt.bench.compare import scenarios as small
-    from hvd_ckpt.bench.compare import workloads as real
+    from hvd_ckpt.bench.compare.cells import PLAN, Settings, make_cells
     from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
     from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.bench.compare.scenarios import CATALOG
     from hvd_ckpt.data.tokens import find_text_files
     from hvd_ckpt.runtime import threads_per_rank
 
@@ -153,18 +143,26 @@ def compare(
     except ValueError as error:
         raise BadArgument(f"--text: {error}") from None
     _check_precision(precision, device)
-    plan = _plan_of(budget, chosen)
+    ways = split_names("--variants", variants, VARIANTS.split(","))
+    if budget is not None:
+        _check_budget(budget, chosen)
+        ways = (*ways, f"{PLAN}{budget.strip()}")
+    small = [name for name, kind in CATALOG.items() if kind.small]
+    large = [name for name in CATALOG if name not in small]
     trained = [
-        *split_names("--workloads", workloads, (*real.WORKLOADS, NOTHING)),
-        *split_names("--scenarios", scenarios, (*small.SCENARIOS, NOTHING)),
+        *split_names("--workloads", workloads, (*large, NOTHING)),
+        *split_names("--scenarios", scenarios, (*small, NOTHING)),
     ]
+    meaningful = {}
     for name in trained:
-        _check_packages(name)
-    cells = make_cells(
-        {name: _meaningful(name, plan) for name in trained if name != NOTHING and _fits(name, precision)},
-        (*split_names("--variants", variants, VARIANTS), *plan),
-        whole_numbers("--chunks", chunks or preset.chunks, "segments"),
-    )
+        if name != NOTHING:
+            kind = CATALOG[name]
+            _check_packages(name, kind.requires)
+            if kind.precisions is None or precision in kind.precisions:
+                meaningful[name] = tuple(
+                    way for way in ways if way in kind.variants or (way.startswith(PLAN) and kind.plannable)
+                )
+    cells = make_cells(meaningful, whole_numbers("--chunks", chunks or preset.chunks, "segments"))
     if not cells:
         raise BadArgument(
             f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no "
@@ -196,19 +194,10 @@ def compare(
     run.finish(report, report.success)
 
 
-def _fits(name: str, precision: str) -> bool:
-    from hvd_ckpt.bench.compare.scenarios import CATALOG
-
-    precisions = CATALOG[name].precisions
-    return precisions is None or precision in precisions
-
-
-def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
-    """The name of the planned variant, if there is a budget to plan for."""
+def _check_budget(budget: str, engines: tuple[str, ...]) -> None:
     from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.planning.budget import parse_budget
 
-    if budget is None:
-        return ()
     try:
         parse_budget(budget)
     except ValueError as error:
@@ -217,25 +206,14 @@ def _plan_of(budget: str | None, engines: tuple[str, ...]) -> tuple[str, ...]:
         raise BadArgument(
             f"--budget {budget}: none of the engines {', '.join(engines)} has plans: add {SUBJECT} to --engines"
         )
-    return (planned(budget.strip()).name,)
 
 
-def _check_packages(workload: str) -> None:
+def _check_packages(workload: str, packages: tuple[str, ...]) -> None:
     """Bad argument where a package is missing that a workload needs."""
-    from hvd_ckpt.bench.compare.scenarios import CATALOG
-
-    for package in CATALOG[workload].requires if workload != NOTHING else ():
+    for package in packages:
         if importlib.util.find_spec(package) is None:
             text = explain_import_error(ModuleNotFoundError(name=package))
             raise BadArgument(f"{workload}: {text or f'{package} is not installed'}")
-
-
-def _meaningful(workload: str, plan: tuple[str, ...]) -> tuple[str, ...]:
-    """The variants that mean something for a workload, ``plan`` among them."""
-    from hvd_ckpt.bench.compare.scenarios import CATALOG
-
-    kind = CATALOG[workload]
-    return (*kind.variants, *plan) if kind.plannable else kind.variants
 
 
 def _check_precision(precision: str, device: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.engines import find_engine
-from hvd_ckpt.bench.compare.jobs import Event, Job, folder_name
-from hvd_ckpt.bench.compare.launch import Failure, Launcher
+from hvd_ckpt.bench.compare.launch import Event, Failure, Launcher
 from hvd_ckpt.bench.compare.report import make_report
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
+from hvd_ckpt.bench.compare.worker import Job, folder_name
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.harness.stats import alternating
 
@@ -73,10 +73,11 @@ class Comparison:
             ComparisonError: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
                 subject cannot run here.
         """
-        absent = {engine: find_engine(engine).unavailable() for engine in self.engines}
-        if absent[self.subject] is not None:
+        reasons = {engine: find_engine(engine).unavailable() for engine in self.engines}
+        absent = {engine: reason for engine, reason in reasons.items() if reason is not None}
+        if self.subject in absent:
             raise ComparisonError(f"{self.subject} cannot run here: {absent[self.subject]}")
-        present = [engine for engine in self.engines if absent[engine] is None]
+        present = [engine for engine in self.engines if engine not in absent]
         environment = {"OMP_NUM_THREADS": str(self.threads)}
         with Launcher(self.controller, self.size, self.timeout, environment) as launcher:
             workloads = self._references(launcher, listener)
@@ -108,7 +109,7 @@ class Comparison:
             self.subject,
             self._told(),
             machine_facts(self.threads),
-            absent={engine: reason for engine, reason in absent.items() if reason is not None},
+            absent=absent,
             left_out=[
                 f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"
                 for cell in self.cells

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import hvd_ckpt as hc
 from hvd_ckpt.launchers import whole_in
 
 if TYPE_CHECKING:
@@ -159,44 +160,33 @@ class HvdCkpt(HorovodFamily):
 
     title = "hvd_ckpt"
     plans = True
+    options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
-        from hvd_ckpt import runtime
-
-        runtime.init()
+        hc.init()
         self.rank, self.size = _horovod_rank_and_size()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        from hvd_ckpt import distributed, reduction
-
-        optimizer = distributed.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-        reduction.broadcast_parameters(model.state_dict(), root_rank=0)
-        reduction.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer = hc.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), **self.options
+        )
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+        hc.broadcast_optimizer_state(optimizer, root_rank=0)
         return model, optimizer
 
     def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
-        from hvd_ckpt import recompute
-
-        return recompute.checkpoint(function, *inputs, use_reentrant=use_reentrant)
+        return hc.checkpoint(function, *inputs, use_reentrant=use_reentrant)
 
     def checkpoint_sequential(
         self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
     ) -> Any:
-        from hvd_ckpt import recompute
-
-        return recompute.checkpoint_sequential(
-            functions, segments, *inputs, use_reentrant=use_reentrant, **shared
-        )
+        return hc.checkpoint_sequential(functions, segments, *inputs, use_reentrant=use_reentrant, **shared)
 
     def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-        from hvd_ckpt.planning.planner import plan
-
-        return plan(model, *inputs, **options)
+        return hc.plan(model, *inputs, **options)
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
-        from hvd_ckpt import precision
-
-        return precision.GradScaler(device)
+        return hc.GradScaler(device)
 
 
 class Sharded(HvdCkpt):
@@ -205,9 +195,7 @@ class Sharded(HvdCkpt):
     stage: ClassVar[int]
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        from hvd_ckpt import distributed
-
-        sharded = distributed.DistributedOptimizer(
+        sharded = hc.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
             backward_passes_per_step=passes,

@@ -13,23 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
 
 from hvd_ckpt.bench.compare.engines import find_engine
-from hvd_ckpt.bench.compare.jobs import Event, EventReader, Job
-from hvd_ckpt.bench.compare.worker import run_forked, run_reference
+from hvd_ckpt.bench.compare.worker import Job, run_forked, run_reference
 from hvd_ckpt.bench.harness import jobs
 
-__all__ = ["Failure", "Launcher", "Outcome"]
+__all__ = ["Event", "EventReader", "Failure", "Launcher", "Outcome"]
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
@@ -45,7 +46,28 @@ IMPORTED = (
 )
 """Modules that ranks need, where they are installed; a rank that misses one says so itself."""
 
+Event = dict[str, Any]
 Listener = Callable[[Event], object]
+
+
+class EventReader:
+    """Reads the events that the ranks of one job have written since the last call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> list[Event]:
+        """New events of all ranks, oldest first; a line that is not finished yet waits for the next call."""
+        events: list[Event] = []
+        for path in sorted(self._folder.glob("rank*.jsonl")):
+            with path.open("rb") as stream:
+                stream.seek(self._read.get(path, 0))
+                text = stream.read()
+            complete = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(complete)
+            events += [json.loads(line) for line in complete.splitlines()]
+        return sorted(events, key=lambda event: float(event["time"]))
 
 
 @dataclass(frozen=True)
@@ -126,10 +148,10 @@ class Launcher:
         if job.checks:  # so that a timeline can be started later
             job = dataclasses.replace(job, environment={**job.environment, "HOROVOD_TIMELINE": "DYNAMIC"})
         job.save()
-        ranks: _Started
+        ranks: _Forked | _Launched
         if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
             command = jobs.rank_command(job.worker, job.file, job.size, "mpi")
-            ranks = _Launched(jobs.Process(command, job.log_file, self._environment))
+            ranks = _Launched(command, job.log_file, self._environment)
         else:
             ranks = _Forked(
                 [
@@ -140,7 +162,7 @@ class Launcher:
         return self._follow(ranks, job, job.size, listener)
 
     def _follow(
-        self, ranks: _Started, job: Job, size: int, listener: Listener
+        self, ranks: _Forked | _Launched, job: Job, size: int, listener: Listener
     ) -> tuple[list[Event], Failure | None]:
         """Follows ranks to their end, or to a reason to end them; returns their events and what went wrong."""
         reader, events = EventReader(job.folder), list[Event]()
@@ -172,16 +194,6 @@ class Launcher:
         return min(self._timeout, SMALL_SECONDS) if cells and cells[-1].get("small") else self._timeout
 
 
-class _Started(Protocol):
-    """Ranks that have been started."""
-
-    def poll(self) -> tuple[bool, int]:
-        """Whether all have ended, and the exit status of one that failed, else 0."""
-
-    def close(self) -> None:
-        """Ends those that still run."""
-
-
 class _Forked:
     """Ranks from the fork server."""
 
@@ -191,28 +203,24 @@ class _Forked:
             process.start()
 
     def poll(self) -> tuple[bool, int]:
+        """Whether all have ended, and the exit status of one that failed, else 0."""
         statuses = [process.exitcode for process in self._processes]
         return None not in statuses, next((status for status in statuses if status), 0)
 
     def close(self) -> None:
+        """Ends those that still run."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
 
 
-class _Launched:
+class _Launched(jobs.Process):
     """Ranks of a launcher."""
 
-    def __init__(self, process: jobs.Process) -> None:
-        self._process = process
-
     def poll(self) -> tuple[bool, int]:
-        status = self._process.status
-        return status is not None, status or 0
-
-    def close(self) -> None:
-        self._process.close()
+        """Whether the launcher has ended, and its exit status or 0."""
+        return self.status is not None, self.status or 0
 
 
 class _Rendezvous:
@@ -231,19 +239,15 @@ class _Rendezvous:
         from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 
         self._server.init(self._slots)
-        job = create_run_env_vars("127.0.0.1", [_loopback()], str(self._port))
+        interfaces = psutil.net_if_addrs()
+        loopback = next(
+            name for name in interfaces if "127.0.0.1" in {one.address for one in interfaces[name]}
+        )
+        job = create_run_env_vars("127.0.0.1", [loopback], str(self._port))
         return ({**job, **create_slot_env_vars(slot)} for slot in self._slots)
 
     def close(self) -> None:
         self._server.stop()
-
-
-def _loopback() -> str:
-    """The network interface that only this machine can reach."""
-    interfaces = psutil.net_if_addrs()
-    return str(
-        next(name for name in interfaces if any(one.address == "127.0.0.1" for one in interfaces[name]))
-    )
 
 
 def _failure(events: Sequence[Event], job: Job, size: int, ended: bool, status: int) -> Failure | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from hvd_ckpt.bench.compare.verdict import SEVERITY, Result, engines_of, recomputed, short_name, worst
+from hvd_ckpt.bench.compare.verdict import Result, engines_of, recomputed, short_name, worst
 from hvd_ckpt.bench.harness.report import save_figure
 
 __all__ = ["draw_all"]
@@ -36,13 +36,13 @@ def draw_all(
     title: str,
 ) -> list[str]:
     """Draws every picture that has something to show; returns the file names."""
-    names = [save_figure(_verdicts(results, title), folder / "verdicts.png")]
+    figures = {"verdicts.png": _verdicts(results, title)}
     apart = _leaving_the_reference(large, workloads)
     if apart:
-        names.append(save_figure(_losses(apart, large, workloads, title), folder / "losses.png"))
+        figures["losses.png"] = _losses(apart, large, workloads, title)
     if large:
-        names.append(save_figure(_price(large, title), folder / "price.png"))
-    return names
+        figures["price.png"] = _price(large, title)
+    return [save_figure(figure, folder / name) for name, figure in figures.items()]
 
 
 def _verdicts(results: Sequence[Result], title: str) -> Figure:
@@ -53,34 +53,24 @@ def _verdicts(results: Sequence[Result], title: str) -> Figure:
     axes = figure.add_subplot()
     for y, row in enumerate(rows):
         for x, engine in enumerate(engines):
-            _entry(
-                axes,
-                x,
-                y,
-                [one for one in results if (one.workload, one.variant, one.engine) == (*row, engine)],
-            )
+            found = [one for one in results if (one.workload, one.variant, one.engine) == (*row, engine)]
+            if found:
+                status, where = worst(found)
+                text = f"{status}: {', '.join(where)} segments" if where else status
+                color = "white" if status in ("hang", "error") else "black"
+                axes.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=COLORS[status]))
+                axes.text(x + 0.5, y + 0.52, text, ha="center", va="center", fontsize=7, color=color)
     axes.set(xlim=(0, len(engines)), ylim=(len(rows), 0))
     axes.set_xticks([x + 0.5 for x in range(len(engines))], [short_name(name) for name in engines])
     axes.xaxis.tick_top()
     axes.set_yticks([y + 0.5 for y in range(len(rows))], [", ".join(row) for row in rows], fontsize=8)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    patches = [Patch(color=COLORS[status], label=MEANINGS.get(status, status)) for status in SEVERITY]
-    axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.005), ncols=5, frameon=False, fontsize=8
-    )
+    patches = [Patch(color=color, label=MEANINGS.get(status, status)) for status, color in COLORS.items()]
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.005)}
+    axes.legend(handles=patches, ncols=len(patches), frameon=False, fontsize=8, **place)
     axes.set_title(f"Is the training result right? {title}", fontsize=10, pad=28)
-    return figure  # fmt: skip
-
-
-def _entry(axes: Axes, x: int, y: int, results: Sequence[Result]) -> None:
-    if not results:
-        return
-    status, where = worst(results)
-    text = f"{status}: {', '.join(where)} segments" if where else status
-    color = "white" if status in ("hang", "error") else "black"
-    axes.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=COLORS[status]))
-    axes.text(x + 0.5, y + 0.52, text, ha="center", va="center", fontsize=7, color=color)
+    return figure
 
 
 def _leaving_the_reference(
@@ -104,29 +94,24 @@ def _losses(
 ) -> Figure:
     """A panel for each cell; engines with the same losses share a line."""
     figure = Figure(figsize=(6.4 * len(cells), 4.4), layout="constrained")
-    for axes, (workload, variant, chunks) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells):
+    for axes, cell in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells):
+        workload, variant, chunks = cell
         losses = workloads[workload]["losses"]
         steps = range(1, len(losses) + 1)
         axes.plot(steps, losses, color="black", linewidth=6, alpha=0.2, label="one process (reference)")
         alike: dict[tuple[str, ...], list[Result]] = {}
         for result in results:
-            if (result.workload, result.variant, result.chunks) == (
-                workload,
-                variant,
-                chunks,
-            ) and result.losses:
+            if (result.workload, result.variant, result.chunks) == cell and result.losses:
                 alike.setdefault(tuple(f"{loss:.3g}" for loss in result.losses), []).append(result)
         for color, group in zip(LINES, alike.values()):
             label = ", ".join(short_name(result.engine) for result in group)
             axes.plot(steps, group[0].losses, marker="o", linewidth=1.2, color=color, label=label)
         axes.set_title(f"{workload}, {variant}" + (f", {chunks} segments" if chunks else ""), fontsize=10)
-        axes.set(
-            xlabel="step", ylabel="loss, mean of the ranks (axis does not begin at 0)", xticks=list(steps)
-        )
+        axes.set(xlabel="step", ylabel="loss, mean of the ranks (axis does not begin at 0)", xticks=steps)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8, frameon=False)
     figure.suptitle(f"Losses that differ from one process's; {title}", fontsize=11)
-    return figure  # fmt: skip
+    return figure
 
 
 def _price(results: Sequence[Result], title: str) -> Figure:
@@ -137,17 +122,16 @@ def _price(results: Sequence[Result], title: str) -> Figure:
     engines = engines_of(results)
     names = list(dict.fromkeys(result.workload for result in results))
     figure = Figure(figsize=(12, 3.2 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 2, squeeze=False)
-    for row, name in zip(panels, names):
+    for (time, memory), name in zip(figure.subplots(len(names), 2, squeeze=False), names):
         mine = [result for result in results if result.workload == name]
         largest = {one.variant: max(two.chunks for two in mine if two.variant == one.variant) for one in mine}
         shown = [result for result in mine if result.chunks == largest[result.variant]]
-        _bars(row[0], shown, engines, "ratio")
-        row[0].axhline(1, color="black", linewidth=0.8, linestyle="--")
-        row[0].set_ylabel("step time / Horovod's without recomputation", fontsize=8)
-        _bars(row[1], shown, engines, "peak")
-        row[1].set_ylabel("peak memory, MiB", fontsize=8)
-        for axes in row:
+        _bars(time, shown, engines, lambda result: result.ratio)
+        time.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        time.set_ylabel("step time / Horovod's without recomputation", fontsize=8)
+        _bars(memory, shown, engines, lambda result: result.peak_bytes and result.peak_bytes / MIB)
+        memory.set_ylabel("peak memory, MiB", fontsize=8)
+        for axes in (time, memory):
             axes.set_title(name, fontsize=10)
     patches = [Patch(color=LINES[i % len(LINES)], label=short_name(name)) for i, name in enumerate(engines)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
@@ -155,23 +139,25 @@ def _price(results: Sequence[Result], title: str) -> Figure:
     return figure
 
 
-def _bars(axes: Axes, results: Sequence[Result], engines: Sequence[str], what: str) -> None:
+def _bars(
+    axes: Axes,
+    results: Sequence[Result],
+    engines: Sequence[str],
+    value_of: Callable[[Result], float | None],
+) -> None:
     cells = list(dict.fromkeys(recomputed(result) for result in results))
     width = 0.8 / len(engines)
     for result in results:
-        index = engines.index(result.engine)
+        index, value = engines.index(result.engine), value_of(result)
         x = cells.index(recomputed(result)) + (index - (len(engines) - 1) / 2) * width
-        value = result.ratio if what == "ratio" else result.peak_bytes and result.peak_bytes / MIB
         if result.status not in ("right", "loose"):
-            axes.text(
-                x, 0, f" {result.status}", rotation=90, ha="center", va="bottom", fontsize=7, color="#666666"
-            )
+            grey: dict[str, Any] = {"fontsize": 7, "color": "#666666"}
+            axes.text(x, 0, f" {result.status}", rotation=90, ha="center", va="bottom", **grey)
         elif value is not None:
             axes.bar(x, value, width, color=LINES[index % len(LINES)], edgecolor="white", linewidth=0.3)
     labels = [cell.replace(" x", "\n") + " segments" * (" x" in cell) for cell in cells]
     labels = ["no\nrecomputation" if label == "none" else label for label in labels]
     axes.set_xticks(range(len(cells)), labels, fontsize=8)
-    axes.set_xlim(-0.5, len(cells) - 0.5)
-    axes.set_ylim(bottom=0)
+    axes.set(xlim=(-0.5, len(cells) - 0.5), ylim=(0, None))
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)

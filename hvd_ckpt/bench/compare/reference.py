@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hvd_ckpt.bench.compare.cells import Settings
-from hvd_ckpt.bench.compare.recomputing import KEEP
+from hvd_ckpt.bench.compare.cells import KEEP, Settings
 from hvd_ckpt.bench.compare.training import EnginePrecision, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 

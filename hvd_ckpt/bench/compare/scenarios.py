@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.cells import Settings
-from hvd_ckpt.bench.compare.recomputing import Chain, Recompute, Region
+from hvd_ckpt.bench.compare.cells import Chain, Recompute, Region, Settings
 from hvd_ckpt.bench.compare.workloads import WORKLOADS, Step, Workload
 from hvd_ckpt.models.batch import Batch
 

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_ckpt.bench.compare.cells import Cell, Settings
+from hvd_ckpt.bench.compare.cells import Cell, Recompute, Settings
 from hvd_ckpt.bench.compare.engines import Engine
-from hvd_ckpt.bench.compare.recomputing import Recompute
 from hvd_ckpt.bench.compare.recording import Recording
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 from hvd_ckpt.measure import now
@@ -39,7 +38,7 @@ class EnginePrecision:
     """The precision of one training run.
 
     Args:
-        name: one of :data:`~hvd_ckpt.bench.compare.cells.PRECISIONS`.
+        name: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
         device: where the model is.
         engine: who reduces the gradients; None for the reference, which is one process.
         scales_loss: scale the loss in other precisions than fp16, too.

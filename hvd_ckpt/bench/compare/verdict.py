@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvd_ckpt.bench.compare.cells import Cell
-from hvd_ckpt.bench.compare.jobs import Event
-from hvd_ckpt.bench.compare.launch import Failure
+from hvd_ckpt.bench.compare.launch import Event, Failure
 from hvd_ckpt.bench.compare.reference import mean_losses
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.harness.stats import ratios, slowest

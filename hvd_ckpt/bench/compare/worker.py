@@ -1,5 +1,8 @@
 """One rank of an engine's job: trains the cells one after the other and writes the results as events; and the reference's process.
 
+Events are JSON lines in one file per rank, which the launcher reads while they grow: they say what the rank does now, so that
+slow can be told from stuck. An infinite difference or an undefined loss travels as text, which ``float()`` reads.
+
 The first error ends the process, because the ranks are no longer in step then; the launcher starts a fresh one for the cells
 that are left (see :mod:`.launch`).
 """
@@ -9,28 +12,104 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.engines import Engine, find_engine, launched_rank_and_size
-from hvd_ckpt.bench.compare.jobs import EventWriter, Job
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
 from hvd_ckpt.bench.compare.scenarios import make_workload
 from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
+from hvd_ckpt.bench.harness.jobs import RankJob
+from hvd_ckpt.bench.harness.report import plain
 from hvd_ckpt.install.extras import first_line
 from hvd_ckpt.memory import recording_peak
 from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["LeftOut", "Worker", "make_plan", "run_forked", "run_reference", "work"]
+__all__ = [
+    "EventWriter",
+    "Job",
+    "LeftOut",
+    "Worker",
+    "folder_name",
+    "make_plan",
+    "run_forked",
+    "run_reference",
+    "work",
+]
+
+
+@dataclass(frozen=True)
+class Job(RankJob):
+    """One launch: which engine trains which cells, and how.
+
+    Attributes:
+        references: the folder of the references, one file per workload, and of the plans.
+        engine: a name in the registry of engines, or ``module:Class``.
+        cells: keys of the cells, in the order in which they are trained.
+        settings: of each training run.
+        checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
+            once, with nothing that takes time.
+        environment: variables that a rank sets before it starts the engine.
+    """
+
+    worker = "hvd_ckpt.bench.compare.worker"
+
+    references: Path
+    engine: str
+    cells: tuple[str, ...]
+    settings: Settings
+    checks: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def workloads(self) -> list[str]:
+        """The workloads of the cells, each once, in order."""
+        return list(dict.fromkeys(Cell.from_key(key).workload for key in self.cells))
+
+    def reference_file(self, workload: str) -> Path:
+        """The reference of a workload."""
+        return self.references / f"reference-{workload}.pt"
+
+    def plan_file(self, workload: str) -> Path:
+        """The plan of a workload, for the engine's later jobs."""
+        return self.references / f"plan-{folder_name(self.engine)}-{workload}.json"
+
+
+def folder_name(engine: str) -> str:
+    """An engine's name as a file system takes it."""
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in engine)
+
+
+class EventWriter:
+    """Appends a rank's events to ``rank<rank>.jsonl`` in ``folder``."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._rank = rank
+        self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8")
+
+    def write(self, event: str, **values: Any) -> None:
+        line = {"event": event, "rank": self._rank, "time": time.time(), **values}
+        self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 class LeftOut(Exception):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.bench.compare.recomputing import Chain, Recompute
+from hvd_ckpt.bench.compare.cells import Chain, Recompute
 from hvd_ckpt.data.images import Digits
 from hvd_ckpt.data.text import MaskedText
 from hvd_ckpt.data.tokens import Tokens
