@@ -46,7 +46,7 @@ def main(text, width, heads, layers, length, interval, **settings):
         raise BadArgument(str(error)) from None
     outcome = trainer.run()
     if hc.rank() == 0:
-        print(f"held-out loss {outcome.evaluation['loss']:.4f}")
+        print(f"validation loss {outcome.evaluation['loss']:.4f}")
         print(write(model, "\n", 300, length))
 
 

@@ -46,7 +46,7 @@ def main(depth, images, pixels, **settings):
     outcome = trainer.run()
     if hc.rank() == 0:
         print(
-            f"loss {outcome.evaluation['loss']:.4f} and accuracy {outcome.evaluation['accuracy']:.3f} held out"
+            f"validation loss {outcome.evaluation['loss']:.4f}, accuracy {outcome.evaluation['accuracy']:.3f}"
         )
 
 

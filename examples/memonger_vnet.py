@@ -46,7 +46,7 @@ def main(volumes, pixels, width, **settings):
             print(f"{name}: peak {show_bytes(cost.peak_bytes)}, {cost.seconds:.3f} s a step", flush=True)
     outcome = trainer.run()
     if hc.rank() == 0:
-        print(f"held-out loss {outcome.evaluation['loss']:.4f}, Dice {outcome.evaluation['dice']:.3f}")
+        print(f"validation loss {outcome.evaluation['loss']:.4f}, Dice {outcome.evaluation['dice']:.3f}")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def main(text, words, width, length, **settings):
         trainer = Trainer(config, model, NextOrHiddenToken(), train, test)
     except ValueError as error:
         raise BadArgument(str(error)) from None
-    held_out = trainer.run().evaluation["loss"]
+    loss = trainer.run().evaluation["loss"]
     if hc.rank() == 0:
-        print(f"perplexity of held-out text: {math.exp(held_out):.1f}")
+        print(f"validation perplexity: {math.exp(loss):.1f}")
 
 
 def show_costs(model, sample):

@@ -50,7 +50,7 @@ def main(text, folder, length, **settings):
     outcome = trainer.run()
     if hc.rank() == 0:
         print(
-            f"held-out loss {outcome.evaluation['loss']:.4f}, accuracy {outcome.evaluation['accuracy']:.3f}"
+            f"validation loss {outcome.evaluation['loss']:.4f}, accuracy {outcome.evaluation['accuracy']:.3f}"
         )
         model.transformers_model.save_pretrained(outcome.folder / "model")
         print(f"for RobertaForMaskedLM.from_pretrained: {outcome.folder / 'model'}")

@@ -49,7 +49,7 @@ TEXTS: dict[str, Any] = {"causal": CausalText, "masked": MaskedText, "permutatio
 SETTINGS_OF_DATA = {
     "text": TEXTS,
     "tokenizer": TEXTS,
-    "length": TEXTS,
+    "sequence_length": TEXTS,
     "images": ("images",),
     "volumes": ("volumes",),
     "pixels": ("images", "volumes"),
@@ -120,9 +120,9 @@ def _open_data(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset |
     pixels = config.pixels or entry.data["pixels"]
     if entry.kind == "images":
         images = open_images(config.images, pixels, seed=config.seed)
-        return *images.split(config.held_out), {"channels": images.channels, "classes": images.classes}
+        return *images.split(config.validation_split), {"channels": images.channels, "classes": images.classes}
     volumes = open_volumes(config.volumes, pixels, seed=config.seed)
-    return *volumes.split(config.held_out), {"channels": volumes.channels, "classes": volumes.classes}
+    return *volumes.split(config.validation_split), {"channels": volumes.channels, "classes": volumes.classes}
 
 
 def _open_text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
@@ -130,8 +130,8 @@ def _open_text(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset |
     if tokenizer is None and entry.folder is not None and (entry.folder / "tokenizer.json").is_file():
         tokenizer = str(entry.folder / "tokenizer.json")
     tokens = Tokens(config.text, tokenizer)
-    length = config.length or entry.data["length"]
-    train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.held_out)
+    length = config.sequence_length or entry.data["length"]
+    train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)
     vocabulary = tokens.vocabulary
     if entry.folder is not None:  # whose vocabulary need not have the special tokens that are not used here
         special = [tokens.separator] + [tokens.mask] * (entry.kind == "masked")
@@ -158,7 +158,7 @@ def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any])
         )
     if limits.length is not None and facts["length"] > limits.length:
         raise ConfigError(
-            f"length {facts['length']}: the model {config.model} takes at most {limits.length} tokens, give --length"
+            f"sequence_length {facts['length']}: the model {config.model} takes at most {limits.length} tokens"
         )
 
 

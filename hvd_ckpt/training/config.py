@@ -34,6 +34,7 @@ __all__ = ["Config", "ConfigError", "read_yaml"]
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
+RENAMED = {"length": "sequence_length", "held_out": "validation_split"}
 
 
 class ConfigError(ValueError):
@@ -99,7 +100,7 @@ class Config(Strict):
         None, description="Text file or folder to train on.  [default: the standard library's source]"
     )
     tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
-    length: int | None = Field(
+    sequence_length: int | None = Field(
         None, ge=8, le=MOST, description="Sequence length in tokens.  [default: by model]"
     )
     images: Text | None = Field(
@@ -111,7 +112,7 @@ class Config(Strict):
     volumes: Text | None = Field(
         None, description=".npz file of volumes and labels.  [default: synthetic ellipsoids]"
     )
-    held_out: float = Field(0.05, ge=0, le=0.9, description="Share of the samples in the validation split.")
+    validation_split: float = Field(0.05, ge=0, le=0.9, description="Share of the samples to evaluate on.")
 
     steps: Count | None = Field(None, description="Optimizer steps to take.  [default: 100]")
     epochs: Count | None = Field(None, description="Passes over the samples, instead of steps.")
@@ -237,9 +238,9 @@ class Config(Strict):
             )
         if self.ema is not None and self.precision.startswith("apex"):
             raise ValueError(f"ema {self.ema}: Apex replaces the parameters, give precision fp16 or bf16")
-        if self.patience is not None and (self.eval_every is None or not self.held_out):
+        if self.patience is not None and (self.eval_every is None or not self.validation_split):
             raise ValueError(
-                f"patience {self.patience}: it counts evaluations, give eval_every and held_out as well"
+                f"patience {self.patience}: it counts evaluations, give eval_every and validation_split as well"
             )
         if self.resume is not None and self.output is not None:
             raise ValueError(f"output {self.output}: a resumed run writes to its own folder, leave it out")
@@ -289,6 +290,8 @@ class Config(Strict):
         given = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
+            if name in RENAMED:
+                raise ConfigError(f"no setting '{key}': did you mean '{RENAMED[name]}'?")
             if name not in cls.model_fields:
                 raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
             if value is not None:

@@ -246,7 +246,7 @@ def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
     if resumed.replicated["samples"] != samples:
         raise ConfigError(
             f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
-            "data, length and held-out share"
+            "data, sequence_length and validation_split"
         )
 
 

@@ -311,7 +311,7 @@ def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPa
         model="gpt-tiny",
         model_options={"width": 32, "layers": 2},
         text=str(tmp_path / "text.txt"),
-        length=16,
+        sequence_length=16,
         batch=2,
     )
     trained = assemble(config)

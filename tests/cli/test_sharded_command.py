@@ -31,7 +31,7 @@ def test_two_ranks_share_out_what_one_goes_on_with_at_another_stage(tmp_path: Pa
     run, offloaded = tmp_path / "run", tmp_path / "offloaded"
     offloaded.mkdir()
     model = ["--model", "gpt-tiny", *(f"--model-option={one}" for one in ("width=32", "layers=2", "heads=2"))]
-    data = ["--text", str(tmp_path / "text.txt"), "--length", "16", "--batch", "2", "--steps", "2"]
+    data = ["--text", str(tmp_path / "text.txt"), "--sequence-length", "16", "--batch", "2", "--steps", "2"]
     split = ["--shard", "2", "--offload", "optimizer", "--offload-folder", str(offloaded), "--wire", "int8"]
     first = launch("train", *model, *data, *split, "--budget", "min", "--output", str(run), ranks=2)
     assert first.returncode == 0, first.stdout + first.stderr

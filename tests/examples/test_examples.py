@@ -29,7 +29,7 @@ SCRIPTS = {
     ),
     "roberta_pretrain.py": (
         "--text text.txt --length 16 --batch 2 --folder model --precision bf16",
-        [r"held-out loss [\d.]+, accuracy [\d.]+", r"RobertaForMaskedLM.from_pretrained: .*"],
+        [r"validation loss [\d.]+, accuracy [\d.]+", r"RobertaForMaskedLM.from_pretrained: .*"],
     ),
     "xlnet_pretrain.py": (
         "--text text.txt --length 16 --width 16 --layers 2 --segments 2 --reentrant",
@@ -43,7 +43,7 @@ SCRIPTS = {
         [
             r"4 blocks, checkpoint interval 0: " + SIZE,
             r"4 blocks, checkpoint interval 1: " + SIZE,
-            r"held-out loss [\d.]+",
+            r"validation loss [\d.]+",
         ],
     ),
     "memonger_densenet.py": (
@@ -56,11 +56,11 @@ SCRIPTS = {
     ),
     "memonger_vnet.py": (
         "--pixels 16 --width 2 --batch 2",
-        ["kept: " + COSTS, "recomputed: " + COSTS, r"held-out loss [\d.]+, Dice [\d.]+"],
+        ["kept: " + COSTS, "recomputed: " + COSTS, r"validation loss [\d.]+, Dice [\d.]+"],
     ),
     "memonger_word_lm.py": (
         "--text text.txt --words 50 --length 16 --batch 2 --width 16",
-        ["kept: " + COSTS, "recomputed: " + COSTS, r"perplexity of held-out text: [\d.]+"],
+        ["kept: " + COSTS, "recomputed: " + COSTS, r"validation perplexity: [\d.]+"],
     ),
 }
 

@@ -83,7 +83,7 @@ def yaml(folder: Path) -> Callable[[Draw, Path], None]:
     """A configuration file gives settings that survive another file, or one line."""
     content = (
         "model: gpt-tiny\nmodel_options: {layers: 2}\nsteps: 20\nbatch: 8\naccumulate: 2\noptimizer: adamw\n"
-        "optimizer_options: {betas: [0.9, 0.98], eps: 1e-6}\nlr: 1e-3\nbudget: 0.5x\nclip: 1.0\nheld-out: 0.1\n"
+        "optimizer_options: {betas: [0.9, 0.98], eps: 1e-6}\nlr: 1e-3\nbudget: 0.5x\nclip: 1.0\nvalidation-split: 0.1\n"
         "text: corpus.txt\n"
     )
     (folder / "config.yaml").write_text(content)

@@ -25,7 +25,7 @@ pytestmark = [
 
 STEPS = 40
 SETTINGS = ["--model", "gpt-tiny", "--model-option", "width=32", "--model-option", "layers=1"]
-SETTINGS += ["--model-option", "heads=2", "--length", "16", "--batch", "4", "--steps", str(STEPS)]
+SETTINGS += ["--model-option", "heads=2", "--sequence-length", "16", "--batch", "4", "--steps", str(STEPS)]
 SETTINGS += ["--snapshot-every", "8", "--seed", "3"]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

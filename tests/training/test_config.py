@@ -47,6 +47,8 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     "values, said",
     [
         ({"model": None}, "model is missing"),
+        ({"length": 8}, "no setting 'length': did you mean 'sequence_length'?"),
+        ({"held-out": 0.1}, "no setting 'held-out': did you mean 'validation_split'?"),
         ({"bugdet": "0.3x"}, "no setting 'bugdet': did you mean 'budget'?"),
         ({"batch": 0}, "batch is 0,"),
         ({"batch": "many"}, 'batch is "many"'),

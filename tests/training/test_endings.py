@@ -27,7 +27,7 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     text, scratch = tmp_path / "text.txt", tmp_path / "scratch"
     text.write_bytes(bytes(range(32, 127)) * 20)
     scratch.mkdir()
-    settings = "--model gpt-tiny --model-option layers=1 --length 16 --steps 999999 --batch 2"
+    settings = "--model gpt-tiny --model-option layers=1 --sequence-length 16 --steps 999999 --batch 2"
     settings += f" --snapshot-every 2 --text {text} --output {tmp_path / 'run'}"
     result = subprocess.run(
         [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), place, *settings.split()],

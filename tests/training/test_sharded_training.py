@@ -41,7 +41,7 @@ def shared() -> Iterator[Path]:
 
 
 def trainer_of(folder: Path, **changes: Any) -> Trainer:
-    values = {"model": "gpt-tiny", "model_options": SMALL, "text": str(folder / "text.txt"), "length": 16}
+    values = {"model": "gpt-tiny", "model_options": SMALL, "text": str(folder / "text.txt"), "sequence_length": 16}
     values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1, segments=3)
     values.update(keep_snapshots=9, bucket_cap_mb=0.02, **changes)
     if int(values.get("shard", 0)) >= 2:
@@ -118,7 +118,7 @@ def test_ranks_with_fewer_batches_keep_step_and_a_skipped_step_leaves_nothing(
     hc.barrier()
     outcomes = []
     for stage in (0, 3):
-        values: dict[str, Any] = {"epochs": 1, "accumulate": 4, "held_out": 0.22, "optimizer": "sgd"}
+        values: dict[str, Any] = {"epochs": 1, "accumulate": 4, "validation_split": 0.22, "optimizer": "sgd"}
         values.update(shard=stage, on_nan="skip", eval_batches=None)
         values["model_options"] = {**SMALL, "dropout": 0.0}  # stage 3 takes fewer micro-batches at the end
         trainer = trainer_of(folder, **values, output=str(folder / f"run-{stage}"))

@@ -61,7 +61,7 @@ def settings(name, text, **changes):
     if name in ("resnet-20", "vnet"):
         values["pixels"] = 8 if name == "resnet-20" else 16
     else:
-        values.update(text=text, length=16)
+        values.update(text=text, sequence_length=16)
     return {**values, **changes}
 
 
@@ -163,7 +163,7 @@ def test_batch_norms_over_all_ranks_agree_also_in_a_short_last_batch(text, folde
         images = numpy.random.default_rng(0).integers(0, 256, (count, 8, 8)).astype(numpy.uint8)
         numpy.savez(arrays, images=images, labels=numpy.arange(count) % 3)
     hc.barrier()
-    values = settings("resnet-20", text, images=str(arrays), steps=None, epochs=1, held_out=0, seed=2**62)
+    values = settings("resnet-20", text, images=str(arrays), steps=None, epochs=1, validation_split=0, seed=2**62)
     for kind in ("synchronized", "deferred-ranks"):
         trainer, outcome = train(folder / kind, **values, accumulate=4, batch_norm=kind)
         assert outcome.steps == 2 and trainer.progress.position == count
@@ -193,8 +193,8 @@ class Recording:
 def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count_right(text, folder):
     """Three epochs, and three samples in the last global batch: two ranks share them unevenly, one of four has none."""
     count = 2 * hc.size() + 1
-    values = settings("gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=3, batch=2, length=8)
-    values.update(optimizer="sgd", weight_decay=0, steps=None, held_out=0)
+    values = settings("gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=3, batch=2, sequence_length=8)
+    values.update(optimizer="sgd", weight_decay=0, steps=None, validation_split=0)
     values["model_options"] = {**SMALL, "dropout": 0.0}
     trainer, outcome = train(folder / "run", recording=True, **values)
     assert 3 * count % (2 * hc.size()) == 3
@@ -226,8 +226,8 @@ def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count
 def test_a_resumed_epoch_with_another_global_batch_ends_at_the_end_of_the_stream(text, folder):
     """As with another number of ranks: the rest of the samples is trained on, each once."""
     count = 8 * hc.size() + 1
-    values = settings("gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=1, batch=2, length=8)
-    values.update(steps=None, held_out=0, snapshot_every=1, keep_snapshots=99)
+    values = settings("gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=1, batch=2, sequence_length=8)
+    values.update(steps=None, validation_split=0, snapshot_every=1, keep_snapshots=99)
     train(folder / "run", **values)
     values["batch"] = 1
     resumed = str(folder / "run" / "snapshots" / "step-00000001")
@@ -269,7 +269,7 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
     assert again.steps == 4
     for name, changed, said in (
         ("seed", 5, "seed 5: the run that is to resume has 0"),
-        ("length", 8, "samples to train on and there are"),
+        ("sequence_length", 8, "samples to train on and there are"),
         ("model_options", {**SMALL, "layers": 2}, "the snapshot is of another model"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -280,7 +280,7 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
         train(folder, **values, resume=str(folder))
 
 
-NO_TEXT = {"text": None, "length": None, "model_options": {}}
+NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ __all__ = ["EVERY", "Growth", "Soaked", "growth", "soak"]
 EVERY = 20  # steps between snapshots
 SETTINGS = {
     "model": "gpt-tiny",
-    "length": 64,
+    "sequence-length": 64,
     "batch": 4,
     "accumulate": 2,
-    "held-out": 0,
+    "validation-split": 0,
     "steps": 100_000_000,
     "schedule": "constant",
     "snapshot-every": EVERY,

@@ -196,7 +196,7 @@ def measure(job: Job) -> RankResult:
         accumulate=job.accumulate,
         batch=job.batch,
         steps=WARM_UP + job.rounds * job.steps + 1,
-        held_out=0.0,
+        validation_split=0.0,
         clip=1.0,
         log_every=min(LOG_EVERY, job.steps),
         device="cpu",
