@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,9 +26,9 @@ from hvd_ckpt.snapshots.shards import RankShards
 
 __all__ = ["RankManifest", "await_folder", "collect", "not_shared", "send"]
 
-RANK_SECONDS = 120.0  # that rank 0, its own files written, waits for the others', and these for the folder
-LATE_SECONDS = 20.0  # that a rank waits for the folder when training waits for the rank
-BUSY_SECONDS = 600.0  # that a rank waits while nothing changes in the folder before, which rank 0 still has
+RANK_SECONDS = (
+    120.0  # that a rank waits for the folder, and rank 0, its own files written, for the others' files
+)
 
 
 class RankManifest(Strict):
@@ -41,39 +41,21 @@ class RankManifest(Strict):
     fault: str = ""
 
 
-def await_folder(temporary: Path, before: Path | None, hurried: Callable[[], bool]) -> None:
-    """Waits, on a rank other than 0, for the folder that rank 0 makes. The time begins when rank 0 is done with the one before.
-
-    Args:
-        temporary: the folder.
-        before: the temporary folder of the snapshot before.
-        hurried: returns whether training itself waits: then rank 0 has had its time, and it is not waited for long.
+def await_folder(temporary: Path) -> None:
+    """Waits, on a rank other than 0, for the folder that rank 0 makes when it begins the snapshot.
 
     Raises:
         Wrong: it does not come.
     """
     folder = temporary.parent
-    waited = late = unchanged = 0.0
-    seen: object = None
-    for pause in _pauses():
-        if temporary.is_dir():
-            return
+    for waited in _looks():
         # Listing the folder makes a network file system ask its server again.
-        names = names_in(folder)
-        if temporary.name in names:
+        if temporary.is_dir() or temporary.name in names_in(folder):
             return
         if folder.is_dir() and not os.access(folder, os.W_OK):
             raise Wrong(f"'{folder}' cannot be written to: name a folder that can be")
-        if before is not None and before.name in names:
-            found = _activity(before)
-            unchanged = unchanged + pause if found == seen else 0.0
-            seen = found
-        else:
-            waited += pause
-            late += pause if hurried() else 0.0
-        if late > LATE_SECONDS or waited > RANK_SECONDS or unchanged > BUSY_SECONDS:
+        if waited > RANK_SECONDS:
             raise Wrong(not_shared(f"'{temporary}', which rank 0 makes, is not there on host {host_name()}"))
-        time.sleep(pause)
 
 
 def send(temporary: Path, rank: int, manifest: RankManifest) -> str | None:
@@ -105,14 +87,12 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
     """
     found: dict[int, RankManifest] = {}
     missing = list(range(1, ranks))
-    waited = 0.0
-    for pause in _pauses():
+    for waited in _looks():
         names = set(os.listdir(temporary)) if missing else set()
         found.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
         missing = [rank for rank in missing if rank not in found]
         if not missing:
             break
-        waited += pause
         if given_up():
             raise Wrong(
                 f"rank {missing[0]} had not written its files when this process ended: look at its output"
@@ -121,7 +101,6 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
             raise Wrong(
                 not_shared(f"rank {missing[0]} has not written its files for {RANK_SECONDS:g} seconds")
             )
-        time.sleep(pause)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -150,18 +129,10 @@ def _receive(temporary: Path, rank: int) -> RankManifest:
     return manifest
 
 
-def _activity(folder: Path) -> object:
-    """Something that changes when a file in the folder comes or goes, or one of those that only rank 0 writes grows."""
-    sizes = {}
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            sizes[name] = 0 if name.startswith("rank-") else (folder / name).stat().st_size
-    return sizes
-
-
-def _pauses() -> Iterable[float]:
-    """Seconds between one look and the next: short at first."""
-    pause = 0.002
+def _looks() -> Iterator[float]:
+    """Pauses between two looks, short at first; gives the seconds that were paused."""
+    waited, pause = 0.0, 0.002
     while True:
-        yield pause
-        pause = min(1.5 * pause, 0.1)
+        yield waited
+        time.sleep(pause)
+        waited, pause = waited + pause, min(1.5 * pause, 0.1)

@@ -60,14 +60,12 @@ class _Job:
 
     step: int
     temporary: Path
-    before: Path | None  # the temporary folder of the snapshot before
     content: Content | None = None
     fault: str = ""
     bug: Exception | None = None
     held: ExitStack = field(default_factory=ExitStack)
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    waited_for: bool = False  # a caller waits for its end
 
 
 class SnapshotWriter:
@@ -119,7 +117,6 @@ class SnapshotWriter:
         self._on_written = written
         self._begun = 0
         self._job: _Job | None = None
-        self._before: Path | None = None
         self._bug: Exception | None = None
         self._staging = Staging()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -222,18 +219,15 @@ class SnapshotWriter:
 
     def _settle(self) -> None:
         """Waits for the snapshot under way, and hands over its warnings."""
-        job = self._job
-        if job is not None:
-            job.waited_for = True
-            job.done.wait()
+        if self._job is not None:
+            self._job.done.wait()
             self._job = None
         self.check()
 
     def _begin(self, step: int, make_content: Callable[[], Content]) -> None:
         self._begun += 1
         token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
-        job = _Job(step, self._folder / temporary_name(name_of(step), token), self._before)
-        self._before = job.temporary
+        job = _Job(step, self._folder / temporary_name(name_of(step), token))
         try:
             job.held.enter_context(under_way(job.temporary))
             made = self._rank == 0 and self._makes_folder(job)  # the other ranks may have waited for it
@@ -279,8 +273,6 @@ class SnapshotWriter:
     def _end(self, seconds: float | None) -> None:
         """Ends the thread when it has finished, waiting at most so long."""
         self._closed = True
-        if self._job is not None:
-            self._job.waited_for = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(seconds)
@@ -322,7 +314,7 @@ class SnapshotWriter:
         self._copy(job)
         try:
             if self._rank != 0:
-                await_folder(job.temporary, job.before, lambda: job.waited_for)
+                await_folder(job.temporary)
             if job.fault:
                 raise Wrong(job.fault)
             assert job.content is not None

@@ -1,4 +1,4 @@
-"""What a run trains, built from its configuration: data sets, model, objective, device, precision, recomputation."""
+"""The parts of a run, built from its configuration: data, model, device, precision, recomputation, distributed optimizer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hvd_ckpt.data.images import open_images
 from hvd_ckpt.data.text import CausalText, MaskedText, PermutedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import open_volumes
+from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.json_file import write_text
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.models import catalog
@@ -27,10 +28,12 @@ from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.precision import Precision
 from hvd_ckpt.recompute import CheckpointSequential
+from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.torch_private import AnyBatchNorm
-from hvd_ckpt.training.collective import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.failures import errors_everywhere
 
 __all__ = [
     "Assembly",
@@ -38,6 +41,7 @@ __all__ = [
     "assemble",
     "assemble_in_turn",
     "device_of",
+    "distribute",
     "load_plan",
     "precision_of",
     "prepare_model",
@@ -120,7 +124,10 @@ def _open_data(config: Config, entry: catalog.Entry) -> tuple[Dataset, Dataset |
     pixels = config.pixels or entry.data["pixels"]
     if entry.kind == "images":
         images = open_images(config.images, pixels, seed=config.seed)
-        return *images.split(config.validation_split), {"channels": images.channels, "classes": images.classes}
+        return *images.split(config.validation_split), {
+            "channels": images.channels,
+            "classes": images.classes,
+        }
     volumes = open_volumes(config.volumes, pixels, seed=config.seed)
     return *volumes.split(config.validation_split), {"channels": volumes.channels, "classes": volumes.classes}
 
@@ -163,8 +170,7 @@ def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any])
 
 
 def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:
-    """Runs the model on a smallest micro-batch, without a trace: a model that halves its input again and again may be left with
-    nothing, and a batch norm cannot train on one value."""
+    """Runs the model on a smallest micro-batch: it may halve its input to nothing, and a batch norm cannot train on one value."""
     count = min(config.batch // config.accumulate, len(train))
     sample = train.batch(range(count), [0] * count)
     training = config.batch_norm != "synchronized"  # that trains on the samples of all ranks
@@ -331,3 +337,42 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
             f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
         )
     return loaded
+
+
+# ------------------------------------------------------------------------------------ optimizer
+
+
+def distribute(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Any:
+    """The ``DistributedOptimizer`` of a run, sharded or not. Collective.
+
+    Args:
+        model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
+
+    Raises:
+        ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
+    """
+    if config.stage and is_elastic():
+        raise ConfigError(
+            f"shard {config.shard}: ranks of an elastic job come and go, and take what they hold with them, leave it out"
+        )
+    options: dict[str, Any] = {}
+    if config.stage:
+        options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
+        options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
+    if config.stage == 3:
+        options["model"] = model
+    try:
+        distributed: Any = DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=getattr(Compression, config.compression),
+            bucket_cap_mb=config.bucket_cap_mb,
+            **options,
+        )
+    except (ValueError, OSError) as error:
+        if not config.stage:
+            raise
+        raise ConfigError(f"shard {config.shard}: {error}") from None
+    if is_elastic():  # where ranks have made different numbers of optimizers
+        distributed.agree_on_naming()
+    return distributed

@@ -21,8 +21,8 @@ from hvd_ckpt import runtime
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.training.build import assemble_in_turn
-from hvd_ckpt.training.collective import ResumePoint, find_resume_point
 from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.resume import ResumePoint, find_resume_point
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
 __all__ = ["RunState", "train"]

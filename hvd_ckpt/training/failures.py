@@ -1,4 +1,4 @@
-"""Failures of a run: what ranks tell each other when something has happened on one of them, and how their processes exit.
+"""Failures of a run: errors that one rank raises on all, reports of single ranks, and how processes exit.
 
 While a run trains, a flag that travels with the gradients (:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`) says
 that a rank has something to report, and only then do all ranks gather their reports; it costs nothing until there is one.
@@ -26,14 +26,22 @@ from horovod.torch.mpi_ops import global_process_set
 from hvd_ckpt import watchdog
 from hvd_ckpt.hosts import host_name
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.reduction.agreement import FailedElsewhere, allgather_objects
+from hvd_ckpt.reduction.agreement import FailedElsewhere, allgather_objects, raise_together
 from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.stopping import FAILURE_FILE, SUPERVISED_VARIABLE
 
-__all__ = ["FatalTrainingError", "NonFiniteLoss", "RankReport", "exit_handler", "exit_now", "gather_reports"]
+__all__ = [
+    "FatalTrainingError",
+    "NonFiniteLoss",
+    "RankReport",
+    "errors_everywhere",
+    "exit_handler",
+    "exit_now",
+    "gather_reports",
+]
 
 MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
 
@@ -47,6 +55,25 @@ class NonFiniteLoss(FatalTrainingError):
 
 
 FATAL_ERRORS = (FatalTrainingError, WeightsDiffer, SnapshotError)  # raised on all ranks alike
+
+
+@contextlib.contextmanager
+def errors_everywhere(name: str) -> Iterator[None]:
+    """An error that one rank raises inside is raised on all ranks. The body must not communicate, since a rank may leave it early.
+
+    Raises:
+        ConfigError: a ValueError inside, on this rank or another.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    try:
+        raise_together(error, global_process_set, name)
+    except ValueError as found:
+        passing = isinstance(found, (FailedElsewhere, SnapshotError)) or getattr(found, "passing", False)
+        raise ConfigError(str(found), passing) from None
 
 
 @dataclass(frozen=True)

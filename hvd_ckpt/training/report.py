@@ -237,7 +237,7 @@ class Report:
         """Loss and terms of this rank that the next entry of the log will count so far."""
         return self._meter.pending()
 
-    def go_on(self, entry: tuple[float, float]) -> None:
+    def resume(self, entry: tuple[float, float]) -> None:
         """Continues an :meth:`open_entry` of the run before."""
         self._before = entry
 

@@ -25,38 +25,34 @@ from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import Loader, Sampler
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.reduction import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.consistency import check_equal_weights
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
-from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
+from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.shards import RunShards
 from hvd_ckpt.snapshots.writer import SnapshotWriter
-from hvd_ckpt.training.build import apply_plan, device_of, precision_of, prepare_model
-from hvd_ckpt.training.collective import ResumePoint, errors_everywhere, find_resume_point
+from hvd_ckpt.training.build import apply_plan, device_of, distribute, precision_of, prepare_model
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.evaluation import evaluate
-from hvd_ckpt.training.failures import NonFiniteLoss, gather_reports
+from hvd_ckpt.training.failures import NonFiniteLoss, errors_everywhere, gather_reports
 from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.report import Report, print_summary
 from hvd_ckpt.training.resume import (
-    Progress,
+    ResumePoint,
     average_state,
     average_weights,
+    find_resume_point,
     later_snapshots,
     load_state,
-    plan_text,
     read_snapshot,
     remove_abandoned,
 )
-from hvd_ckpt.training.sharded import check_job, distributed
+from hvd_ckpt.training.state import Progress, plan_text
 from hvd_ckpt.training.stopping import StopRequest
 
 __all__ = ["Outcome", "Trainer"]
@@ -120,84 +116,65 @@ class Trainer:
         self._writer: SnapshotWriter | None = None
         self._evaluation: dict[str, float] = {}
 
-        self._prepare(model)
+        # Model and optimizer of one rank
+        with errors_everywhere("hvd_ckpt.train.settings"):
+            self.device = device_of(config)
+            self.sampler = Sampler(len(train), config.seed, config.epochs)
+            self.precision = precision_of(config, self.device)
+            self.model = prepare_model(model, config, self.device)
+            optimizer = build_optimizer(
+                config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
+            )
+
+        # Snapshot: read, validated, and its weights loaded
         point = point or find_resume_point(config)
         self.folder = point.folder
-        snapshot, kept = self._read_snapshot(point)
+        with errors_everywhere("hvd_ckpt.train.snapshot"):
+            snapshot = read_snapshot(point, config, len(train), self.model, optimizer)
+            self.progress = Progress() if snapshot is None else Progress(**snapshot.replicated["progress"])
+            self._first_ranks: int = hvd.size() if snapshot is None else snapshot.replicated["ranks"]
+            left = self.sampler.batches_left(self.progress.position, config.batch * hvd.size())
+            self.steps = (config.steps or DEFAULT_STEPS) if left is None else self.progress.step + left
+            self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
+            self.schedule = Schedule(config.schedule, config.lr * self.rate_scale, self.steps, config.warmup)
+            if hvd.rank() == 0 and not config.dry_run:
+                config.write_yaml(self.folder / "config.yaml")
         taken = self.progress.step
+        self._abandoned = [] if snapshot is None else later_snapshots(self.folder / "snapshots", taken)
+        expected = {} if snapshot is None else state_of_shards(optimizer, self.model)
         print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
+
+        # Weights of rank 0, then the plan, which sees whole parameters
         broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.plan, self._plan_text = apply_plan(
             self.model, config, train, objective, self.device, self.folder, plan_text(config, snapshot)
         )
-        self._distribute()
+
+        # Optimizer of all ranks
+        self._shards = RunShards(self.model, config.stage, lossy=config.wire != "fp32")
+        self.optimizer: Any
+        self.model, self.optimizer = self.precision.prepare(
+            self.model, distribute(optimizer, self.model, config)
+        )
+        if not config.stage:
+            broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self._average = average_weights(self.optimizer, config.ema)
+
+        # State of the snapshot
         seed_all(seed_of_rank(config.seed, taken))
         self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
         if snapshot is not None:
+            scaler = self.precision.scaler
             load_state(
                 snapshot,
-                kept,
+                expected,
                 self.model,
                 self.optimizer,
                 self._shards,
                 self._average,
-                self.precision.scaler,
+                scaler,
                 self.report,
             )
-
-    # -------------------------------------------------------------------------------- start and resume
-
-    def _prepare(self, model: nn.Module) -> None:
-        """Sets device, order of samples, precision, model, and the optimizer of one rank."""
-        config = self.config
-        with errors_everywhere("hvd_ckpt.train.settings"):
-            check_job(config)
-            self.device = device_of(config)
-            self.sampler = Sampler(len(self.train), config.seed, config.epochs)
-            self.precision = precision_of(config, self.device)
-            self.model = prepare_model(model, config, self.device)
-            options = config.optimizer_options
-            self.optimizer: Any = build_optimizer(
-                config.optimizer, self.model, config.lr, config.weight_decay, options
-            )
-
-    def _read_snapshot(self, point: ResumePoint) -> tuple[Snapshot | None, dict[str, dict[str, Any]]]:
-        """Reads and validates the snapshot to resume from, loads its weights, and sets progress, steps and schedule.
-
-        Returns:
-            the snapshot, or None; and the state that the optimizer keeps of each shard of a parameter
-        """
-        config = self.config
-        with errors_everywhere("hvd_ckpt.train.snapshot"):
-            snapshot = read_snapshot(point, config, len(self.train), self.model, self.optimizer)
-            kept: dict[str, dict[str, Any]] = {}
-            self.progress = Progress()
-            self._first_ranks: int = hvd.size()
-            if snapshot is not None:
-                kept = state_of_shards(self.optimizer, self.model)
-                self.progress = Progress(**snapshot.replicated["progress"])
-                self._first_ranks = snapshot.replicated["ranks"]
-            left = self.sampler.batches_left(self.progress.position, config.batch * hvd.size())
-            self.steps = (config.steps or DEFAULT_STEPS) if left is None else self.progress.step + left
-            self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
-            rate = config.lr * self.rate_scale
-            self.schedule = Schedule(config.schedule, rate, self.steps, config.warmup)
-            if hvd.rank() == 0 and not config.dry_run:
-                config.write_yaml(self.folder / "config.yaml")
-        self._abandoned = later_snapshots(self.folder / "snapshots", self.progress.step) if snapshot else []
-        return snapshot, kept
-
-    def _distribute(self) -> None:
-        """Sets the ``DistributedOptimizer`` and the averaged weights. Collective."""
-        config = self.config
-        self._shards = RunShards(self.model, config.stage, lossy=config.wire != "fp32")
-        self.optimizer = distributed(self.optimizer, self.model, config)
-        if is_elastic():  # where ranks have made different numbers of optimizers
-            self.optimizer.agree_on_naming()
-        self.model, self.optimizer = self.precision.prepare(self.model, self.optimizer)
-        if not config.stage:
-            broadcast_optimizer_state(self.optimizer, root_rank=0)
-        self._average = average_weights(self.optimizer, config.ema)
 
     @property
     def requested_stop(self) -> str | None:

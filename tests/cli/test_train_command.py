@@ -88,7 +88,16 @@ def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path:
     assert weights.keys() == whole.keys() and all((weights[name] == whole[name]).all() for name in whole)
 
 
-SMALL = ("--model", "gpt-tiny", "--model-option", "width=32", "--model-option", "layers=1", "--sequence-length", "32")
+SMALL = (
+    "--model",
+    "gpt-tiny",
+    "--model-option",
+    "width=32",
+    "--model-option",
+    "layers=1",
+    "--sequence-length",
+    "32",
+)
 
 
 def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(text: Path, tmp_path: Path) -> None:

@@ -104,7 +104,18 @@ def test_training_without_optional_packages(tmp_path: Path, model: str, status: 
         f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
         "from hvd_ckpt.cli.main import main; main(sys.argv[1:])"
     )
-    options = ["--text", "text.txt", "--steps", "1", "--batch", "2", "--sequence-length", "16", "--output", "run"]
+    options = [
+        "--text",
+        "text.txt",
+        "--steps",
+        "1",
+        "--batch",
+        "2",
+        "--sequence-length",
+        "16",
+        "--output",
+        "run",
+    ]
     result = subprocess.run(
         [sys.executable, "-c", code, "train", "--model", model, *options],
         cwd=tmp_path,

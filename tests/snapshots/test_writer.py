@@ -254,7 +254,6 @@ def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(barrier, "RANK_SECONDS", 0.1)
-    monkeypatch.setattr(barrier, "LATE_SECONDS", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "node7")
     with Job(tmp_path) as job:
         first, second = job.writers
@@ -270,51 +269,6 @@ def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
         assert second.wait() is None and "is not there on host node7" in str(second.failed)
         assert names(tmp_path) == [] and len(job.told) == 1
         assert job.write(2) is not None
-
-
-@pytest.mark.parametrize("busy_with", ["complete", "prune"])
-def test_a_rank_waits_while_rank_0_is_busy_with_the_snapshot_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy_with: str
-) -> None:
-    monkeypatch.setattr(barrier, "LATE_SECONDS", 0.02)
-    with Job(tmp_path) as job, Gate(monkeypatch, writer, busy_with) as busy:
-        first, second = job.writers
-        state: Any = {"weights": {}, "replicated": None, "per_rank": None}
-        job.begin(1)
-        assert busy.reached.wait(60)
-        beginning = threading.Thread(target=first.begin, args=(2,), kwargs=state)
-        if busy_with == "prune":  # the one before has its name: rank 0 makes the folder before it waits
-            beginning.start()
-            assert within(20, lambda: any(tmp_path.glob(".step-00000002.tmp-*")))
-        second.begin(2, **state)
-        waiting = threading.Thread(target=second.wait)
-        waiting.start()
-        if busy_with == "complete":
-            waiting.join(0.3)
-            beginning.start()
-        waiting.join(60)
-        assert second.failed is None and beginning.is_alive()
-        busy.open()
-        beginning.join(60)
-        path = first.wait()
-        assert not job.told and path == tmp_path / "step-00000002"
-
-
-def test_a_rank_does_not_wait_for_ever_for_a_rank_0_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(barrier, "BUSY_SECONDS", 0.1)
-    with Job(tmp_path) as job, Gate(monkeypatch, writer, "complete"):
-        job.begin(1)
-        job.writers[1].begin(2, weights={}, replicated=None, per_rank=None)
-        assert job.writers[1].wait() is None and "is not there on host" in str(job.writers[1].failed)
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return holds()
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 3])

@@ -37,7 +37,16 @@ SECONDS = 240  # that a phase may take on a busy machine
 COMMIT_EVERY = 5
 BATCH, LR = 4, 3e-4
 SETTINGS = ["--model", "bert-tiny", "--model-option", "width=32", "--model-option", "layers=1"]
-SETTINGS += ["--model-option", "heads=2", "--sequence-length", "16", "--batch", str(BATCH), "--steps", "100000"]
+SETTINGS += [
+    "--model-option",
+    "heads=2",
+    "--sequence-length",
+    "16",
+    "--batch",
+    str(BATCH),
+    "--steps",
+    "100000",
+]
 SETTINGS += ["--snapshot-every", str(COMMIT_EVERY), "--keep-snapshots", "100000", "--log-every", "1"]
 SETTINGS += ["--seed", "3", "--schedule", "constant", "--lr", str(LR), "--commit-every", str(COMMIT_EVERY)]
 

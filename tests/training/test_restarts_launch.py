@@ -29,7 +29,13 @@ SETTINGS = [
     "--model-option=layers=2",
     "--model-option=heads=2",
 ]
-SETTINGS += ["--sequence-length=16", "--batch=4", f"--steps={STEPS}", f"--snapshot-every={EVERY}", "--log-every=1000"]
+SETTINGS += [
+    "--sequence-length=16",
+    "--batch=4",
+    f"--steps={STEPS}",
+    f"--snapshot-every={EVERY}",
+    "--log-every=1000",
+]
 Ranks = Callable[[], list[int]]
 
 

@@ -41,7 +41,12 @@ def shared() -> Iterator[Path]:
 
 
 def trainer_of(folder: Path, **changes: Any) -> Trainer:
-    values = {"model": "gpt-tiny", "model_options": SMALL, "text": str(folder / "text.txt"), "sequence_length": 16}
+    values = {
+        "model": "gpt-tiny",
+        "model_options": SMALL,
+        "text": str(folder / "text.txt"),
+        "sequence_length": 16,
+    }
     values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1, segments=3)
     values.update(keep_snapshots=9, bucket_cap_mb=0.02, **changes)
     if int(values.get("shard", 0)) >= 2:

@@ -15,8 +15,8 @@ import hvd_ckpt as hc
 from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.collective import errors_everywhere
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.failures import errors_everywhere
 from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Trainer
 
@@ -163,7 +163,9 @@ def test_batch_norms_over_all_ranks_agree_also_in_a_short_last_batch(text, folde
         images = numpy.random.default_rng(0).integers(0, 256, (count, 8, 8)).astype(numpy.uint8)
         numpy.savez(arrays, images=images, labels=numpy.arange(count) % 3)
     hc.barrier()
-    values = settings("resnet-20", text, images=str(arrays), steps=None, epochs=1, validation_split=0, seed=2**62)
+    values = settings(
+        "resnet-20", text, images=str(arrays), steps=None, epochs=1, validation_split=0, seed=2**62
+    )
     for kind in ("synchronized", "deferred-ranks"):
         trainer, outcome = train(folder / kind, **values, accumulate=4, batch_norm=kind)
         assert outcome.steps == 2 and trainer.progress.position == count
@@ -193,7 +195,9 @@ class Recording:
 def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count_right(text, folder):
     """Three epochs, and three samples in the last global batch: two ranks share them unevenly, one of four has none."""
     count = 2 * hc.size() + 1
-    values = settings("gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=3, batch=2, sequence_length=8)
+    values = settings(
+        "gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=3, batch=2, sequence_length=8
+    )
     values.update(optimizer="sgd", weight_decay=0, steps=None, validation_split=0)
     values["model_options"] = {**SMALL, "dropout": 0.0}
     trainer, outcome = train(folder / "run", recording=True, **values)
@@ -226,7 +230,9 @@ def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count
 def test_a_resumed_epoch_with_another_global_batch_ends_at_the_end_of_the_stream(text, folder):
     """As with another number of ranks: the rest of the samples is trained on, each once."""
     count = 8 * hc.size() + 1
-    values = settings("gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=1, batch=2, sequence_length=8)
+    values = settings(
+        "gpt-tiny", beginning(text, folder, 8 * count + 1), epochs=1, batch=2, sequence_length=8
+    )
     values.update(steps=None, validation_split=0, snapshot_every=1, keep_snapshots=99)
     train(folder / "run", **values)
     values["batch"] = 1
