@@ -253,16 +253,16 @@ def test_training_continues_with_one_warning(tmp_path: Path, trouble: Any, own: 
 def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(barrier, "RANK_SECONDS", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "node7")
     with Job(tmp_path) as job:
         first, second = job.writers
-        second.begin(
-            9, weights={}, replicated=None, per_rank=object()
-        )  # an early rank waits to report its fault
+        # An early rank waits to report its fault.
+        second.begin(9, weights={}, replicated=None, per_rank=object())
         time.sleep(0.03)
         first.begin(9, weights={}, replicated=None, per_rank=None)
         assert first.wait() is None and "rank 1: per_rank is a builtins.object" in job.told.pop()
+        second.wait()
+        monkeypatch.setattr(barrier, "RANK_SECONDS", 0.1)
         first.begin(1, weights={}, replicated=None, per_rank=None)
         assert first.wait() is None
         second.begin(1, weights={}, replicated=None, per_rank=None)
