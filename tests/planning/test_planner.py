@@ -265,11 +265,17 @@ def test_planning_says_what_it_measures_where_it_is_asked_or_takes_long(monkeypa
     assert told() == kinds
 
 
-def test_min_is_met_where_a_plan_needs_more_than_predicted():
+def test_a_plan_that_needs_more_than_predicted_is_corrected():
     """Segments hold a random state each, which no prediction counts; for "min" there is no slack to take it from."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
-    plan = hc.plan(model, torch.randn(512, 16), loss=loss_of, budget="min")
-    assert plan.measured.peak_bytes <= plan.budget < plan.baseline.peak_bytes
+    planner = Planner(model, torch.randn(512, 16), loss=loss_of)
+    least = planner.plan("min", rounds=0)
+    assert least.measured.peak_bytes <= least.budget < least.baseline.peak_bytes
+    first = planner.plan((least.budget + 3 * least.baseline.peak_bytes) // 4, rounds=0)
+    budget = first.predicted.peak_bytes
+    assert first.measured.peak_bytes > budget
+    second = planner.plan(budget, rounds=0)
+    assert 0.85 * budget < second.measured.peak_bytes <= budget
 
 
 def test_keeping_a_chain_of_linear_and_relu_to_the_byte():

@@ -247,9 +247,15 @@ def test_parameters_that_are_not_used_or_behind_an_unused_output_have_no_gradien
 
 @VARIANTS
 def test_no_arguments_at_all(run):
-    parameter = nn.Parameter(torch.ones(3))
-    run(lambda: parameter.exp().sin()).sum().backward()
+    parameter, runs = nn.Parameter(torch.ones(3)), []
+
+    def function():
+        runs.append(None)
+        return parameter.exp().sin()
+
+    run(function).sum().backward()
     assert parameter.grad is not None
+    assert len(runs) == 2
 
 
 @EVERY_KIND
