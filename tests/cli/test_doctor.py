@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Case, Result, run_forked
 
 from hvd_ckpt.cli import doctor
+from hvd_ckpt.install.recipe import detect_target
 from hvd_ckpt.probe import OPERATIONS
 
+IMPORTS = "import os, sys, torch\nfrom unittest.mock import patch\nfrom hvd_ckpt.cli.main import main"
 pytestmark = pytest.mark.launch
-
-
-def call(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """``hvd-ckpt doctor`` in a fresh process, after the statements in ``before``."""
-    code = f"import sys\n{before}\nfrom hvd_ckpt.cli.main import main\nmain(['doctor', *sys.argv[1:]])"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=dict(os.environ) | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +31,57 @@ def path_without_ssh(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+NO_HOROVOD = "sys.modules['horovod'] = None\n"
+NO_USER = "patch('pwd.getpwuid', side_effect=KeyError).start()\n"  # the password file does not know the user
+BROKEN = {
+    "for another PyTorch": "mpi_lib_v2.so: undefined symbol: _ZN5torch3jit",
+    "without PyTorch": "Extension horovod.torch has not been built: no such file",
+}
+
+
 @pytest.fixture(scope="module")
-def healthy(path_without_ssh: str) -> dict[str, Any]:
-    environment = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_SECRET_KEY": "hush", "OMP_NUM_THREADS": "1"}
-    result = call("--json", PATH=path_without_ssh, **environment)
-    facts: dict[str, Any] = json.loads(result.stdout)
-    assert result.returncode == 0, facts["problems"]
+def results(path_without_ssh: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """``hvd-ckpt doctor`` in fresh processes in which something is missing."""
+    folder = tmp_path_factory.mktemp("doctor")
+
+    def doctor(*arguments: str, before: str = NO_HOROVOD, **environment: str) -> Case:
+        return Case(f"{before}main(['doctor', *sys.argv[1:]])", environment, arguments)
+
+    cases = {
+        "healthy": doctor(
+            "--json",
+            before="",
+            PATH=path_without_ssh,
+            HOROVOD_CYCLE_TIME="2",
+            HOROVOD_SECRET_KEY="hush",
+            OMP_NUM_THREADS="1",
+        ),
+        "impatient": doctor("--json", "--timeout", "1", before=""),
+        "no PyTorch": doctor(before="sys.modules['torch'] = None\n"),
+        "no home": doctor("--json", before=NO_HOROVOD + NO_USER + "del os.environ['HOME']\n"),
+        "no such home": doctor("--json", HOME="/proc/no/home"),
+        "no build": doctor("--json", CXX="/no/such/compiler", XDG_CACHE_HOME=str(folder)),
+    }
+    for name, error in BROKEN.items():
+        write_package(folder / name, "horovod")
+        write_package(folder / name, "horovod.torch", f"raise ImportError({error!r})")
+        cases[name] = doctor(before=f"sys.path.insert(0, {str(folder / name)!r})\n")
+    log = folder / "hvd_ckpt" / "logs" / f"{detect_target().key}.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(
+        "[1/2] c++ a.cc\n  a.cc:3:1: error: one today\n  b.cc:1:1: error: two\nerror: subprocess-exited-with-error\n"
+    )
+    return run_forked(IMPORTS, cases)
+
+
+@pytest.fixture(scope="module")
+def healthy(results: dict[str, Result]) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(results["healthy"].stdout)
+    assert results["healthy"].returncode == 0, facts["problems"]
     return facts
 
 
-def test_what_is_installed(healthy: dict[str, Any]) -> None:
+def test_what_is_installed_and_works(healthy: dict[str, Any]) -> None:
     import torch
 
     assert healthy["python"]["executable"] == sys.executable
@@ -60,15 +90,10 @@ def test_what_is_installed(healthy: dict[str, Any]) -> None:
     assert healthy["horovod"]["version"] == "0.28.1"
     assert healthy["problems"] == []
 
-
-def test_every_operation_is_tried_over_each_controller(healthy: dict[str, Any]) -> None:
     for name, controller in healthy["controllers"].items():
         assert controller["works"] or not healthy["horovod"][name], controller["reason"]
         if controller["works"]:
             assert controller["operations"]["cpu"] == dict.fromkeys(OPERATIONS, "ok")
-
-
-def test_settings_that_matter_are_shown_and_secrets_are_not(healthy: dict[str, Any]) -> None:
     assert healthy["environment"]["HOROVOD_CYCLE_TIME"] == "2"
     assert healthy["environment"]["OMP_NUM_THREADS"] == "1"
     assert "hush" not in json.dumps(healthy)
@@ -78,14 +103,12 @@ def test_the_table_says_the_same(healthy: dict[str, Any], capsys: pytest.Capture
     doctor.print_table(healthy)
     shown = capsys.readouterr().out
     for text in (
-        "Python",
         healthy["torch"]["version"],
         "0.28.1",
         "gloo",
         "mpi",
-        "Apex",
         "HOROVOD_CYCLE_TIME=2",
-        "OMPI_MCA_plm_rsh_agent",
+        "OMPI_MCA_plm",
     ):
         assert text in shown
     assert "problem" not in shown
@@ -97,71 +120,45 @@ def write_package(folder: Path, name: str, text: str = "") -> None:
     (path / "__init__.py").write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("mpi_lib_v2.so: undefined symbol: _ZN5torch3jit", ("does not load", "undefined symbol")),
-        ("Extension horovod.torch has not been built: no such file", ("built without PyTorch",)),
-    ],
-    ids=["for another PyTorch", "without PyTorch"],
-)
-def test_a_broken_horovod(tmp_path: Path, error: str, words: tuple[str, ...]) -> None:
-    write_package(tmp_path, "horovod")
-    write_package(tmp_path, "horovod.torch", f"raise ImportError({error!r})")
-    result = call(PYTHONPATH=str(tmp_path))
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_horovod(results: dict[str, Result], case: str) -> None:
+    result = results[case]
     assert result.returncode == 1
+    words = ("does not load", "undefined symbol") if "another" in case else ("built without PyTorch",)
     for word in (*words, "problem:", "hvd-ckpt build-horovod"):
         assert word in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_no_horovod() -> None:
-    result = call("--json", before="sys.modules['horovod'] = None")
-    facts = json.loads(result.stdout)
+def problems_of(result: Result) -> list[str]:
     assert result.returncode == 1
-    assert facts["problems"][0].startswith("Horovod is not installed: run `hvd-ckpt build-horovod`")
+    problems: list[str] = json.loads(result.stdout)["problems"]
+    return problems
 
 
-def test_what_a_build_of_horovod_lacks(tmp_path: Path) -> None:
+def test_what_a_build_of_horovod_lacks(results: dict[str, Result]) -> None:
     """And how the last one failed: the first error in its log."""
-    from hvd_ckpt.install.recipe import detect_target
-
-    log = tmp_path / "hvd_ckpt" / "logs" / f"{detect_target().key}.log"
-    log.parent.mkdir(parents=True)
-    log.write_text(
-        "[1/2] c++ a.cc\n  a.cc:3:1: error: one today\n  b.cc:1:1: error: two\nerror: subprocess-exited-with-error\n"
-    )
-    absent = "sys.modules['horovod'] = None"
-    result = call("--json", before=absent, CXX="/no/such/compiler", XDG_CACHE_HOME=str(tmp_path))
-    problems = json.loads(result.stdout)["problems"]
-    assert result.returncode == 1
+    problems = problems_of(results["no build"])
+    assert problems[0].startswith("Horovod is not installed: run `hvd-ckpt build-horovod`")
     assert any("CXX=/no/such/compiler" in problem for problem in problems)
-    assert any("a.cc:3:1: error: one today" in problem and str(log) in problem for problem in problems)
+    assert any("a.cc:3:1: error: one today" in problem and ".log" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("home", ["/proc/no/home", None])
-def test_no_home(home: str | None) -> None:
-    """horovodrun writes to ~/.horovod. A user that the password file does not know, without HOME, has none."""
-    before = "import os\nfrom unittest.mock import patch\nsys.modules['horovod'] = None\n"
-    before += "patch('pwd.getpwuid', side_effect=KeyError).start()\n"
-    before += "os.environ.pop('HOME')" if home is None else f"os.environ['HOME'] = {home!r}"
-    facts = json.loads(call("--json", before=before).stdout)
-    (problem,) = [problem for problem in facts["problems"] if "HOME" in problem]
-    assert "set HOME to a folder that you can write to" in problem and (home or "not set") in problem
+@pytest.mark.parametrize(("case", "named"), [("no home", "not set"), ("no such home", "/proc/no/home")])
+def test_no_home(results: dict[str, Result], case: str, named: str) -> None:
+    """horovodrun writes to ~/.horovod."""
+    (problem,) = [problem for problem in problems_of(results[case]) if "HOME" in problem]
+    assert "set HOME to a folder that you can write to" in problem and named in problem
 
 
-def test_no_pytorch() -> None:
-    result = call(before="sys.modules['torch'] = None")
-    assert result.returncode == 1
-    assert "problem: PyTorch does not load" in result.stdout
+def test_no_pytorch(results: dict[str, Result]) -> None:
+    assert results["no PyTorch"].returncode == 1
+    assert "problem: PyTorch does not load" in results["no PyTorch"].stdout
 
 
-def test_a_controller_that_does_not_answer_in_time() -> None:
-    result = call("--json", "--timeout", "1")
-    facts = json.loads(result.stdout)
-    assert result.returncode == 1
-    assert "no controller works" in facts["problems"][0]
-    for controller in facts["controllers"].values():
+def test_a_controller_that_does_not_answer_in_time(results: dict[str, Result]) -> None:
+    assert "no controller works" in problems_of(results["impatient"])[0]
+    for controller in json.loads(results["impatient"].stdout)["controllers"].values():
         assert not controller["works"]
         assert "within 1 seconds" in controller["reason"] or "without it" in controller["reason"]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked import Case, Result, run_forked
 
 from hvd_ckpt.install import extras
 
@@ -25,21 +24,28 @@ OPTIONAL = (
     "transformers",
 )
 COMMANDS = ("bench", "compare", "consolidate", "plan", "plot", "train")
-DRIVER = """
-import json, sys
-absent, commands = json.loads(sys.argv[1])
-sys.modules.update(dict.fromkeys(absent))
-import importlib.metadata
+IMPORTS = """
+import importlib.metadata, json, sys
 from click.testing import CliRunner
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.install import extras
+"""
+CALL = """
+sys.modules.update(dict.fromkeys({absent!r}))
 extras.importlib.metadata.requires = lambda name: {requires!r}
 extras.pip_command = lambda extra: f"pip install 'here[{{extra}}]'"
-answers = []
-for command in commands:
-    result = CliRunner().invoke(main, command)
-    answers.append((result.exit_code, result.output))
-print(json.dumps(answers))
+results = [CliRunner().invoke(main, command) for command in {commands!r}]
+print(json.dumps([(result.exit_code, result.output) for result in results]))
+"""
+TRAIN = "import os; os.chdir({folder!r}); sys.modules.update(dict.fromkeys({absent!r})); main(sys.argv[1:])"
+LIBRARY = """
+sys.modules['horovod'] = None
+import hvd_ckpt
+for name in ('init', 'DistributedOptimizer', 'allreduce'):
+    try:
+        getattr(hvd_ckpt, name)
+    except ImportError as error:
+        print(error)
 """
 
 
@@ -48,17 +54,37 @@ class Answer(NamedTuple):
     output: str
 
 
-def call(absent: tuple[str, ...], *commands: list[str], folder: Path) -> list[Answer]:
-    """What commands answer in a process that cannot import the packages in ``absent``."""
-    driver = DRIVER.format(requires=declared())
-    result = subprocess.run(
-        [sys.executable, "-c", driver, json.dumps([absent, commands])],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("extras")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Result]:
+    """Commands in processes that cannot import some packages."""
+
+    def call(absent: tuple[str, ...], *commands: list[str]) -> Case:
+        return Case(CALL.format(absent=absent, requires=declared(), commands=commands))
+
+    def train(model: str) -> Case:
+        options = f"train --model {model} --text text.txt --steps 1 --batch 2 --length 16 --output {model}"
+        return Case(TRAIN.format(folder=str(folder), absent=OPTIONAL), arguments=tuple(options.split()))
+
+    (folder / "text.txt").write_text("the cat sat on the mat\n" * 400)
+    planned = ["plan", "--model", "bert-tiny", "--budget", "0.5x"]
+    each = [[name, "x"] for name in COMMANDS]
+    cases = {
+        "horovod": call(("horovod",), *each),
+        "torch": call(("torch",), *each),
+        "library": Case(LIBRARY),
+        "optional": call(OPTIONAL, ["bench", "--help"], planned, ["compare", "--quick"], ["plot", "run"]),
+        "bert-tiny": train("bert-tiny"),
+        "gpt-tiny": train("gpt-tiny"),
+    }
+    return run_forked(IMPORTS, cases)
+
+
+def answers_of(result: Result) -> list[Answer]:
     assert result.returncode == 0, result.stderr
     return [Answer(*answer) for answer in json.loads(result.stdout.splitlines()[-1])]
 
@@ -77,15 +103,8 @@ def declared() -> list[str]:
     ]
 
 
-def test_without_optional_packages(tmp_path: Path) -> None:
-    bench, plan, compare, plot = call(
-        OPTIONAL,
-        ["bench", "--help"],
-        ["plan", "--model", "bert-tiny", "--budget", "0.5x"],
-        ["compare", "--quick"],
-        ["plot", "run"],
-        folder=tmp_path,
-    )
+def test_without_optional_packages(results: dict[str, Result]) -> None:
+    bench, plan, compare, plot = answers_of(results["optional"])
     assert bench.status == 0 and "Usage:" in bench.output
     for answer, package in ((plan, "transformers"), (compare, "sklearn")):
         assert answer.status == 2, answer.output
@@ -97,62 +116,30 @@ def test_without_optional_packages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "status", "package"), [("bert-tiny", 2, "transformers"), ("gpt-tiny", 0, "matplotlib")]
 )
-def test_training_without_optional_packages(tmp_path: Path, model: str, status: int, package: str) -> None:
+def test_training_without_optional_packages(
+    results: dict[str, Result], folder: Path, model: str, status: int, package: str
+) -> None:
     """A run that needs one ends with one line; one that only lacks a picture says so and goes on."""
-    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 400)
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
-        "from hvd_ckpt.cli.main import main; main(sys.argv[1:])"
-    )
-    options = [
-        "--text",
-        "text.txt",
-        "--steps",
-        "1",
-        "--batch",
-        "2",
-        "--sequence-length",
-        "16",
-        "--output",
-        "run",
-    ]
-    result = subprocess.run(
-        [sys.executable, "-c", code, "train", "--model", model, *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    said = result.stdout + result.stderr
-    assert result.returncode == status, said
+    said = results[model].stdout + results[model].stderr
+    assert results[model].returncode == status, said
     assert f"{package} is not installed" in said and "Traceback" not in said
-    assert (tmp_path / "run" / "log.jsonl").is_file() is (status == 0)
+    assert (folder / model / "log.jsonl").is_file() is (status == 0)
 
 
 @pytest.mark.parametrize("absent", ["horovod", "torch"])
-def test_without_horovod_or_pytorch(tmp_path: Path, absent: str) -> None:
-    for command, answer in zip(
-        COMMANDS, call((absent,), *([name, "x"] for name in COMMANDS), folder=tmp_path)
-    ):
+def test_without_horovod_or_pytorch(results: dict[str, Result], absent: str) -> None:
+    for command, answer in zip(COMMANDS, answers_of(results[absent]), strict=True):
         assert answer.status in (1, 2), command
         lines = [line for line in answer.output.splitlines() if line.startswith("Error:")]
         assert len(lines) == 1 and "Traceback" not in answer.output, answer.output
         assert "hvd-ckpt build-horovod" in lines[0] or answer.status == 2, answer.output
 
 
-def test_the_library_without_horovod() -> None:
-    code = (
-        "import sys; sys.modules['horovod'] = None\nimport hvd_ckpt\n"
-        "for name in ('init', 'DistributedOptimizer', 'allreduce'):\n"
-        "    try: getattr(hvd_ckpt, name)\n    except ImportError as error: print(error)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = result.stdout.splitlines()
-    assert len(lines) == 3
-    assert all(
-        line.startswith("Horovod is not installed") and "hvd-ckpt build-horovod" in line for line in lines
-    )
+def test_the_library_without_horovod(results: dict[str, Result]) -> None:
+    lines = results["library"].stdout.splitlines()
+    assert len(lines) == 3, results["library"].stderr
+    for line in lines:
+        assert line.startswith("Horovod is not installed") and "hvd-ckpt build-horovod" in line
 
 
 @pytest.mark.parametrize(
