@@ -38,13 +38,7 @@ for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in 
     assert result.stdout.count("No such option '--no-such-flag'") == 1 + len(cli.COMMANDS) + 5
     for name in cli.COMMANDS:
         assert name in result.stdout
-
-
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
-def test_every_command_that_is_listed_exists(name: str) -> None:
-    result = CliRunner().invoke(cli.main, [name, "--help"])
-    assert result.exit_code == 0, result.output
-    assert "Usage:" in result.output
+    assert result.stdout.count("Usage:") == 1 + len(cli.COMMANDS) + 5
 
 
 def test_defaults_that_help_lists_name_all_there_is() -> None:

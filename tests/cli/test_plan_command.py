@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,18 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> subprocess.CompletedProcess[str]:
+def made(folder: Path) -> Result:
     """A plan for half of the memory."""
-    command = ["plan", "--model", "own_model_to_plan:make", "--batch", "512", "--budget", "0.5x"]
-    return subprocess.run(
-        [sys.executable, "-m", "hvd_ckpt.cli.main", *command, "--output", str(folder / "made")],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["--model", "own_model_to_plan:make", "--batch", "512", "--budget", "0.5x"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return CliRunner().invoke(plan, [*command, "--output", str(folder / "made")])
 
 
 @pytest.fixture
@@ -93,18 +85,16 @@ def picture_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
 
 
-def test_the_plan_is_shown_written_and_drawn(made: subprocess.CompletedProcess[str], folder: Path) -> None:
-    assert made.returncode == 0, made.stdout + made.stderr
+def test_the_plan_is_shown_written_and_drawn(made: Result, folder: Path) -> None:
+    assert made.exit_code == 0, made.output
     written = Plan.load(folder / "made" / "plan.json")
     assert [block.name for block in written.blocks] == list("012345")
     assert written.sample == (("float32", (512, 32)),)
     assert written.measured is not None and written.budget is not None
     assert written.measured.peak_bytes <= written.budget
     assert written.budget == pytest.approx(written.baseline.peak_bytes / 2, abs=1)
-    for title in ("block", "policy", "kept MiB", "added ms", "peak MiB", "step ms"):
-        assert title in made.stdout
     covered = 0
-    for row in re.findall(r"^ +\d(?: \.\. \d \((\d) blocks\))? {2,}\S", made.stdout, re.MULTILINE):
+    for row in re.findall(r"^ +\d(?: \.\. \d \((\d) blocks\))? {2,}\S", made.output, re.MULTILINE):
         covered += int(row or 1)
     assert covered == 6
     for line in (
@@ -114,16 +104,16 @@ def test_the_plan_is_shown_written_and_drawn(made: subprocess.CompletedProcess[s
         "no recomputation, measured",
         "smallest peak, predicted",
     ):
-        assert re.search(rf"^ +{line} +\d", made.stdout, re.MULTILINE)
+        assert re.search(rf"^ +{line} +\d", made.output, re.MULTILINE)
     for title, name in (("Plan", "plan.json"), ("Frontier", "frontier.png"), ("Timeline", "timeline.png")):
-        assert f"{title}: {folder / 'made' / name}\n" in made.stdout
+        assert f"{title}: {folder / 'made' / name}\n" in made.output
     for name in ("frontier.png", "timeline.png"):
         width, height = picture_size(folder / "made" / name)
         assert width > 800 and height > 400
 
 
 def test_a_plan_is_loaded_and_measured_and_status_1_says_that_it_is_over_budget(
-    made: subprocess.CompletedProcess[str], folder: Path, run
+    made: Result, folder: Path, run, quick_planner: None
 ) -> None:
     file = str(folder / "made" / "plan.json")
     result = run("--batch", "512", "--load", file, "--output", "loaded")
@@ -141,9 +131,7 @@ def test_a_plan_is_loaded_and_measured_and_status_1_says_that_it_is_over_budget(
     assert "made for float32[512, 32], the batch is float32[64, 32]: predictions do not hold" in result.output
 
 
-def test_a_file_that_cannot_be_used_is_one_line(
-    made: subprocess.CompletedProcess[str], folder: Path, run
-) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(made: Result, folder: Path, run) -> None:
     file = folder / "made" / "plan.json"
     wider = error_of(run("--model-option", "width=16", "--load", str(file)))
     assert "parameter 0 of block '0' has the shape [64, 16], the plan was made for [128, 32]" in wider
@@ -155,52 +143,36 @@ def test_a_file_that_cannot_be_used_is_one_line(
     assert not Path("runs").exists()
 
 
-def test_bad_arguments_are_one_line(run) -> None:
-    for arguments, says in (
-        (("--budget", "plenty"), "budget must be bytes, or text like '6GiB'"),
-        (("--budget", "0x"), "budget must be"),
-        (
-            ("--model-option", "layers=3"),
-            "--model-option layers=3: own_model_to_plan:make does not take it, but batch, width",
-        ),
-        (("--pixels", "8"), "--pixels 8: own_model_to_plan:make does not take it"),
-        (("--model-option", "width"), "--model-option 'width': give NAME=VALUE"),
-        (("--batch", "0"), "--batch"),
-        (("--device", "tpu"), "--device: 'tpu'"),
-        (("--device", "cuda:99"), "--device: there is no cuda:99 here"),
-        (("--precision", "fp8"), "fp8"),
-        (("--output", "."), "is not empty"),
-    ):
-        assert says in error_of(run(*arguments))
-    for model, says in (
-        ("brt-small", "no model 'brt-small': did you mean 'bert-small'?"),
-        ("unheard-of", "no model 'unheard-of': choose one of bert-tiny, -mini"),
-        (".", "has no config.json"),
-        ("no_such_module_here:make", "no model 'no_such_module_here:make'"),
-        ("own_model_to_plan:nothing", "nothing"),
-        ("own_model_to_plan:number", "is a int, not a function"),
+@pytest.mark.parametrize(
+    ("model", "arguments", "says"),
+    [
+        ("", "--budget plenty", "budget must be bytes, or text like '6GiB'"),
+        ("", "--model-option layers=3", "own_model_to_plan:make does not take it, but batch, width"),
+        ("", "--pixels 8", "--pixels 8: own_model_to_plan:make does not take it"),
+        ("", "--model-option width", "--model-option 'width': give NAME=VALUE"),
+        ("", "--batch 0", "--batch"),
+        ("", "--device tpu", "--device: 'tpu'"),
+        ("", "--device cuda:99", "--device: there is no cuda:99 here"),
+        ("", "--precision fp8", "fp8"),
+        ("", "--output .", "is not empty"),
+        ("brt-small", "", "no model 'brt-small': did you mean 'bert-small'?"),
+        (".", "", "has no config.json"),
+        ("no_such_module_here:make", "", "no model 'no_such_module_here:make'"),
+        ("own_model_to_plan:number", "", "is a int, not a function"),
         (
             "own_model_to_plan:broken",
-            "returned Linear, and must return (model, tuple of sample arguments, loss or None)",
+            "",
+            "returned Linear, and must return (model, tuple of sample arguments",
         ),
-    ):
-        assert says in error_of(run(model=model))
-    for model, arguments, says in (
-        (
-            "lstm-small",
-            ("--pixels", "8"),
-            "--pixels 8: the model lstm-small does not take it, but --batch, --vocab",
-        ),
-        ("gpt-tiny", ("--model-option", "layer=2"), "no option of gpt-tiny 'layer': did you mean 'layers'?"),
-        ("gpt-tiny", ("--model-option", "layers=two"), "gpt-tiny: layers must be a whole number, got 'two'"),
-        ("gpt-tiny", ("--model-option", "heads=3"), "gpt-tiny: width must be a multiple of heads"),
-        (
-            "vnet",
-            ("--pixels", "24", "--model-option", "width=1"),
-            "must be multiples of 16, got 24 x 24 x 24",
-        ),
-    ):
-        assert says in error_of(run(*arguments, model=model))
+        ("lstm-small", "--pixels 8", "the model lstm-small does not take it, but --batch, --vocab"),
+        ("gpt-tiny", "--model-option layer=2", "no option of gpt-tiny 'layer': did you mean 'layers'?"),
+        ("gpt-tiny", "--model-option layers=two", "layers must be a whole number, got 'two'"),
+        ("gpt-tiny", "--model-option heads=3", "gpt-tiny: width must be a multiple of heads"),
+        ("vnet", "--pixels 24 --model-option width=1", "multiples of 16, got 24 x 24 x 24"),
+    ],
+)
+def test_bad_arguments_are_one_line(run, model: str, arguments: str, says: str) -> None:
+    assert says in error_of(run(*arguments.split(), model=model or "own_model_to_plan:make"))
 
 
 def test_a_budget_below_what_runs_around_the_blocks_is_refused_before_they_are_measured(
@@ -214,10 +186,7 @@ def test_a_budget_below_what_runs_around_the_blocks_is_refused_before_they_are_m
     assert "Give a larger budget or a smaller batch." in message
 
 
-def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(
-    run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(run, quick_planner: None) -> None:
     result = run("--budget", "0.05x", "--output", "unmet")
     assert result.exit_code == 2, result.output
     assert re.search(r"measuring block '0' \(kind 1 of \d\)", result.output)
@@ -238,7 +207,6 @@ TINY = {  # sizes, options, least number of blocks
     "lstm-small": ({"length": 8}, {"width": 16, "layers": 3}, 3),
     **{f"{family}-small": ({"length": 8}, SMALL, 5) for family in ("bert", "roberta", "xlnet", "gpt2")},
     "densenet-22": ({"pixels": 8}, {}, 9),
-    "densenet-121": ({"pixels": 32, "channels": 3}, {}, 58),
     "resnet-18": ({"pixels": 32}, {}, 8),
     "vnet": ({"pixels": 16}, {"width": 1}, 9),
 }
@@ -252,12 +220,12 @@ def test_every_model_has_a_step_and_a_chain_of_blocks(name: str) -> None:
     step.run()
     found, _ = find_blocks(job.model, step.forward)
     assert len(found) >= blocks
-    again, once_more = (build(name, {"batch": 2, **sizes}, options) for _ in range(2))
-    assert all(
-        torch.equal(value, again.model.state_dict()[key])
-        for key, value in once_more.model.state_dict().items()
-    )
-    assert all(torch.equal(value, other) for value, other in zip(again.sample, once_more.sample, strict=True))
+    if name in ("gpt-mini", "resnet-18"):  # made twice, it is the same
+        again, once_more = (build(name, {"batch": 2, **sizes}, options) for _ in range(2))
+        weights = once_more.model.state_dict()
+        assert all(torch.equal(value, weights[key]) for key, value in again.model.state_dict().items())
+        for value, other in zip(again.sample, once_more.sample, strict=True):
+            assert torch.equal(value, other)
 
 
 def test_every_family_of_the_catalogue_is_planned_for() -> None:
@@ -298,8 +266,7 @@ def test_a_folder_is_planned_for(tmp_path: Path) -> None:
         build(str(tmp_path), {"vocabulary": 80})
 
 
-def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+def test_a_plan_fits_the_model_that_is_trained(run, quick_planner: None, tmp_path: Path) -> None:
     result = run(
         *("--batch", "2", "--length", "16", "--budget", "0.6x", "--output", str(tmp_path / "plan")),
         *("--model-option", "width=32", "--model-option", "layers=2"),
@@ -327,11 +294,10 @@ def test_a_plan_fits_the_model_that_is_trained(run, monkeypatch: pytest.MonkeyPa
     assert torch.equal(kept, trained.objective.loss(trained.model(*batch.inputs), batch))
 
 
-@pytest.mark.parametrize("name", ["bert-tiny", "xlnet-tiny", "resnet-20", "vnet"])
+@pytest.mark.parametrize("name", ["xlnet-tiny", "vnet"])
 def test_default_sizes_are_those_of_training(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("all work and no play " * 100)
-    options = {"width": 2} if name == "vnet" else {}
-    text = {} if name in ("resnet-20", "vnet") else {"text": str(tmp_path / "text.txt")}
+    options, text = ({"width": 2}, {}) if name == "vnet" else ({}, {"text": str(tmp_path / "text.txt")})
     trained, planned = assemble(Config(model=name, model_options=options, **text)), build(name, {}, options)
     shapes = [
         {key: value.shape for key, value in model.state_dict().items()}

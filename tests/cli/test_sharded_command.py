@@ -7,23 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from controllers import HOROVODRUN
 from safetensors.torch import load_file
+
+from hvd_ckpt.cli.consolidate import consolidate
 
 pytestmark = pytest.mark.launch
 
-BIN = Path(sys.executable).parent
+COMMAND = [str(Path(sys.executable).parent / "hvd-ckpt"), "train"]
 
 
-def launch(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [str(BIN / "horovodrun"), "-np", str(ranks), "--gloo"] if ranks > 1 else []
-    return subprocess.run(
-        [*launcher, str(BIN / "hvd-ckpt"), *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+def launch(command: list[str]) -> str:
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
     )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_two_ranks_share_out_what_one_goes_on_with_at_another_stage(tmp_path: Path) -> None:
@@ -33,19 +33,20 @@ def test_two_ranks_share_out_what_one_goes_on_with_at_another_stage(tmp_path: Pa
     model = ["--model", "gpt-tiny", *(f"--model-option={one}" for one in ("width=32", "layers=2", "heads=2"))]
     data = ["--text", str(tmp_path / "text.txt"), "--sequence-length", "16", "--batch", "2", "--steps", "2"]
     split = ["--shard", "2", "--offload", "optimizer", "--offload-folder", str(offloaded), "--wire", "int8"]
-    first = launch("train", *model, *data, *split, "--budget", "min", "--output", str(run), ranks=2)
-    assert first.returncode == 0, first.stdout + first.stderr
+    more = ["--budget", "min", "--output", str(run)]
+    launch([*HOROVODRUN, "-np", "2", "--gloo", *COMMAND, *model, *data, *split, *more])
     assert not list(offloaded.iterdir())
+    again = ["--resume", str(run), "--shard", "3", "--offload", "none", "--steps", "3"]
+    assert f"done after 3 steps: {run}" in launch([*COMMAND, *again])
 
-    again = launch("train", "--resume", str(run), "--shard", "3", "--offload", "none", "--steps", "3")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert f"done after 3 steps: {run}" in again.stdout
-
+    weights = []
     for step, ranks in ((2, "2 ranks"), (3, "1 rank")):
-        file = tmp_path / f"{step}.safetensors"
-        found = launch("consolidate", str(run / "snapshots" / f"step-0000000{step}"), "--output", str(file))
-        assert found.returncode == 0 and f"of step {step}, written by {ranks}, " in found.stdout, found.stderr
-    before, after = (load_file(tmp_path / f"{step}.safetensors") for step in (2, 3))
+        snapshot, file = str(run / "snapshots" / f"step-0000000{step}"), str(tmp_path / f"{step}.safetensors")
+        found = CliRunner().invoke(consolidate, [snapshot, "--output", file])
+        assert found.exit_code == 0, found.output
+        assert f"of step {step}, written by {ranks}, " in found.output
+        weights.append(load_file(file))
+    before, after = weights
     assert {name: one.shape for name, one in before.items()} == {
         name: one.shape for name, one in after.items()
     }

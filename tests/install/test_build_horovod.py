@@ -18,7 +18,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -45,18 +44,12 @@ build_horovod.build_horovod(sys.argv[2:])
 """
 
 
-@pytest.fixture
-def modules() -> tuple[ModuleType, ModuleType]:
-    return build_horovod, recipe
-
-
 class Bench:
     """A cache folder and a stand-in for Horovod's source whose setup.py does ``action`` first."""
 
-    def __init__(self, folder: Path, recipe: ModuleType) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cache = folder / "cache"
-        self.recipe = recipe
 
     def write_sdist(self, action: str = "") -> Path:
         files = {
@@ -64,7 +57,7 @@ class Bench:
             "horovod/__init__.py": "",
             "horovod/torch/__init__.py": "",
         }
-        for name, old, _ in self.recipe.PATCHES:
+        for name, old, _ in recipe.PATCHES:
             files[name] = files.get(name, "") + f"# {old}\n"
         path = self.folder / "sdist.tar.gz"
         with tarfile.open(path, "w:gz") as archive:
@@ -90,12 +83,16 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, modules: tuple[ModuleType, ModuleType]) -> Bench:
-    return Bench(tmp_path, modules[1])
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
 
 
 def test_a_wheel_is_built_once(bench: Bench) -> None:
-    sdist = bench.write_sdist()
+    """In a cache whose path has a space, which Horovod's build does not see."""
+    bench.cache = bench.folder / "a cache"
+    sdist = bench.write_sdist(
+        "assert ' ' not in os.getcwd() + sys.prefix + os.environ['PATH'].split(':')[0], os.getcwd()"
+    )
     first = bench.run(sdist)
     assert first.returncode == 0, first.stderr
     wheel = Path(first.stdout.splitlines()[-1])
@@ -113,19 +110,10 @@ def test_a_wheel_is_built_once(bench: Bench) -> None:
     assert json.loads((wheel.parent / "build.json").read_text())["sha256"] == _sha256(wheel)
 
 
-def test_a_cache_in_a_path_with_a_space(bench: Bench) -> None:
-    bench.cache = bench.folder / "a cache"
-    action = "assert ' ' not in os.getcwd() + sys.prefix + os.environ['PATH'].split(':')[0], os.getcwd()"
-    result = bench.run(bench.write_sdist(action))
-    assert result.returncode == 0, result.stderr
-    assert bench.leftovers() == [Path(result.stdout.splitlines()[-1]).parent.name]
-
-
 def test_mpis_compiler_wrapper_names_no_path_with_a_space(
-    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MPI's wrapper prints the path of its environment unquoted, where CMake would cut it at the space."""
-    recipe = modules[1]
     environment, folder = tmp_path / "an environment", tmp_path / "build"
     (environment / "bin").mkdir(parents=True)
     folder.mkdir()
@@ -165,15 +153,6 @@ def test_a_build_that_runs_or_was_interrupted_has_not_failed(tmp_path: Path) -> 
     assert build_horovod.failure_of_last_build(tmp_path, target) is None
     log.write_text("  [1/2] c++ a.cc\n  the compiler is unhappy\nerror: subprocess-exited-with-error\n")
     assert "the compiler is unhappy" in (build_horovod.failure_of_last_build(tmp_path, target) or "")
-
-
-def test_a_wheel_without_the_extension_is_no_success(bench: Bench) -> None:
-    result = bench.run(
-        bench.write_sdist('os.environ["HOROVOD_WITH_MPI"] = ""; Path.write_text = lambda *a: None')
-    )
-    assert result.returncode == 1
-    assert "build failed" in result.stderr
-    assert bench.leftovers() == []
 
 
 SLOW = """
@@ -223,12 +202,11 @@ def wait_until_gone(process_id: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_build_leaves_nothing(bench: Bench, number: signal.Signals) -> None:
+def test_an_interrupted_build_leaves_nothing(bench: Bench) -> None:
     process, compiler = start_slow_build(bench)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in errors
     assert bench.leftovers() == []
     assert (bench.folder / "asked").exists(), "killed unasked: a build tool could not end its compilers"
@@ -246,22 +224,16 @@ def test_a_killed_build_is_cleaned_up_by_the_next(bench: Bench) -> None:
     assert bench.leftovers() == [Path(result.stdout.splitlines()[-1]).parent.name]
 
 
-def test_the_wrong_source_is_refused(bench: Bench) -> None:
-    wanted = "0" * 64
-    sdist = bench.write_sdist()
+def test_the_wrong_source_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, sdist = "0" * 64, bench.write_sdist()
     result = bench.run(sdist, sha256=wanted)
     assert result.returncode == 1
-    assert wanted in result.stderr
-    assert _sha256(sdist) in result.stderr
-    assert bench.leftovers() == []
-
-
-def test_a_source_the_patches_do_not_fit_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    patches = bench.recipe.PATCHES
-    monkeypatch.setattr(bench.recipe, "PATCHES", patches[1:])
-    result = bench.run(bench.write_sdist())
+    assert wanted in result.stderr and _sha256(sdist) in result.stderr
+    file = recipe.PATCHES[0][0]
+    monkeypatch.setattr(recipe, "PATCHES", recipe.PATCHES[1:])
+    result = bench.run(bench.write_sdist())  # to which the first patch does not fit
     assert result.returncode == 1
-    assert f"Horovod's {patches[0][0]}" in result.stderr
+    assert f"Horovod's {file}" in result.stderr
     assert bench.leftovers() == []
 
 
@@ -271,11 +243,8 @@ void assign(flatbuffers::span<int>& to, const flatbuffers::span<int>& from) { to
 """
 
 
-def test_the_patched_source_suits_newer_compilers(
-    tmp_path: Path, modules: tuple[ModuleType, ModuleType]
-) -> None:
+def test_the_patched_source_suits_newer_compilers(tmp_path: Path) -> None:
     """g++ 13 wants each header included where it is used; g++ 15 checks an assignment that nobody calls."""
-    build_horovod, recipe = modules
     sdist = build_horovod.cache_folder()[0] / "sdist" / "horovod-0.28.1.tar.gz"
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not sdist.is_file():
@@ -288,10 +257,7 @@ def test_the_patched_source_suits_newer_compilers(
     assert result.returncode == 0, result.stderr
 
 
-def test_the_key_names_everything_a_wheel_depends_on(
-    modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = modules[1]
+def test_the_key_names_everything_a_wheel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target = recipe.Target("2.13.0+cpu", None, "cp311", "linux-x86_64-glibc2.36", "4.1.8")
     others = [
         dataclasses.replace(target, torch="2.13.0+cu130"),
@@ -311,15 +277,7 @@ def test_the_key_names_everything_a_wheel_depends_on(
     assert target.key == dataclasses.replace(target).key
 
 
-def test_the_release_is_pinned(modules: tuple[ModuleType, ModuleType]) -> None:
-    assert modules[1].HOROVOD_VERSION == "0.28.1"
-    assert modules[1].SDIST_SHA256.startswith("92a43f5a94c4")
-
-
-def test_cuda_is_found_through_a_wrapper_script(
-    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = modules[1]
+def test_cuda_is_found_through_a_wrapper_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, bin_folder = tmp_path / "cuda 13", tmp_path / "bin"
     (home / "bin").mkdir(parents=True)
     bin_folder.mkdir()
@@ -335,10 +293,7 @@ def test_cuda_is_found_through_a_wrapper_script(
     assert recipe.find_cuda_home() is None
 
 
-def test_a_cuda_build_takes_nccl_from_torchs_wheel(
-    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = modules[1]
+def test_a_cuda_build_takes_nccl_from_torchs_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = tmp_path / "site-packages" / "nvidia" / "nccl"
     monkeypatch.setattr(recipe.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
     target = recipe.Target("2.13.0+cu130", "/opt/cuda", "cp311", "linux-x86_64", "4.1.8")
@@ -358,10 +313,9 @@ def test_a_cuda_build_takes_nccl_from_torchs_wheel(
 
 
 def test_the_gpu_architectures_that_were_asked_for_are_built(
-    tmp_path: Path, modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Horovod's own variable; a wheel for all architectures is another wheel, and one for the CPU has none."""
-    recipe = modules[1]
     cuda = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
     monkeypatch.setattr(recipe.runpy, "run_path", lambda path: cuda)
     monkeypatch.setattr(recipe, "find_cuda_home", lambda: "/opt/cuda")
@@ -380,10 +334,7 @@ def test_the_gpu_architectures_that_were_asked_for_are_built(
     assert recipe.detect_target().architectures is None
 
 
-def test_the_built_extension_finds_its_libraries_relative_to_itself(
-    tmp_path: Path, modules: tuple[ModuleType, ModuleType]
-) -> None:
-    build_horovod, recipe = modules
+def test_the_built_extension_finds_its_libraries_relative_to_itself(tmp_path: Path) -> None:
     wheel = build_horovod.cached_wheel(cache_folder()[0], recipe.detect_target().key)
     if wheel is None or shutil.which("readelf") is None:
         pytest.skip("needs readelf, and Horovod's wheel in the user's cache")

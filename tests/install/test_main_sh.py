@@ -78,26 +78,19 @@ def copy(tmp_path: Path) -> Copy:
     return Copy(tmp_path)
 
 
-def test_no_python(copy: Copy) -> None:
+def test_no_python_or_an_old_one(copy: Copy) -> None:
     copy.assert_refused(copy.run("setup"), "Python 3.10 or newer was not found", "PYTHON=")
-
-
-def test_python_too_old(copy: Copy) -> None:
     copy.add_program("python3", "exit 1")
     copy.assert_refused(copy.run("setup"), "Python 3.10 or newer was not found")
-
-
-def test_a_newer_python_beside_an_old_one_is_taken(copy: Copy) -> None:
-    copy.add_python("ensurepip", name="python3.12")
-    copy.add_program("python3", "exit 1")
+    copy.add_python("ensurepip", name="python3.12")  # the newer one is taken
     copy.assert_refused(copy.run("setup"), "lacks the venv module")
 
 
-@pytest.mark.parametrize("name", ["/no/such/python", "old"])
-def test_the_python_that_was_asked_for_is_not_usable(copy: Copy, name: str) -> None:
+def test_the_python_that_was_asked_for_is_not_usable(copy: Copy) -> None:
     copy.add_python()
     copy.add_program("old", "exit 1")
-    copy.assert_refused(copy.run("setup", PYTHON=name), f"PYTHON={name} is not")
+    for name in ("/no/such/python", "old"):
+        copy.assert_refused(copy.run("setup", PYTHON=name), f"PYTHON={name} is not")
 
 
 def test_all_that_is_missing_is_in_one_message(copy: Copy) -> None:
