@@ -16,11 +16,10 @@ from click.testing import CliRunner
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
 from hvd_ckpt.bench.faults.job import MARK, marked, rank_of
-from hvd_ckpt.bench.faults.kill import Killed
-from hvd_ckpt.bench.faults.plan import draw_plan
-from hvd_ckpt.bench.faults.report import add_result, kill_part, load_results, save_part, soak_part
-from hvd_ckpt.bench.faults.save import SaveKill
-from hvd_ckpt.bench.faults.soak import Growth, Soaked, growth
+from hvd_ckpt.bench.faults.kill import Killed, draw_plan, kill_report
+from hvd_ckpt.bench.faults.results import add_result, load_results
+from hvd_ckpt.bench.faults.save import SaveKill, save_report
+from hvd_ckpt.bench.faults.soak import Growth, Soaked, growth, soak_report
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -64,7 +63,7 @@ def test_growth_is_told_from_what_comes_and_goes() -> None:
     assert Soaked([steady], 400, 20, 1800.0).sound
     assert not Soaked([steady, opening], 400, 20, 1800.0).sound
     assert not Soaked([steady], failure="the run ended by itself").sound
-    assert [row[-1] for row in soak_part(Soaked([steady, opening])).table.rows] == ["yes", "no"]
+    assert [row[-1] for row in soak_report(Soaked([steady, opening])).tables[0].rows] == ["yes", "no"]
 
 
 def test_results_of_several_calls_add_up_and_a_seed_counts_once(tmp_path: Path) -> None:
@@ -79,7 +78,7 @@ def test_results_of_several_calls_add_up_and_a_seed_counts_once(tmp_path: Path) 
     again = Killed(2, 4, "gloo", [KILL], restarts=1, differences=[], seconds=9.0)
     add_result(file, again)
     assert load_results(file) == [right, again, save]
-    part = kill_part([right], [right, again])
+    part = kill_report([right], [right, again])
     assert part.remarks[1].startswith("all recorded seeds: 2 of 2 runs (1 at np=2, 1 at np=4) end as")
     file.write_text(file.read_text() + '{"kind": "kill", "sead": 1}\n')
     result = CliRunner().invoke(bench, ["faults", "--add", str(file)])
@@ -89,7 +88,7 @@ def test_results_of_several_calls_add_up_and_a_seed_counts_once(tmp_path: Path) 
 
 def test_every_fault_is_told_and_makes_the_result_unsound() -> None:
     good = Killed(3, 2, "gloo", [KILL], restarts=1, differences=[], seconds=9.0)
-    assert kill_part([good]).sound
+    assert kill_report([good]).success
     for name, value, told in (
         ("differences", ["weights.0"], "weights.0"),
         ("unreadable", ["The snapshot 's' cannot be used."], "The snapshot 's'"),
@@ -98,12 +97,12 @@ def test_every_fault_is_told_and_makes_the_result_unsound() -> None:
         ("failure", "launch 1: no end after 9 s", "no end"),
     ):
         differences = None if name == "failure" else []
-        part = kill_part([Killed(**{**asdict(good), "differences": differences, name: value})])
-        assert not part.sound and told in "\n".join(part.remarks)
+        part = kill_report([Killed(**{**asdict(good), "differences": differences, name: value})])
+        assert not part.success and told in "\n".join(part.remarks)
     save = SaveKill(3, 4, "background", "files being written", 0.1, 5, 4, None)
-    assert save_part([save]).sound
-    part = save_part([replace(save, fault="it is gone")])
-    assert not part.sound and "it is gone" in part.remarks[-1]
+    assert save_report([save]).success
+    part = save_report([replace(save, fault="it is gone")])
+    assert not part.success and "it is gone" in part.remarks[-1]
 
 
 def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:

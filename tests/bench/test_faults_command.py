@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.faults.plan import FaultPlan, Kill
+from hvd_ckpt.bench.faults.kill import FaultPlan, Kill
 
 pytestmark = pytest.mark.launch
 

@@ -1,12 +1,11 @@
 """Faults: training that is killed, snapshots whose writing is killed, long runs that may leak, training that waits for snapshots.
 
-plan      fault plans: which signal goes where and when, from a seed
 job       ``hvd-ckpt train`` under a launcher, observed from outside
 checks    whether snapshots can be read, and whether two runs ended in the same bits
-kill      the kill test: disturbed runs compared with an undisturbed one
+kill      the kill test: which signal goes where and when, and disturbed runs compared with an undisturbed one
 save      the save test: a process that is killed while it saves
 soak      memory, descriptors and threads of a long run
 stall     how long training waits for a snapshot
-report    the tables, and results of several calls in one file
+results   results of several calls in one file
 command   ``hvd-ckpt bench faults``
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
@@ -32,19 +33,10 @@ STALL_MEGABYTES = 150
 @click.option(
     "--controller", "controllers", default="auto", show_default=True, help="What starts the ranks: gloo,mpi."
 )
+@click.option("--seed", type=click.IntRange(0), help="Of the first run.  [default: 1, or the next of --add]")
+@click.option("--add", metavar="FILE", help="Add the results to those in a file of JSON lines.")
 @click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=None,
-    help="Of the first run.  [default: 1, or the next of --add]",
-)
-@click.option("--add", metavar="FILE", default=None, help="Add the results to those in a file of JSON lines.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(1),
-    default=300,
-    show_default=True,
-    help="Seconds for one launch of a run.",
+    "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one launch."
 )
 def faults(
     run: BenchRun,
@@ -63,19 +55,11 @@ def faults(
     Runs are killed, restarted and compared with an undisturbed run; a process is killed within its saves; the processes of a long
     run are measured. Everything random follows from the seed: run i has the seed S + i, and --runs 1 --seed S+i repeats it.
     """
-    from hvd_ckpt.bench.faults.kill import JobError, Killed, kill_runs, write_text
-    from hvd_ckpt.bench.faults.report import (
-        Part,
-        add_result,
-        kill_part,
-        load_results,
-        save_part,
-        soak_part,
-        stall_part,
-    )
-    from hvd_ckpt.bench.faults.save import SaveError, SaveKill, save_kills
-    from hvd_ckpt.bench.faults.soak import soak
-    from hvd_ckpt.bench.faults.stall import measure_stall
+    from hvd_ckpt.bench.faults.kill import Killed, kill_report, kill_runs, write_text
+    from hvd_ckpt.bench.faults.results import Recorded, add_result, load_results
+    from hvd_ckpt.bench.faults.save import SaveError, SaveKill, save_kills, save_report
+    from hvd_ckpt.bench.faults.soak import soak, soak_report
+    from hvd_ckpt.bench.faults.stall import measure_stall, stall_report
 
     numbers = list(whole_numbers("--np", sizes, "ranks"))
     names = split_names("--controller", controllers, ("auto", "gloo", "mpi"))
@@ -87,56 +71,57 @@ def faults(
         raise BadArgument(f"--add: {error}") from None
     first = seed if seed is not None else max((one.seed for one in recorded), default=0) + 1
     folder = run.folder
-    parts: dict[str, Part] = {}
+    parts: dict[str, Report] = {}
     failures: list[str] = []
 
-    def keep(result: Killed | SaveKill) -> None:
+    def keep(result: Recorded) -> None:
         if file is not None:
             add_result(file, result)
             recorded[:] = load_results(file)
 
     def report() -> Report:
+        found = parts.values()
         return Report(
             "Faults",
             machine_facts(),
-            [part.table for part in parts.values()],
-            results={name: {"sound": part.sound, "found": part.results} for name, part in parts.items()},
-            remarks=[*(line for part in parts.values() for line in part.remarks), *failures],
-            notes=[line for part in parts.values() for line in part.notes],
+            [table for part in found for table in part.tables],
+            results={name: {"sound": part.success, "found": part.results} for name, part in parts.items()},
+            remarks=[*(line for part in found for line in part.remarks), *failures],
+            notes=[line for part in found for line in part.notes],
         )
 
     with run.progress(runs + saves + bool(minutes) + bool(stall_rounds)) as progress:
-        if runs:
-            killed: list[Killed] = []
-            progress.start(f"killed runs, seed {first}")
-            try:
-                for one in kill_runs(range(first, first + runs), numbers, chosen, folder / "runs", timeout):
-                    killed.append(one)
-                    keep(one)
-                    parts["kill"] = kill_part(killed, [one for one in recorded if isinstance(one, Killed)])
-                    run.save(report())  # a long run that is ended leaves its results
-                    progress.start(f"killed runs, seed {one.seed + 1}")
-            except JobError as error:
-                failures.append(str(error))
+        killed: list[Killed] = []
+        progress.start(f"killed runs, seed {first}")
+        try:
+            seeds = range(first, first + runs)
+            for one in kill_runs(seeds, numbers, chosen, folder / "runs", timeout) if runs else ():
+                killed.append(one)
+                keep(one)
+                parts["kill"] = kill_report(killed, [one for one in recorded if isinstance(one, Killed)])
+                run.save(report())  # a long run that is ended leaves its results
+                progress.start(f"killed runs, seed {one.seed + 1}")
+        except JobError as error:
+            failures.append(str(error))
+        saved: list[SaveKill] = []
+        try:
+            for kill in save_kills(folder / "saves", saves, first) if saves else ():
+                saved.append(kill)
+                keep(kill)
+                progress.start("kills within a save")
+        except SaveError as error:
+            failures.append(f"the save test ended after {len(saved)} of {saves} kills: {error}")
         if saves:
-            saved: list[SaveKill] = []
-            try:
-                for kill in save_kills(folder / "saves", saves, first):
-                    saved.append(kill)
-                    keep(kill)
-                    progress.start("kills within a save")
-            except SaveError as error:
-                failures.append(f"the save test ended after {len(saved)} of {saves} kills: {error}")
-            parts["save"] = save_part(saved, [one for one in recorded if isinstance(one, SaveKill)])
+            parts["save"] = save_report(saved, [one for one in recorded if isinstance(one, SaveKill)])
         if minutes:
             progress.start("soak")
             soaked = soak(
                 minutes, SOAK_RANKS, chosen[0], write_text(folder), folder / "soak",
                 lambda passed: progress.show(f"soak, {passed / 60:.1f} of {minutes:g} minutes"),
             )  # fmt: skip
-            parts["soak"] = soak_part(soaked)
+            parts["soak"] = soak_report(soaked)
             run.save(report())
         if stall_rounds:
             progress.start("stall")
-            parts["stall"] = stall_part(measure_stall(stall_rounds, STALL_MEGABYTES, folder))
-    run.finish(report(), not failures and all(part.sound for part in parts.values()))
+            parts["stall"] = stall_report(measure_stall(stall_rounds, STALL_MEGABYTES, folder))
+    run.finish(report(), not failures and all(part.success for part in parts.values()))

@@ -17,12 +17,22 @@ from pathlib import Path
 
 import psutil
 
-from hvd_ckpt.bench.faults.plan import ALL, LAUNCHER
 from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, rank_environment
 from hvd_ckpt.launchers import RANK_VARIABLES
 
-__all__ = ["MARK", "RunView", "TrainJob", "logged_step", "marked", "newest_step", "rank_of"]
+__all__ = [
+    "ALL",
+    "LAUNCHER",
+    "MARK",
+    "RunView",
+    "TrainJob",
+    "logged_step",
+    "marked",
+    "newest_step",
+    "rank_of",
+]
 
+ALL, LAUNCHER = "all ranks", "launcher"  # that get a signal
 MARK = "HVD_CKPT_FAULTS"  # environment variable
 MPI_LAUNCHERS = ("mpirun", "orterun", "mpiexec", "prterun")
 STEP_LINE = re.compile(r"\bstep +(\d+)/\d+ ")

@@ -8,18 +8,21 @@ was left.
 
 from __future__ import annotations
 
+import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
-from hvd_ckpt.bench.faults.job import RunView, TrainJob, newest_step
-from hvd_ckpt.bench.faults.plan import RUNNING, START, FaultPlan, Kill, draw_plan
+from hvd_ckpt.bench.faults.job import ALL, LAUNCHER, RunView, TrainJob, newest_step
+from hvd_ckpt.bench.harness.jobs import JobError
+from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["STEPS", "JobError", "Killed", "disturbed_run", "kill_runs", "undisturbed_run", "write_text"]
+__all__ = ["STEPS", "FaultPlan", "Kill", "Killed", "draw_plan", "kill_report", "kill_runs", "write_text"]
 
 STEPS = 60
 SETTINGS = {
@@ -36,12 +39,104 @@ SETTINGS = {
     "keep-snapshots": 3,
     "steps": STEPS,
 }
+_T = TypeVar("_T")
+
+RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
+NUMBER_OF_KILLS = {1: 0.65, 2: 0.3, 3: 0.05}
+WHO = {"one": 0.5, ALL: 0.25, LAUNCHER: 0.25}
+SIGNALS = {
+    "ranks": {"SIGKILL": 0.8, "SIGTERM": 0.1, "SIGINT": 0.1},
+    "launcher": {"SIGKILL": 0.5, "SIGTERM": 0.3, "SIGINT": 0.2},
+}
+WHEN = {RUNNING: 0.6, SNAPSHOT: 0.25, START: 0.15}
+LONGEST_START = 6.0  # seconds
+LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
 POLL = 0.003  # seconds
 LIMIT = 30.0  # seconds that processes may take to go
+COLUMNS = (
+    "seed",
+    "ranks",
+    "controller",
+    "kills",
+    "restarts",
+    "lost",
+    "unreadable",
+    "left",
+    "equal",
+    "seconds",
+)
+KILL_NOTES = (
+    "kills: who got which signal after which step; `start`: before the launch had logged a step, `*`: while a snapshot was being "
+    "written; lost: restarts that resumed from before a snapshot that had been in place; unreadable: snapshots in place that some "
+    "rank cannot read; left: processes that still run 30 s after the launcher has ended.",
+    "equal: whether weights, optimizer state, position in the data, each rank's random state and all logged losses are those of "
+    "the undisturbed run on the same ranks and controller, bit for bit.",
+)
 
 
-class JobError(Exception):
-    """The undisturbed run failed; the message says why in one line."""
+@dataclass(frozen=True)
+class Kill:
+    """One signal.
+
+    Attributes:
+        who: ``rank 1``, ``all ranks`` or ``launcher``.
+        signal: its name.
+        when: ``step``: when the log contains the step ``at``; ``snapshot``: when a snapshot is being written at that step or later;
+            ``start``: ``at`` seconds after the launch.
+        at: a step or seconds.
+        delay: seconds after that.
+    """
+
+    who: str
+    signal: str
+    when: str
+    at: float
+    delay: float
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """The kills of one run; after each the run is started again.
+
+    Attributes:
+        seed: the plan follows from it.
+        size: number of ranks.
+        controller: starts the ranks.
+        kills: one for each launch but the last, unless the run ends before.
+    """
+
+    seed: int
+    size: int
+    controller: str
+    kills: tuple[Kill, ...]
+
+
+def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps: int) -> FaultPlan:
+    """The plan of a seed.
+
+    Args:
+        sizes, controllers: to choose from.
+        steps: of the whole run, at least 4.
+    """
+    generator = random.Random(seed)
+    size = sizes[seed % len(sizes)]
+    controller = controllers[seed // len(sizes) % len(controllers)]
+    moments = sorted(generator.sample(range(1, steps), _one_of(generator, NUMBER_OF_KILLS)))
+    return FaultPlan(seed, size, controller, tuple(_kill(generator, size, step) for step in moments))
+
+
+def _kill(generator: random.Random, size: int, step: int) -> Kill:
+    who = _one_of(generator, WHO)
+    signal = _one_of(generator, SIGNALS["launcher" if who == LAUNCHER else "ranks"])
+    when = _one_of(generator, WHEN)
+    at = generator.uniform(0, LONGEST_START) if when == START else step
+    rank = generator.randrange(size)
+    delay = generator.uniform(0, LONGEST_DELAY[when])
+    return Kill(f"rank {rank}" if who == "one" else str(who), signal, when, round(at, 3), round(delay, 4))
+
+
+def _one_of(generator: random.Random, weights: dict[_T, float]) -> _T:
+    return generator.choices(list(weights), list(weights.values()))[0]
 
 
 @dataclass
@@ -233,3 +328,43 @@ def _arguments(text: Path, run: Path) -> list[str]:
         for one in value if isinstance(value, tuple) else (value,):
             arguments += [f"--{name}", str(one)]
     return arguments
+
+
+def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Report:
+    """The runs of this call, and the sum of those that are ``recorded``."""
+    rows = [_kill_row(run) for run in runs]
+    table = Table(COLUMNS, rows, "Kill test", left=("controller", "kills", "equal"))
+    remarks = [_sum_of_kills("this call", runs)]
+    remarks += [_sum_of_kills("all recorded seeds", recorded)] if recorded else []
+    for run in runs:
+        faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ())]
+        remarks += [f"seed {run.seed}: {line}" for line in (*faults, *([run.failure] if run.failure else ()))]
+    success = all(run.sound for run in runs)
+    return Report("Kill test", {}, [table], runs, remarks, KILL_NOTES, success=success)
+
+
+def _kill_row(run: Killed) -> tuple[str, ...]:
+    kills = ", ".join(
+        f"{kill['who']} {kill['signal'].removeprefix('SIG')} {kill['step'] or 'start'}{'*' * kill['writing']}"
+        for kill in run.kills
+    )
+    equal = "no end" if run.failure else "yes" if run.equal else "no"
+    counts = (run.restarts, run.lost, len(run.unreadable), run.left)
+    ranks = (str(run.seed), str(run.size), run.controller)
+    return (*ranks, kills or "-", *map(str, counts), equal, f"{run.seconds:.0f}")
+
+
+def _sum_of_kills(which: str, runs: Sequence[Killed]) -> str:
+    kills = [kill for run in runs for kill in run.kills]
+    sizes = ", ".join(
+        f"{many} at np={size}" for size, many in sorted(Counter(run.size for run in runs).items())
+    )
+    signals = ", ".join(
+        f"{many} {name}" for name, many in Counter(kill["signal"] for kill in kills).most_common()
+    )
+    return (
+        f"{which}: {sum(run.equal for run in runs)} of {len(runs)} runs ({sizes}) end as the undisturbed run, bit for bit; "
+        f"{len(kills)} kills ({signals or '-'}; {sum(kill['writing'] for kill in kills)} while a snapshot was being written), "
+        f"{sum(run.restarts for run in runs)} restarts, {sum(run.lost for run in runs)} committed steps lost, "
+        f"{sum(len(run.unreadable) for run in runs)} snapshots unreadable, {sum(run.left for run in runs)} processes left"
+    )

@@ -13,7 +13,7 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.bench.faults.checks import differing
+from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
-__all__ = ["PHASES", "WRITERS", "SaveError", "SaveKill", "save_kills"]
+__all__ = ["PHASES", "WRITERS", "SaveError", "SaveKill", "save_kills", "save_report"]
 
 WRITERS = ("blocking", "background")
 PHASES = (
@@ -43,6 +44,12 @@ LAST_PART = 0.2  # of the time of a save
 KILLED = (2, 4)  # a kill falls within one of these saves of a process, counted from 0
 MANIFEST_SECONDS, HANG = 2.0, 60.0
 BEGUN, RETURNED, FAILED = "begun", "returned", "failed"
+SAVE_NOTES = (
+    "blocking, background: SnapshotWriter with and without blocking=True. The moment of the kill is uniform within a save; one "
+    "in four is aimed at the end of a save that replaces a snapshot, from its manifest on.",
+    "right: the newest snapshot that loads is whole, has the content of its write, is of no earlier write than the last that "
+    "had returned, and nothing in place is damaged.",
+)
 
 
 class SaveError(Exception):
@@ -272,3 +279,25 @@ class _Killer:
         if not self.returned <= number <= write:
             return f"it is of write {number}, and write {self.returned} had returned", number
         return _Content(number).fault(found), number
+
+
+def save_report(kills: Sequence[SaveKill], recorded: Sequence[SaveKill] = ()) -> Report:
+    """The kills of this call by how far the save had come, and the sum of those that are ``recorded``."""
+    rows = []
+    for phase in PHASES:
+        found = [kill for kill in kills if kill.phase == phase]
+        counts = [str(sum(kill.writer == writer for kill in found)) for writer in WRITERS]
+        rows.append((phase, *counts, _right(found)))
+    columns = ("the kill came", *WRITERS, "newest good snapshot right")
+    remarks = [f"this call: {_right(kills)} kills within a save left the right newest good snapshot"]
+    remarks += [f"all recorded seeds: {_right(recorded)} kills within a save"] if recorded else []
+    remarks += [
+        f"kill {one.number} of seed {one.seed}, {one.phase}: {one.fault}" for one in kills if one.fault
+    ]
+    table = Table(columns, rows, "Save test", left=columns[:1])
+    success = all(kill.sound for kill in kills)
+    return Report("Save test", {}, [table], kills, remarks, SAVE_NOTES, success=success)
+
+
+def _right(kills: Sequence[SaveKill]) -> str:
+    return f"{sum(kill.sound for kill in kills)} of {len(kills)}"

@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 
 from hvd_ckpt.bench.faults.job import TrainJob, logged_step, marked, newest_step, rank_of
+from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["EVERY", "Growth", "Soaked", "growth", "soak"]
+__all__ = ["EVERY", "Growth", "Soaked", "growth", "soak", "soak_report"]
 
 EVERY = 20  # steps between snapshots
 SETTINGS = {
@@ -36,6 +37,10 @@ INTERVAL, SAMPLES = 5.0, 60  # seconds between samples, less if there would be f
 START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
 FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
+SOAK_NOTES = (
+    "per hour: slope of the line through the samples, without the first fifth of the time; first, last: medians of the first and "
+    "of the last quarter; flat: memory rises by less than 1 % of its mean over the whole time; others do not rise.",
+)
 MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
 
 
@@ -167,3 +172,16 @@ def _watch(job: TrainJob, seconds: float, tick: Callable[[float], object]) -> tu
         for measure, values in zip(MEASURES, zip(*samples[process]))
     ]
     return found, round(times[-1], 1)
+
+
+def soak_report(soaked: Soaked) -> Report:
+    """One row for each measure of each process."""
+    rows: list[tuple[str, ...]] = []
+    for one in soaked.growth:
+        figures = (f"{one.mean:.1f}", f"{one.first:.1f}", f"{one.last:.1f}", f"{one.per_hour:+.2f}")
+        rows.append((one.process, one.measure, *figures, "yes" if one.flat else "no"))
+    columns = ("process", "measure", "mean", "first", "last", "per hour", "flat")
+    size = f"{soaked.seconds / 60:.1f} minutes, {soaked.steps} steps, {soaked.snapshots} snapshots (one every {EVERY} steps)"
+    remarks = [size, *([soaked.failure] if soaked.failure else ())]
+    table = Table(columns, rows, "Soak", left=("process", "measure", "flat"), folded=1)
+    return Report("Soak", {}, [table], soaked, remarks, SOAK_NOTES, success=soaked.sound)

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
-__all__ = ["WAYS", "StallRow", "measure_stall"]
+__all__ = ["WAYS", "StallRow", "measure_stall", "stall_report"]
 
 WIDTH, LENGTH, VOCABULARY = 512, 64, 256
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
 WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
+
+STALL_NOTES = (
+    "stall: median time that training waits for one snapshot; of blocking: median of the ratios within a round; added: median "
+    "time by which the steps until the snapshot is on the disk are longer than others, in sum.",
+)
 
 
 @dataclass(frozen=True)
@@ -176,3 +182,14 @@ def _distributed(state: dict[str, Any], place: Path) -> Callable[[], bool]:
 
 def _no_warning(text: str) -> None:
     raise RuntimeError(text)
+
+
+def stall_report(rows: Sequence[StallRow]) -> Report:
+    """One row for each way of writing."""
+    shown: list[tuple[str, ...]] = []
+    for row in rows:
+        milliseconds, added = f"{row.seconds * 1000:.1f}", f"{row.added * 1000:.0f}"
+        shown.append((row.way, f"{row.megabytes:.0f}", milliseconds, f"{row.ratio:.3f}", added))
+    columns = ("written by", "MB", "stall ms", "of blocking", "added ms")
+    table = Table(columns, shown, "Snapshot stall", left=columns[:1])
+    return Report("Snapshot stall", {}, [table], rows, notes=STALL_NOTES)

@@ -5,6 +5,7 @@ Exit status 0 if both loops ran and did the same, 1 if not, 2 for a bad argument
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,6 @@ from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_number
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
-from hvd_ckpt.models import catalog
 
 __all__ = ["Case", "Job", "RankResult", "train"]
 
@@ -89,17 +89,12 @@ class Case:
     differences: list[str] = field(default_factory=list)
     failure: str | None = None
 
-    @classmethod
-    def of(cls, model: str, accumulate: int, steps: int, ranks: Sequence[RankResult]) -> Case:
-        """The case from the results of all ranks, over rounds of so many steps."""
-        return cls(
-            model,
-            accumulate,
-            ranks[0].threads,
-            [seconds / steps for seconds in slowest(rank.trainer for rank in ranks)],
-            [seconds / steps for seconds in slowest(rank.by_hand for rank in ranks)],
-            sorted({name for rank in ranks for name in rank.differences}),
-        )
+    def add(self, steps: int, ranks: Sequence[RankResult]) -> None:
+        """Adds the results of all ranks, over rounds of so many steps."""
+        self.threads = ranks[0].threads
+        self.trainer = [seconds / steps for seconds in slowest(rank.trainer for rank in ranks)]
+        self.by_hand = [seconds / steps for seconds in slowest(rank.by_hand for rank in ranks)]
+        self.differences = sorted({name for rank in ranks for name in rank.differences})
 
     @property
     def passed(self) -> bool:
@@ -111,41 +106,24 @@ class Case:
         """The trainer's time as a ratio to that by hand, over the rounds."""
         return quartiles_of_ratios(self.trainer, self.by_hand)
 
-    def remark(self) -> str | None:
+    def remark(self) -> str:
         """Why the case did not pass, in one line."""
-        title = f"{self.model}, {self.accumulate} micro-batch{'es' * (self.accumulate > 1)}"
-        if self.failure is not None:
-            return f"{title}: failed: {self.failure}"
-        if self.differences:
-            return (
-                f"{title}: the loops did not do the same: {len(self.differences)} weights or buffers differ, "
-                f"the first is {self.differences[0]}"
-            )
-        return None
+        differ = ", ".join(self.differences[:1]) + ", ..." * (len(self.differences) > 1)
+        why = f"failed: {self.failure}" if self.failure else f"weights or buffers differ: {differ}"
+        return f"{self.model}, {self.accumulate} micro-batches: {why}"
 
     def row(self) -> tuple[str, ...]:
         """The entries of the table."""
-        ratio = self.ratio
+        name, ratio = (self.model, str(self.accumulate)), self.ratio
         if ratio is None:
-            return (self.model, str(self.accumulate), "-", "-", "-", "failed")
-        return (
-            self.model,
-            str(self.accumulate),
-            f"{quartiles(self.trainer).median * 1000:.1f}",
-            f"{quartiles(self.by_hand).median * 1000:.1f}",
-            f"{ratio:.3f}",
-            "no" if self.differences else "yes",
-        )
+            return (*name, "-", "-", "-", "failed")
+        times = (f"{quartiles(times).median * 1000:.1f}" for times in (self.trainer, self.by_hand))
+        return (*name, *times, f"{ratio:.3f}", "no" if self.differences else "yes")
 
 
 @bench_command("train")
 @click.option("--models", default="bert-mini,gpt-tiny", show_default=True, help="Models to train.")
-@click.option(
-    "--accumulate",
-    default="1,4",
-    show_default=True,
-    help="Numbers of micro-batches that a batch is split into.",
-)
+@click.option("--accumulate", default="1,4", show_default=True, help="Numbers of micro-batches of a batch.")
 @click.option(
     "--batch", type=click.IntRange(1), default=4, show_default=True, help="Samples of a step on each rank."
 )
@@ -155,7 +133,7 @@ class Case:
     type=click.IntRange(1),
     default=15,
     show_default=True,
-    help="Timed rounds of each loop, alternating.",
+    help="Timed rounds of each, alternating.",
 )
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a round.")
 @job_options
@@ -175,6 +153,8 @@ def train(
     Both train the same model on the same batches in the same processes, in rounds that alternate, and must come to the same weights
     bit for bit. Run it on a machine that does nothing else.
     """
+    from hvd_ckpt.models import catalog
+
     names = split_names("--models", models, find=catalog.find)
     counts = whole_numbers("--accumulate", accumulate, "micro-batches")
     if max(counts) > batch:
@@ -182,44 +162,35 @@ def train(
             f"--accumulate: a batch of {batch} has fewer samples than {max(counts)}: give a larger --batch"
         )
     carrier = check_controller(controller)
-    settings = {
-        "models": names,
-        "accumulate": counts,
-        "batch": batch,
-        "ranks": ranks,
-        "rounds": rounds,
-        "steps": steps,
-        "controller": carrier,
-    }
+    settings = {"batch": batch, "ranks": ranks, "rounds": rounds, "steps": steps, "controller": carrier}
     cases: list[Case] = []
     with run.progress(len(names) * len(counts)) as progress:
-        for number, name in enumerate(names):
-            for count in counts:
-                progress.start(f"{name}, {count} micro-batches")
+        for (number, name), count in itertools.product(enumerate(names), counts):
+            progress.start(f"{name}, {count} micro-batches")
+            cases.append(case := Case(name, count))
+            try:
                 job = Job(run.jobs / f"{number}-{count}", ranks, name, count, batch, rounds, steps)
-                try:
-                    case = Case.of(name, count, steps, run_job(job, RankResult, carrier, timeout))
-                except JobError as error:
-                    case = Case(name, count, failure=str(error))
-                cases.append(case)
-                run.save(make_report(cases, settings))  # a long run that is ended leaves what it has found
-    run.finish(make_report(cases, settings), success=all(case.passed for case in cases))
+                case.add(steps, run_job(job, RankResult, carrier, timeout))
+            except JobError as error:
+                case.failure = str(error)
+            report = make_report(cases, settings)
+            run.save(report)  # a long run that is ended leaves what it has found
+    run.finish(report, success=all(case.passed for case in cases))
 
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
     """The report of the cases so far."""
-    listed = ("models", "accumulate")  # in the table
     facts = {
         **machine_facts(),
-        **{name: str(value) for name, value in settings.items() if name not in listed},
-        "threads per rank": str(max((case.threads for case in cases), default=0)),
+        **{name: str(value) for name, value in settings.items()},
+        "threads per rank": str(max(case.threads for case in cases)),
     }
     return Report(
         "The training loop beside a loop written by hand",
         facts,
         [Table(COLUMNS, [case.row() for case in cases], left=("model", "same weights"), folded=1)],
         [{**plain(case), "ratio": case.ratio, "passed": case.passed} for case in cases],
-        remarks=[remark for case in cases if (remark := case.remark())],
+        remarks=[case.remark() for case in cases if not case.passed],
         notes=NOTES,
         settings=settings,
     )

@@ -1,4 +1,4 @@
-"""The two loops: the trainer's own, and the one that is written by hand; and one rank of a job, which runs both.
+"""The two loops, and one rank of a job, which runs both in turn.
 
 The trainer's is :meth:`Trainer.run` as it is; its step is only overridden to read the clock where a round ends, and to let
 the other loop have its turn there. So a round of the trainer spans everything that it does between steps: batches from its
@@ -11,22 +11,18 @@ import copy
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.train.command import Job, RankResult
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import Sampler
-from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
-from hvd_ckpt.runtime import init
 from hvd_ckpt.training.build import Assembly, assemble
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.microbatch import Accumulated
@@ -60,14 +56,12 @@ class ByHand:
         self.clip = config.clip
         self.stream = Sampler(len(data), config.seed)
         self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup)
-        broadcast_parameters(model.state_dict(), root_rank=0)
-        self.optimizer = DistributedOptimizer(
-            build_optimizer(
-                config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options
-            ),
-            named_parameters=model.named_parameters(),
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = build_optimizer(
+            config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options
         )
-        broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self.optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hc.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.taken = self.drawn = 0
         self.losses: list[float] = []
         self._thread = ThreadPoolExecutor(1)
@@ -76,8 +70,8 @@ class ByHand:
             self._draw()
 
     def _draw(self) -> None:
-        count = self.config.batch * hvd.size()
-        indices, epochs = self.stream.part(self.drawn * count, count, hvd.rank(), hvd.size())
+        count = self.config.batch * hc.size()
+        indices, epochs = self.stream.part(self.drawn * count, count, hc.rank(), hc.size())
         self._ahead.append(self._thread.submit(self.data.batch, indices, epochs))
         self.drawn += 1
 
@@ -88,9 +82,9 @@ class ByHand:
         parts = batch.split(self.config.accumulate)
         terms = [self.objective.weight(part) for part in parts]
         total = torch.tensor([sum(terms)], dtype=torch.float64)
-        if hvd.size() > 1:
-            total = hvd.allreduce(total, op=hvd.Sum, name="by_hand.terms")
-        factor = hvd.size() / total.item()
+        if hc.size() > 1:
+            total = hc.allreduce(total, op=hc.Sum, name="by_hand.terms")
+        factor = hc.size() / total.item()
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.taken)
         self.optimizer.zero_grad()
@@ -115,32 +109,32 @@ class ByHand:
 class Measured(Trainer):
     """The trainer, whose rounds alternate with those of the loop by hand: A B, B A, A B, ...
 
-    Both take ``warm_up`` steps, then ``rounds`` rounds of ``length`` steps, then one more, before which the last round ends.
+    Both take ``WARM_UP`` steps, then ``rounds`` rounds of ``length`` steps, then one more, before which the last round ends.
     Dropout draws from one random state for each loop, changed over between rounds.
 
     Args:
-        config: its ``steps`` are ``warm_up + rounds * length + 1``.
+        config: its ``steps`` are ``WARM_UP + rounds * length + 1``.
         assembly: what is trained, by this trainer; the loop by hand has a copy of the model.
-        rounds, length, warm_up: how many, and of how many steps.
+        rounds, length: how many, and of how many steps.
 
     Attributes:
         by_hand: the other loop.
         seconds, seconds_by_hand: of each round, on this rank, after all ranks have met.
     """
 
-    def __init__(self, config: Config, assembly: Assembly, rounds: int, length: int, warm_up: int) -> None:
+    def __init__(self, config: Config, assembly: Assembly, rounds: int, length: int) -> None:
         twin = copy.deepcopy(assembly.model)
         super().__init__(config, assembly.model, assembly.objective, assembly.train)
         self.by_hand = ByHand(config, twin, assembly.objective, assembly.train)
         self.seconds: list[float] = []
         self.seconds_by_hand: list[float] = []
-        self._rounds, self._length, self._warm_up = rounds, length, warm_up
+        self._rounds, self._length = rounds, length
         self._other_random = torch.get_rng_state()
         self._start = 0.0
 
     def step(self, batch: Batch, samples: int) -> Accumulated:
         """The trainer's step, after the turn of the other loop where one is due."""
-        done, rest = divmod(self.progress.step - self._warm_up, self._length)
+        done, rest = divmod(self.progress.step - WARM_UP, self._length)
         if rest == 0 and 0 <= done <= self._rounds:
             self._end_round(done)
         return super().step(batch, samples)
@@ -154,32 +148,28 @@ class Measured(Trainer):
             self.seconds.append(time.perf_counter() - self._start)
         with self.report.excluded():
             if done == 0:
-                self._in_turn(self._warm_up)
+                self._in_turn(WARM_UP)
             elif done % 2:
                 self.seconds_by_hand.append(self._in_turn(self._length))
                 if done < self._rounds:
                     self.seconds_by_hand.append(self._in_turn(self._length))
             if done == self._rounds:
                 self._in_turn(1)
-        hvd.barrier()
+        hc.barrier()
         self._start = time.perf_counter()
 
     def _in_turn(self, steps: int) -> float:
         """Seconds of so many steps by hand."""
         own = torch.get_rng_state()
         torch.set_rng_state(self._other_random)
-        hvd.barrier()
+        hc.barrier()
         start = time.perf_counter()
-        _repeat(self.by_hand.step, steps)
+        for _ in range(steps):
+            self.by_hand.step()
         seconds = time.perf_counter() - start
         self._other_random = torch.get_rng_state()
         torch.set_rng_state(own)
         return seconds
-
-
-def _repeat(step: Callable[[], None], times: int) -> None:
-    for _ in range(times):
-        step()
 
 
 def differences(one: nn.Module, other: nn.Module) -> list[str]:
@@ -190,7 +180,7 @@ def differences(one: nn.Module, other: nn.Module) -> list[str]:
 
 def measure(job: Job) -> RankResult:
     """Times both loops on one rank."""
-    init()
+    hc.init()
     config = Config(
         model=job.model,
         accumulate=job.accumulate,
@@ -202,17 +192,13 @@ def measure(job: Job) -> RankResult:
         device="cpu",
         output=str(job.folder / "run"),
     )
-    trainer = Measured(config, assemble(config), job.rounds, job.steps, WARM_UP)
+    trainer = Measured(config, assemble(config), job.rounds, job.steps)
     gc.collect()
     gc.freeze()  # what is collected within a round is what the loops leave
     trainer.run()
     trainer.by_hand.close()
-    return RankResult(
-        torch.get_num_threads(),
-        trainer.seconds,
-        trainer.seconds_by_hand,
-        differences(trainer.model, trainer.by_hand.model),
-    )
+    apart = differences(trainer.model, trainer.by_hand.model)
+    return RankResult(torch.get_num_threads(), trainer.seconds, trainer.seconds_by_hand, apart)
 
 
 if __name__ == "__main__":
