@@ -22,6 +22,7 @@ from hvd_ckpt.data.text import CausalText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import open_volumes
 from hvd_ckpt.models import catalog
+from hvd_ckpt.training.config import ConfigError
 
 TEXT = "".join(f"The {at}th line of a text, in which é and 漢字 stand.\n" for at in range(60))
 
@@ -258,14 +259,35 @@ def model_folders(folder: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
-ERRORS = (ValueError, OSError)  # a run turns those of its data into one line
+def as_a_run(
+    prepare: Callable[[Path], Callable[[Draw, Path], None]],
+) -> Callable[[Path], Callable[[Draw, Path], None]]:
+    """A run turns errors of its data into one line."""
+
+    def prepared(folder: Path) -> Callable[[Draw, Path], None]:
+        feed = prepare(folder)
+
+        def run(draw: Draw, folder: Path) -> None:
+            try:
+                feed(draw, folder)
+            except (ValueError, OSError) as error:
+                raise ConfigError(str(error)) from None
+
+        return run
+
+    return prepared
+
+
 IMAGES = numpy.arange(150, dtype=numpy.uint8).reshape(6, 5, 5)
 VOLUMES = numpy.arange(750).astype(numpy.uint8).reshape(6, 5, 5, 5)
-KINDS = (
-    Kind("text", 6.0, ERRORS, texts),
-    Kind("tokenizer", 6.0, ERRORS, tokenizers),
-    Kind("image folder", 6.0, ERRORS, image_folders),
-    Kind("image arrays", 4.0, ERRORS, arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
-    Kind("volume arrays", 4.0, ERRORS, arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
-    Kind("model folder", 4.0, ERRORS, model_folders),
+KINDS = tuple(
+    Kind(name, share, (ConfigError,), as_a_run(prepare))
+    for name, share, prepare in (
+        ("text", 6.0, texts),
+        ("tokenizer", 6.0, tokenizers),
+        ("image folder", 6.0, image_folders),
+        ("image arrays", 4.0, arrays(open_images, images=IMAGES, labels=numpy.arange(6) % 3)),
+        ("volume arrays", 4.0, arrays(open_volumes, volumes=VOLUMES, labels=VOLUMES % 2)),
+        ("model folder", 4.0, model_folders),
+    )
 )

@@ -249,7 +249,7 @@ def resume(resumed: Snapshot) -> None:
                 raise ConfigError(str(error)) from None
             assert sum(len(bucket.entries) for bucket in assignment.buckets) == len(assignment.order)
         loss, weight = resumed.per_rank["logged"]
-        assert loss / weight if weight else True
+        assert weight == 0 or math.isfinite(loss / weight) or not math.isfinite(loss)
         set_random_state(resumed.per_rank["random"])
     for _ in range(2):
         step(model, optimizer)
