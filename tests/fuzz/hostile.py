@@ -104,6 +104,13 @@ class Draw:
             entries[key] = self._change(entries[key], leaf)
         return entries if isinstance(value, dict) else type(value)(entries.values())
 
+    def flip(self, file: Path) -> None:
+        """Changes one bit."""
+        content = bytearray(file.read_bytes())
+        if content:
+            content[self.below(len(content))] ^= 1 << self.below(8)
+            file.write_bytes(content)
+
     def spoil(self, file: Path, other: bytes = b"") -> None:
         """Damages a file, or puts something else in its place."""
         if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 21:

@@ -129,6 +129,8 @@ def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
         elif way == 5:
             shutil.rmtree(path)
             draw.replace(path, b"no folder")
+        elif way < 9:
+            draw.flip(draw.choice(*present))
         else:
             draw.spoil(draw.choice(*present), files[draw.choice(*files)])
 
