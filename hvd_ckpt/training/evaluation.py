@@ -24,7 +24,7 @@ def evaluate(
     *,
     batch: int,
     batches: int | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
     in_step: bool = False,
     average: AveragedWeights | None = None,
@@ -45,51 +45,37 @@ def evaluate(
         ``{"loss": ..., ...}`` with the names of :meth:`Objective.metrics` and :meth:`Objective.of_loss`, and the number of samples.
     """
     samples = len(data) if batches is None else min(len(data), batches * batch * hvd.size())
+    own = range(hvd.rank(), samples, hvd.size())
+    most = -(-samples // hvd.size())  # of one rank
 
     def run() -> dict[str, float]:
-        return _evaluate(model, data, objective, samples, batch, torch.device(device), autocast, in_step)
-
-    means = run()
-    if average is not None:
-        with average.applied():
-            means.update({f"ema_{name}": mean for name, mean in run().items()})
-    return {**means, "samples": samples}
-
-
-def _evaluate(
-    model: nn.Module,
-    data: Dataset,
-    objective: Objective,
-    samples: int,
-    batch: int,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    in_step: bool,
-) -> dict[str, float]:
-    own = range(hvd.rank(), samples, hvd.size())
-    sums: dict[str, torch.Tensor] = {}
-    terms = 0.0
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            most = -(-samples // hvd.size())  # of one rank
-            for first in range(0, most if in_step else len(own), batch):
-                indices = own[first : first + batch] or range(1)
-                one = data.batch(indices, [0] * len(indices)).to(device)
-                with autocast():
-                    output = model(*one.inputs, **one.shared)
-                    means = {"loss": objective.loss(output, one), **objective.metrics(output, one)}
-                if first >= len(own):
-                    continue
+        sums: dict[str, torch.Tensor] = {}
+        terms = 0.0
+        for first in range(0, most if in_step else len(own), batch):
+            indices = own[first : first + batch] or range(1)
+            one = data.batch(indices, [0] * len(indices)).to(device)
+            with autocast():
+                output = model(*one.inputs, **one.shared)
+                means = {"loss": objective.loss(output, one), **objective.metrics(output, one)}
+            if first < len(own):
                 weight = objective.weight(one)
                 terms += weight
                 for name, mean in means.items():
                     sums[name] = sums.get(name, 0.0) + mean.double() * weight
+        found = _over_ranks(sums, terms)
+        return {**found, **objective.of_loss(found["loss"])}
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            means = run()
+            if average is not None:
+                with average.applied():
+                    means.update({f"ema_{name}": mean for name, mean in run().items()})
     finally:
         model.train(training)
-    found = _over_ranks(sums, terms)
-    return {**found, **objective.of_loss(found["loss"])}
+    return {**means, "samples": samples}
 
 
 def _over_ranks(sums: dict[str, torch.Tensor], terms: float) -> dict[str, float]:

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,7 +35,6 @@ from hvd_ckpt.training.stopping import FAILURE_FILE, SUPERVISED_VARIABLE
 __all__ = [
     "FatalTrainingError",
     "NonFiniteLoss",
-    "RankReport",
     "errors_everywhere",
     "exit_handler",
     "exit_now",
@@ -76,38 +74,24 @@ def errors_everywhere(name: str) -> Iterator[None]:
         raise ConfigError(str(found), passing) from None
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """The report of one rank after a backward pass.
-
-    Attributes:
-        stop: the request to stop that it has received, or None.
-        loss: its loss, if that is not finite.
-        host: the name of its machine.
-    """
-
-    stop: str | None
-    loss: float | None
-    host: str
-
-
 def gather_reports(stop: str | None, loss: float | None, step: int) -> tuple[str | None, str | None]:
     """The first request to stop, and the ranks whose losses are not finite, in words; None for neither. Collective.
 
     Args:
-        stop, loss: of this rank, as in :class:`RankReport`.
+        stop: the request that this rank has received, or None.
+        loss: this rank's, if that is not finite.
         step: of the loss, counted from 1.
     """
-    reports: list[RankReport] = allgather_objects(
-        RankReport(stop, loss, host_name()), global_process_set, "hvd_ckpt.train.notices"
+    reports: list[tuple[str | None, float | None, str]] = allgather_objects(
+        (stop, loss, host_name()), global_process_set, "hvd_ckpt.train.reports"
     )
-    request = next((report.stop for report in reports if report.stop is not None), None)
-    found = [(rank, report) for rank, report in enumerate(reports) if report.loss is not None]
+    request = next((stop for stop, _, _ in reports if stop is not None), None)
+    found = [(rank, loss, host) for rank, (_, loss, host) in enumerate(reports) if loss is not None]
     if not found:
         return request, None
-    rank, report = found[0]
+    rank, loss, host = found[0]
     others = f" (and on {len(found) - 1} more of {len(reports)} ranks)" if len(found) > 1 else ""
-    return request, f"step {step}: the loss is {report.loss} on rank {rank}, host {report.host}{others}"
+    return request, f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
 
 
 @contextlib.contextmanager

@@ -52,11 +52,7 @@ def print_summary(
     taken: int,
     steps: int,
 ) -> None:
-    """Prints on rank 0 what a run is about to do.
-
-    Args:
-        taken: steps taken before.
-        steps: of the whole run.
+    """Prints on rank 0 what a run is about to do, after ``taken`` of ``steps`` steps.
 
     Raises:
         DryRun: the configuration asks for nothing else; on every rank.
@@ -117,13 +113,7 @@ class Meter:
         self._seconds, self._since = 0.0, clock()
 
     def add(self, loss: Tensor | float, weight: float, units: float) -> None:
-        """Counts one step of this rank.
-
-        Args:
-            loss: mean over the step's terms, a number or a tensor of no dimensions; ignored if there are none.
-            weight: the number of terms.
-            units: tokens, images, ...
-        """
+        """Counts one step of this rank: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
         if weight:
             self._loss = self._loss + (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
         self._weight += weight
@@ -175,12 +165,9 @@ class Report:
     """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
 
     Args:
-        folder: of the run.
-        config: of the run.
         steps: of the whole run.
         unit: of throughput.
         start: steps taken before; records of later ones are dropped from the logs.
-        device: of the steps.
         plan: its measured peak is shown.
     """
 

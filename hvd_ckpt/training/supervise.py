@@ -95,23 +95,27 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                     _remove(commands.run / FAILURE_FILE)  # the folder can be used again
                 return 1
             if status == 0:
-                return status
+                return 0
             ended = f"the job ended ({_shown(status)})"
             reason = _reason(commands.run, status)
             if reason is not None:
                 _say(f"{ended}; not launched again: {reason}")
                 return status
-            new = _newest_but(commands.run, before)
+            new = max(_snapshots_of(commands.run) - before, key=lambda one: step_of(one[0]), default=None)
+            settings, origin = _next_launch(commands, None if new is None else new[0])
+            begun = (commands.run / "config.yaml").exists()
             if restarts == max_restarts:
                 times = f" and was launched again {max_restarts} times" if max_restarts else ""
-                _say(f"{ended}{times}{_how_to_resume(_origin(commands, new), commands.run)}")
+                resume = f"; `hvd-ckpt train --resume {origin}` resumes {_start_of(origin)}" if begun else ""
+                _say(f"{ended}{times}{resume}")
                 return status
-            settings = _next_settings(commands, new)
+            if not begun and not commands.resumed:
+                _empty(commands.run)
             restarts += 1
-            _say(f"{ended}; restart {restarts} of {max_restarts} {_start_of(_origin(commands, new))}")
-            told = signals.pause(_pause(restarts))
-            if told is not None:
-                return _stopped(told)
+            _say(f"{ended}; restart {restarts} of {max_restarts} {_start_of(origin)}")
+            number = signals.pause(0.0 if restarts == 1 else min(2.0 ** (restarts - 2), LONGEST_PAUSE))
+            if number is not None:
+                return _stopped(number)
 
 
 class _Job:
@@ -240,12 +244,6 @@ def _program() -> list[str]:
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "hvd_ckpt.cli.main"]
 
 
-def _how_to_resume(start: Path, run: Path) -> str:
-    if not (run / "config.yaml").exists():
-        return ""
-    return f"; `hvd-ckpt train --resume {start}` resumes {_start_of(start)}"
-
-
 def _reason(run: Path, status: int) -> str | None:
     """Why a failed job must not be launched again, although restarts are left; None if it may."""
     if status in NOT_AGAIN:
@@ -269,11 +267,6 @@ def _shown(status: int) -> str:
     return f"exit status {status}"
 
 
-def _pause(restarts: int) -> float:
-    """Seconds before a restart: none, 1, 2, 4 and so on."""
-    return 0.0 if restarts == 1 else min(2.0 ** (restarts - 2), LONGEST_PAUSE)
-
-
 def _failure(run: Path) -> str | None:
     """Why a restart would fail the same way, as rank 0 wrote it."""
     path = run / FAILURE_FILE
@@ -293,37 +286,32 @@ def _say(text: str) -> None:
     click.echo(f"hvd-ckpt: {text}", err=True)
 
 
-def _next_settings(commands: Commands, new: Path | None) -> Sequence[str]:
-    """The settings of the next launch. A run that died before it was under way leaves its new folder empty."""
-    if commands.resumed:
-        if new is None:
-            return commands.first
-        start = _origin(commands, new)
-        return [
-            f"--resume={start}" if word == f"--resume={commands.run}" else word for word in commands.again
-        ]
-    if (commands.run / "config.yaml").exists():
-        return commands.again
-    for path in commands.run.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return commands.first
+def _next_launch(commands: Commands, new: Path | None) -> tuple[Sequence[str], Path]:
+    """The settings of the next launch, and the run or snapshot that it resumes from.
 
-
-def _origin(commands: Commands, new: Path | None) -> Path:
-    """The run or snapshot to resume from: the run, unless it has later snapshots from before this job.
+    A run that was resumed from an older snapshot may still have later ones, from before this job.
 
     Args:
         new: the newest snapshot that this job has written.
     """
+    run = commands.run
     if not commands.resumed:
-        return commands.run
+        return commands.again if (run / "config.yaml").exists() else commands.first, run
     if new is None:
         given = [word.removeprefix("--resume=") for word in commands.first if word.startswith("--resume=")]
-        return Path(given[-1]).resolve() if given else commands.run
-    return commands.run if _newest(commands.run) == new else new
+        return commands.first, Path(given[-1]).resolve() if given else run
+    origin = run if _newest(run) == new else new
+    again = [f"--resume={origin}" if word == f"--resume={run}" else word for word in commands.again]
+    return again, origin
+
+
+def _empty(run: Path) -> None:
+    """Empties the new folder of a run that died before its first step."""
+    for path in run.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _start_of(origin: Path) -> str:
@@ -348,11 +336,6 @@ def _snapshots_of(run: Path) -> set[tuple[Path, int]]:
             if SNAPSHOT.fullmatch(path.name):
                 found.add((path, path.stat().st_mtime_ns))
     return found
-
-
-def _newest_but(run: Path, before: set[tuple[Path, int]]) -> Path | None:
-    """The newest snapshot that was not there before, or None."""
-    return max((path for path, _ in _snapshots_of(run) - before), key=step_of, default=None)
 
 
 class _Signals:
@@ -405,6 +388,6 @@ class _Signals:
         """Waits for a signal, or for the time to pass (returns None)."""
         limit = time.monotonic() + seconds
         while True:
-            told = self.wait(max(limit - time.monotonic(), 0))
-            if told is not None or time.monotonic() >= limit:
-                return told
+            number = self.wait(max(limit - time.monotonic(), 0))
+            if number is not None or time.monotonic() >= limit:
+                return number

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.values import parsed
@@ -100,42 +96,6 @@ def test_broken_files_are_one_line_and_run_nothing(
         Config.make(read_yaml("run.yaml"))
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
-
-
-plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**62), 2**62)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(list(Config.model_fields)), value=plain)
-def test_any_value_is_valid_and_survives_a_file_or_is_one_line(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)  # which takes most of the time
-        try:
-            config = Config.make({"model": "gpt-tiny", name: value})
-        except ConfigError as refused:
-            said = str(refused)
-        else:
-            config.write_yaml(tmp_path / "config.yaml")
-            assert Config.make(read_yaml(tmp_path / "config.yaml")) == config
-            said = "valid"
-    assert said.isprintable() and len(said) <= 1000
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(st.sampled_from("[]{},:&*!'\"#-? a1.e0x|>%@`\n\t<"), max_size=24))
-def test_any_text_after_an_option_is_a_value_or_an_error(text: str) -> None:
-    value: Any = None
-    with contextlib.suppress(ValueError):
-        value = parsed(text)
-    assert type(value) in (type(None), bool, int, float, str, list, dict)
 
 
 def test_aliases_devices_and_missing_files_are_refused(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_resume_writes_later_steps_anew_and_cuts_an_unfinished_line(tmp_path):
         assert [record["step"] for record in logs.read(log.path)] == steps
 
 
-@pytest.mark.parametrize("line", ["no json", "[1]", '{"step": "many"}'])
+@pytest.mark.parametrize("line", ["no json", '{"step": "many"}'])
 def test_bad_log_names_file_and_line(tmp_path, line):
     path = tmp_path / "log.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
