@@ -157,30 +157,6 @@ def test_shards_of_all_ranks_make_whole_weights(
         assert average[name].dtype == weight.dtype and torch.equal(average[name], wanted), name
 
 
-def test_any_rank_of_another_job_reads_the_shards_it_needs(
-    made: tuple[Path, nn.Module, torch.optim.Optimizer],
-) -> None:
-    path, model, optimizer = made
-    found = reader.read(path, 0)
-    names = dict(model.named_parameters())
-    wanted = {"images.weight": [(20, 75)], "bf16": [(0, 2)], "first.weight": [(3, 4)]}
-    parts = read_shards(found, wanted, state_of_shards(optimizer, model), len(optimizer.param_groups))
-    for name, spans in wanted.items():
-        for start, stop in spans:
-            values = torch.full((stop - start,), torch.nan)
-            for part in parts:
-                for number, (found_name, first, last) in enumerate(part["pieces"]):
-                    low, high = max(start, first), min(stop, last)
-                    if found_name == name and low < high:
-                        state = part["state"][number]
-                        assert float(state["step"]) == 1 and state["exp_avg"].shape == (last - first,)
-                        values[low - start : high - start] = state["exp_avg"][
-                            low - first : high - first
-                        ].float()
-            expected = flat(optimizer.state[names[name]]["exp_avg"])[start:stop]
-            assert torch.equal(values, expected.float())
-
-
 def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:

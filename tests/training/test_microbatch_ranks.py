@@ -18,14 +18,14 @@ pytestmark = pytest.mark.ranks(gloo=(2, 4))
 NONE = -100
 
 
-def samples(step: int, rank: int, terms: bool = True) -> Batch:
+def samples(step: int, rank: int) -> Batch:
     """The batch of a rank, the same wherever it is made; of several ranks, the last has no terms."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     rows = 5 + 2 * rank
     targets = torch.randint(5, (rows, 4), generator=generator)
     for row in range(rows):
         targets[row, (row + rank) % 5 :] = NONE
-    if not terms or (rank > 0 and rank == hc.size() - 1):
+    if rank > 0 and rank == hc.size() - 1:
         targets[:] = NONE
     return Batch((torch.randn(rows, 4, 6, generator=generator, dtype=torch.float64),), targets)
 
@@ -128,18 +128,6 @@ def test_a_rank_without_terms_gives_the_others_no_nan() -> None:
     hc.accumulate(compute, samples(0, hc.rank()), 1, weight=terms, across_ranks=True)
     optimizer.synchronize()
     close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-
-
-def test_no_rank_has_terms() -> None:
-    model = chain()
-    optimizer = distributed(model)
-    batch = samples(0, hc.rank(), terms=False)
-    loss, weight = hc.accumulate(
-        functools.partial(mean_loss, model), batch, 2, weight=terms, across_ranks=True
-    )
-    optimizer.synchronize()
-    assert loss == 0 and weight == 0
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
 
 def seen_by(rank: int) -> list[Tensor]:
