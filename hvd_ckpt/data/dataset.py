@@ -1,29 +1,47 @@
-"""Data sets, and random numbers that are a function of seed, epoch and sample, so that the number of ranks does not matter."""
+"""What the data sets share: their protocol, random numbers, splits, and labelled arrays of NumPy files.
+
+Random numbers are a function of seed, epoch and sample, so that the number of ranks does not matter.
+"""
 
 from __future__ import annotations
 
+import copy
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.text import one_line
 
 __all__ = [
     "Dataset",
     "Purpose",
+    "Source",
+    "StandardisedSamples",
+    "channel_statistics",
     "check_samples",
     "check_seed",
     "generator",
-    "random_split",
+    "generators",
+    "load_arrays",
     "validation_size",
 ]
 
 Integers = NDArray[numpy.int64]
 
+Source = str | os.PathLike[str] | tuple[NDArray[Any], NDArray[Any]]
+
 SEEDS = 2**63
+MOST_CLASSES = 1 << 20
+LARGEST = 1e30  # beyond it sums of squares overflow in float32
+STRETCH = 1024  # samples read together, so that statistics take little memory
 
 
 class Dataset(Protocol):
@@ -99,13 +117,13 @@ def check_samples(indices: Sequence[int], epoch: Sequence[int], samples: int) ->
 
 
 def validation_size(samples: int, share: float) -> int:
-    """The number of samples to hold out for evaluation: that share of them, but at least one on either side; 0 for a share of 0.
+    """The number of samples to evaluate on: that share of them, but at least one on either side; 0 for a share of 0.
 
     Raises:
         ValueError: the share is not in [0, 1), or there is only one sample.
     """
     if not 0 <= share < 1:
-        raise ValueError(f"share of samples held out for evaluation {share}: give a number from 0, below 1")
+        raise ValueError(f"validation split of {share}: give a number from 0, below 1")
     if not share:
         return 0
     if samples < 2:
@@ -113,8 +131,106 @@ def validation_size(samples: int, share: float) -> int:
     return min(max(round(share * samples), 1), samples - 1)
 
 
-def random_split(samples: int, share: float, seed: int) -> tuple[Integers, Integers]:
-    """The numbers of the samples to train on and of those to hold out, chosen at random by the seed."""
-    count = validation_size(samples, share)
-    order = generator(Purpose.SPLIT, check_seed(seed)).permutation(samples)
-    return numpy.sort(order[count:]), numpy.sort(order[:count])
+# ------------------------------------------------------------------------------------ labelled arrays
+
+
+def load_arrays(source: Source, samples: str) -> tuple[NDArray[Any], NDArray[Any], str]:
+    """Samples, their labels, and a name for messages.
+
+    Args:
+        source: an .npz file with the arrays ``samples`` and ``labels``, or the two arrays.
+        samples: the name of the array of samples.
+
+    Raises:
+        ValueError: the file is missing or not such a file; arrays are missing, empty, of unequal length or not numeric; labels are
+            not whole numbers from 0. One sentence.
+    """
+    if isinstance(source, tuple):
+        name = "the arrays"
+        values, labels = (numpy.asarray(array) for array in source)
+    else:
+        name = f"the file '{os.fspath(source)}'"
+        values, labels = _read(Path(source), name, (samples, "labels"))
+    if values.dtype.kind not in "buif" or not values.ndim or not values.size:
+        raise ValueError(f"{name}: {samples} of type {values.dtype} and shape {values.shape}: give numbers")
+    if labels.dtype.kind not in "bui" or labels.shape[:1] != values.shape[:1]:
+        raise ValueError(
+            f"{name}: labels of type {labels.dtype} and shape {labels.shape}: give whole numbers for {len(values)} {samples}"
+        )
+    if labels.size and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
+        raise ValueError(f"{name}: labels from {labels.min()} to {labels.max()}: number the classes from 0")
+    if values.dtype.kind == "f" and not all(
+        (numpy.abs(values[first : first + STRETCH]) <= LARGEST).all()
+        for first in range(0, len(values), STRETCH)
+    ):
+        raise ValueError(f"{name}: {samples} have numbers that are not finite, or above {LARGEST:g}")
+    return values, labels, name
+
+
+def _read(path: Path, name: str, wanted: tuple[str, ...]) -> list[NDArray[Any]]:
+    try:
+        if not path.is_file() and path.exists():
+            raise ValueError("it is a folder or a device")
+        with numpy.load(path, allow_pickle=False) as file:
+            return [numpy.asarray(file[key]) for key in wanted]
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror or error}") from None
+    except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
+        reason = one_line(str(error)) or type(error).__name__
+        if "pickle" in reason.lower():  # NumPy takes what is not one of its files for a pickle
+            reason = "it holds Python objects, which are not loaded, or is not an .npz file"
+        raise ValueError(
+            f"cannot use {name}: {reason}: give an .npz file with {' and '.join(wanted)}"
+        ) from None
+
+
+def channel_statistics(
+    values: NDArray[Any], which: Integers
+) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32]]:
+    """Mean and standard deviation of each channel of some samples, values being (samples, channels, ...).
+
+    A channel that is constant has the deviation 1.
+    """
+    axes = (0, *range(2, values.ndim))
+    total = squares = numpy.zeros(values.shape[1])
+    for first in range(0, len(which), STRETCH):
+        some = values[which[first : first + STRETCH]].astype(numpy.float64)
+        total = total + some.sum(axis=axes)
+        squares = squares + numpy.square(some).sum(axis=axes)
+    count = len(which) * numpy.prod(values.shape[2:])
+    mean = total / count
+    deviation = numpy.sqrt(numpy.maximum(squares / count - mean**2, 0))
+    deviation[deviation <= 1e-6 * numpy.abs(mean)] = 1
+    return mean.astype(numpy.float32), deviation.astype(numpy.float32)
+
+
+class StandardisedSamples(ABC):
+    """Samples that are split at random, and standardised by those that are trained on."""
+
+    _chosen: Integers
+    _seed: int
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def split(self, share: float) -> tuple[Self, Self | None]:
+        """Data sets for training and for evaluation: a random ``share`` of the samples, or None for a share of 0. Both are
+        standardised by the samples of the first.
+
+        Raises:
+            ValueError: the share is not in [0, 1), or there is only one sample.
+        """
+        count = validation_size(len(self), share)
+        if not count:
+            return self, None
+        order = generator(Purpose.SPLIT, check_seed(self._seed)).permutation(len(self))
+        training, evaluation = copy.copy(self), copy.copy(self)
+        training._chosen = self._chosen[numpy.sort(order[count:])]
+        evaluation._chosen = self._chosen[numpy.sort(order[:count])]
+        training._standardise_by(training._chosen)
+        evaluation._standardise_by(training._chosen)
+        return training, evaluation
+
+    @abstractmethod
+    def _standardise_by(self, which: Integers) -> None:
+        """Takes mean and deviation of these samples."""

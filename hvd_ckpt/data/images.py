@@ -18,8 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.data.arrays import Source, StandardisedSamples, channel_statistics, load
-from hvd_ckpt.data.dataset import check_samples, check_seed
+from hvd_ckpt.data.dataset import (
+    Source,
+    StandardisedSamples,
+    channel_statistics,
+    check_samples,
+    check_seed,
+    load_arrays,
+)
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.text import one_line
 
@@ -111,7 +117,7 @@ class ImageArrays(Images):
         channels: int | None = None,
         seed: int = 0,
     ) -> None:
-        images, labels, name = load(source, "images")
+        images, labels, name = load_arrays(source, "images")
         if labels.ndim != 1:
             raise ValueError(f"{name}: labels are of shape {labels.shape}, give one for each image")
         self._array = _channels_first(images, name)

@@ -12,8 +12,17 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from typing_extensions import Self
 
-from hvd_ckpt.data.arrays import Source, StandardisedSamples, channel_statistics, load
-from hvd_ckpt.data.dataset import Purpose, check_samples, check_seed, generators, validation_size
+from hvd_ckpt.data.dataset import (
+    Purpose,
+    Source,
+    StandardisedSamples,
+    channel_statistics,
+    check_samples,
+    check_seed,
+    generators,
+    load_arrays,
+    validation_size,
+)
 from hvd_ckpt.models.batch import Batch
 
 __all__ = ["Ellipsoids", "VolumeArrays", "open_volumes"]
@@ -131,7 +140,7 @@ class VolumeArrays(StandardisedSamples):
     channels = 1
 
     def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:
-        volumes, labels, name = load(source, "volumes")
+        volumes, labels, name = load_arrays(source, "volumes")
         if volumes.ndim != 4 or volumes.shape != labels.shape:
             raise ValueError(
                 f"{name}: volumes are of shape {volumes.shape} and labels {labels.shape}, give both as (N, D, H, W)"

@@ -21,8 +21,7 @@ from hvd_ckpt.hosts import host_name
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.schema import Strict, parse_json
 from hvd_ckpt.snapshots.folder import names_in, reason_of
-from hvd_ckpt.snapshots.schema import FileEntry, files_of
-from hvd_ckpt.snapshots.shards import RankShards
+from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
 
 __all__ = ["RankManifest", "await_folder", "collect", "not_shared", "send"]
 

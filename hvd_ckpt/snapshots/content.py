@@ -1,4 +1,4 @@
-"""A rank's files of a snapshot on their way to the disk: staged in host memory, written, and completed by rank 0."""
+"""The content of a snapshot on its way to the disk: a rank's shards, staged in host memory, written, and completed by rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvd_ckpt.hosts import host_name
 from hvd_ckpt.json_file import Wrong
@@ -20,12 +20,15 @@ from hvd_ckpt.snapshots.schema import (
     MODEL,
     REPLICATED,
     FileEntry,
+    RankShards,
+    ShardMetadata,
+    TensorMetadata,
+    merged,
     new_manifest,
     rank_file,
     shard_file,
     weights_file,
 )
-from hvd_ckpt.snapshots.shards import RankShards, ShardState, merged
 from hvd_ckpt.snapshots.tensors import (
     AsyncCopy,
     Staging,
@@ -36,9 +39,102 @@ from hvd_ckpt.snapshots.tensors import (
     save_weights,
 )
 
-__all__ = ["Content", "complete", "stage", "write_content"]
+__all__ = [
+    "Content",
+    "RunShards",
+    "ShardState",
+    "complete",
+    "parameters_of",
+    "stage",
+    "write_content",
+]
 
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """What a rank of a sharded run writes besides its per-rank state.
+
+    Attributes:
+        shards: where its shards are.
+        aliases: further names of tied parameters, and the name under which each is in ``shards.parameters``.
+        state: of the optimizer, ``{"state", "param_groups"}``, with ``"master_weights"`` and ``"averages"`` by number of the shard.
+        weights: its shards of the exact weights, by parameter; None where the model's own are exact and whole.
+    """
+
+    shards: RankShards
+    aliases: Mapping[str, str]
+    state: Mapping[str, Any]
+    weights: Mapping[str, Tensor] | None
+
+
+class RunShards:
+    """Makes the :class:`ShardState` of a run. To be made before the optimizer is distributed.
+
+    Args:
+        model: with whole parameters.
+        stage: from 0 to 3; at 0 nothing is sharded.
+        lossy: whether weights are communicated in fewer bits than they have.
+    """
+
+    def __init__(self, model: nn.Module, stage: int, lossy: bool) -> None:
+        self.stage = stage
+        self._parameters, self._aliases = parameters_of(model)
+        self._buffers = [
+            name for name in model.state_dict() if name not in {*self._parameters, *self._aliases}
+        ]
+        self._splits_weights = stage == 3 or (stage > 0 and lossy)
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The weights that rank 0 writes: ``model.state_dict()``, or only buffers where shards have the exact weights."""
+        if not self._splits_weights:
+            return model.state_dict()
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return {name: buffers[name] for name in self._buffers}
+
+    def state(self, optimizer: Any, averages: Mapping[int, Tensor] | None) -> ShardState | None:
+        """The shards that this rank writes, not copied; None where nothing is sharded.
+
+        Args:
+            optimizer: a ``DistributedOptimizer``.
+            averages: of the weights, by number of the shard.
+        """
+        if not self.stage:
+            return None
+        part = optimizer.state_dict()
+        state = {name: part[name] for name in ("state", "param_groups", "master_weights") if name in part}
+        if averages is not None:
+            state["averages"] = dict(averages)
+        pieces = optimizer.weight_pieces() if self._splits_weights else None
+        shards = RankShards(
+            stage=self.stage,
+            parameters=self._parameters,
+            optimizer=ShardMetadata.of(part["pieces"]),
+            weights=None if pieces is None else ShardMetadata.of(piece[:3] for piece in pieces),
+        )
+        weights = None if pieces is None else {name: values for name, _, _, values in pieces}
+        return ShardState(shards, self._aliases, state, weights)
+
+    def broadcast_weights(self, optimizer: Any) -> None:
+        """Gives the model the weights it had after the last step, which lossy communication made of the exact ones. Collective."""
+        if self._splits_weights and self.stage < 3:
+            store, layout = optimizer._sharding.store, optimizer._sharding.layout
+            store.publish([group for group in layout.groups if group.requires_grad])
+
+
+def parameters_of(model: nn.Module) -> tuple[dict[str, TensorMetadata], dict[str, str]]:
+    """A model's parameters, and the further names of those that are tied."""
+    first: dict[int, str] = {}
+    parameters: dict[str, TensorMetadata] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+            parameters[name] = TensorMetadata.of(parameter)
+    return parameters, aliases
 
 
 @dataclass

@@ -34,7 +34,6 @@ __all__ = [
     "put_in_place",
     "reason_of",
     "remove",
-    "remove_all",
     "step_of",
     "sync_folder",
     "temporary_name",
@@ -115,57 +114,45 @@ def list_snapshots(folder: Path) -> list[Path]:
     return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def remove(path: Path, warn: Warn | None = None) -> None:
-    """Removes a folder so that, if that is interrupted, what is left does not look like a snapshot.
+def remove(paths: Iterable[Path], warn: Warn | None = None) -> None:
+    """Removes snapshots and what interrupted writes have left.
+
+    All snapshots lose their names first, in this order, which takes next to no time, and then the files go: if that is interrupted,
+    nothing that is left looks like a snapshot.
 
     Args:
-        warn: takes the reason if it cannot be removed; by default it is a warning of Python's.
-    """
-    if not os.path.lexists(path):
-        return
-    try:
-        if _REPLACED.fullmatch(path.name) or SNAPSHOT.fullmatch(path.name):
-            path = _set_aside(path)
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except OSError as error:
-        _tell_kept(path, error, warn)
-
-
-def remove_all(paths: Iterable[Path], warn: Warn | None = None) -> None:
-    """Removes snapshots: all lose their names first, in this order, which takes next to no time, and then their files go.
-
-    Args:
-        warn: as in :func:`remove`.
+        warn: takes the reason if one cannot be removed; by default it is a warning of Python's.
     """
     aside = []
     for path in paths:
-        try:
-            aside.append(_set_aside(path))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            _tell_kept(path, error, warn)
+        with _warning(path, warn):
+            named = _REPLACED.fullmatch(path.name) or SNAPSHOT.fullmatch(path.name)
+            aside.append(
+                path.rename(path.with_name(temporary_name(name_of(step_of(path))))) if named else path
+            )
     for folder in {path.parent for path in aside}:
         with suppress(OSError):
             sync_folder(folder)
     for path in aside:
-        remove(path, warn)
+        with _warning(path, warn):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
-def _set_aside(path: Path) -> Path:
-    """Gives a snapshot a temporary name, under which it is removed sooner or later."""
-    return path.rename(path.with_name(temporary_name(name_of(step_of(path)))))
-
-
-def _tell_kept(path: Path, error: OSError, warn: Warn | None) -> None:
-    told = f"The old snapshot '{path}' cannot be removed: {error.strerror}."
-    if warn is None:
-        warnings.warn(told, stacklevel=4)
-    else:
-        warn(told)
+@contextmanager
+def _warning(path: Path, warn: Warn | None) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        text = f"The old snapshot '{path}' cannot be removed: {error.strerror}."
+        if warn is None:
+            warnings.warn(text, stacklevel=4)
+        else:
+            warn(text)
 
 
 def discard(temporary: Path) -> None:
@@ -217,7 +204,8 @@ def put_in_place(temporary: Path, place: Path, warn: Warn | None = None) -> None
             replaced.rename(place)
         raise
     sync_folder(place.parent)
-    remove(replaced, warn)
+    if os.path.lexists(replaced):
+        remove([replaced], warn)
 
 
 def reason_of(error: Exception) -> str:

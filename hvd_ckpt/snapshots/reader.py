@@ -262,17 +262,16 @@ def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
     if keep < 1:
         raise ValueError(f"prune: keep is {keep}: keep 1 snapshot or more")
     folder = Path(folder)
-    complete, kept = 0, set()
+    complete, kept, old = 0, set(), []
     for path in list_snapshots(folder):
         if complete == keep:
-            remove(path, warn)
+            old.append(path)
         else:
             kept.add(path)
             complete += _looks_whole(path)
-    for name in names_in(folder):
-        path = folder / name
-        if path not in kept and is_left_over(path):
-            remove(path, warn)
+    remove(old, warn)
+    left_over = (folder / name for name in names_in(folder))
+    remove([path for path in left_over if path not in kept and is_left_over(path)], warn)
 
 
 def _verify(path: Path) -> None:

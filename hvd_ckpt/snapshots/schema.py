@@ -39,10 +39,12 @@ __all__ = [
     "REPLICATED",
     "FileEntry",
     "Manifest",
+    "RankShards",
     "ShardMetadata",
     "Sharding",
     "TensorMetadata",
     "files_of",
+    "merged",
     "new_manifest",
     "overlap",
     "rank_file",
@@ -171,6 +173,39 @@ class Sharding(Strict):
             if name not in self.parameters or reached != self.parameters[name].numel:
                 raise ValueError(f"the shards of {what} do not have each element of {shown(name)} once")
         return set(by_name)
+
+
+class RankShards(Strict):
+    """One rank's part of :class:`Sharding`."""
+
+    stage: int
+    parameters: dict[str, TensorMetadata]
+    optimizer: tuple[ShardMetadata, ...]
+    weights: tuple[ShardMetadata, ...] | None
+
+
+def merged(ranks: list[RankShards | None]) -> Sharding | None:
+    """The shards of all ranks, in their order; None where nothing is sharded.
+
+    Raises:
+        Wrong: the ranks do not shard the same things.
+        pydantic.ValidationError: the shards are not those of whole parameters.
+    """
+    found = [one for one in ranks if one is not None]
+    if not found:
+        return None
+    first = found[0]
+    if len(found) < len(ranks) or any(
+        (one.stage, one.weights is None) != (first.stage, first.weights is None) for one in found
+    ):
+        raise Wrong("ranks shard different things: give every rank the same settings")
+    weights = tuple(one.weights for one in found if one.weights is not None)
+    return Sharding(
+        stage=first.stage,
+        parameters=first.parameters,
+        optimizer=tuple(one.optimizer for one in found),
+        weights=None if first.weights is None else weights,
+    )
 
 
 class Manifest(Strict):

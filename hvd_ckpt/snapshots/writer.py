@@ -29,7 +29,7 @@ from torch import Tensor
 from hvd_ckpt.hosts import host_name
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
-from hvd_ckpt.snapshots.content import Content, complete, stage, write_content
+from hvd_ckpt.snapshots.content import Content, ShardState, complete, stage, write_content
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
@@ -42,7 +42,6 @@ from hvd_ckpt.snapshots.folder import (
 )
 from hvd_ckpt.snapshots.reader import prune
 from hvd_ckpt.snapshots.schema import MAX_STEP
-from hvd_ckpt.snapshots.shards import ShardState
 from hvd_ckpt.snapshots.tensors import Staging
 
 __all__ = ["SnapshotWriter"]

@@ -23,11 +23,11 @@ from hvd_ckpt.precision import GradScaler
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import load_parts
-from hvd_ckpt.snapshots.folder import Warn, list_snapshots, remove_all, step_of
+from hvd_ckpt.snapshots.content import RunShards
+from hvd_ckpt.snapshots.folder import Warn, list_snapshots, remove, step_of
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.resume import ranges_of, read_shards
-from hvd_ckpt.snapshots.shards import RunShards
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.failures import errors_everywhere
@@ -270,5 +270,5 @@ def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn | None = N
         written: the new one, which may have the place of one of them.
         warn: takes warnings of what cannot be removed; by default they are Python's.
     """
-    remove_all(sorted((path for path in abandoned if path != written), key=step_of), warn)
+    remove(sorted((path for path in abandoned if path != written), key=step_of), warn)
     abandoned.clear()

@@ -30,10 +30,10 @@ from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.consistency import check_equal_weights
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
+from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.resume import state_of_shards
-from hvd_ckpt.snapshots.shards import RunShards
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.training.build import apply_plan, device_of, distribute, precision_of, prepare_model
 from hvd_ckpt.training.config import Config

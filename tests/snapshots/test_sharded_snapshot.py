@@ -18,10 +18,10 @@ from torch import nn
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.consolidate import consolidate
+from hvd_ckpt.snapshots.content import ShardState, parameters_of
 from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
-from hvd_ckpt.snapshots.schema import ShardMetadata
-from hvd_ckpt.snapshots.shards import RankShards, ShardState, parameters_of
+from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.training.optim import build_optimizer
 
