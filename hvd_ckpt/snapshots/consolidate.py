@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from hvd_ckpt.json_file import Wrong, shown
+from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, shard_file
@@ -94,20 +94,16 @@ def _averages(files: SnapshotFiles, weights: Mapping[str, Tensor]) -> dict[str, 
                 ):
                     raise Wrong(f"the average of {ascii(name)[:60]} does not fit its weight: {DAMAGED}")
             return {name: average.to(weights[name].dtype) for name, average in found.items()}
-    flats: dict[str, Tensor] = {}
-    for rank, shards in enumerate(sharding.optimizer):
-        part = files.state(shard_file(rank), mmap=True)
-        with naming(files.path, shard_file(rank)):
-            found = part.get("averages") if isinstance(part, dict) else None
-            if not isinstance(found, dict) or set(found) != set(range(len(shards))):
-                raise Wrong(f"it does not have the averages that the manifest says: {DAMAGED}")
-            for number, shard in enumerate(shards):
-                if not isinstance(found[number], Tensor) or found[number].shape != (shard.size,):
-                    raise Wrong(f"the average of {shown(shard.name)} is not of its size: {DAMAGED}")
-                whole = sharding.parameters[shard.name]
-                flat = flats.setdefault(shard.name, torch.empty(whole.numel, dtype=whole.torch_dtype))
-                flat[shard.offset : shard.stop] = found[number]
-    return {name: sharding.parameters[name].unflatten(flat) for name, flat in flats.items()}
+
+    def of_rank(rank: int) -> tuple[str, Any]:
+        name, shards = shard_file(rank), sharding.optimizer[rank]
+        part = files.state(name, mmap=True)
+        found = part.get("averages") if isinstance(part, dict) else None
+        if not isinstance(found, dict) or set(found) != set(range(len(shards))):
+            return name, None
+        return name, {shard.name: found[number] for number, shard in enumerate(shards)}
+
+    return files.unsharded(sharding.optimizer, of_rank, exact=False)
 
 
 def _check_new(output: Path) -> None:

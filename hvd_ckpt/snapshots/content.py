@@ -80,10 +80,10 @@ class RunShards:
 
     def __init__(self, model: nn.Module, stage: int, lossy: bool) -> None:
         self.stage = stage
-        self._parameters, self._aliases = parameters_of(model)
-        self._buffers = [
-            name for name in model.state_dict() if name not in {*self._parameters, *self._aliases}
-        ]
+        if stage:
+            self._parameters, self._aliases = parameters_of(model)
+            names = {*self._parameters, *self._aliases}
+            self._buffers = [name for name in model.state_dict() if name not in names]
         self._splits_weights = stage == 3 or (stage > 0 and lossy)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:

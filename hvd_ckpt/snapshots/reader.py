@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from hvd_ckpt.snapshots.schema import (
     REPLICATED,
     Manifest,
     Sharding,
+    Shards,
     rank_file,
     weights_file,
 )
@@ -127,7 +128,7 @@ class SnapshotFiles:
                 twice = sorted(set(weights) & set(sharding.parameters))
                 if twice:
                     raise Wrong(f"sharding has {shown(twice[0])}, which rank 0 has whole: {DAMAGED}")
-                weights.update(self._sharded_weights(sharding))
+                weights.update(self.unsharded(sharding.weights, self._weights_of_rank))
             for alias, name in aliases.items():
                 if alias in weights or name not in weights:
                     raise Wrong(
@@ -135,22 +136,36 @@ class SnapshotFiles:
                     )
         return {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
 
-    def _sharded_weights(self, sharding: Sharding) -> dict[str, Tensor]:
-        flats = {
-            name: torch.empty(one.numel, dtype=one.torch_dtype) for name, one in sharding.parameters.items()
-        }
-        for rank, shards in enumerate(sharding.weights or ()):
-            name = weights_file(rank)
-            found = self.tensors(name)
+    def _weights_of_rank(self, rank: int) -> tuple[str, dict[str, Tensor]]:
+        name = weights_file(rank)
+        return name, self.tensors(name)
+
+    def unsharded(
+        self, ranks: Shards, read: Callable[[int], tuple[str, Any]], exact: bool = True
+    ) -> dict[str, Tensor]:
+        """Whole parameters from the shards of all ranks.
+
+        Args:
+            read: returns for a rank the name of its file, and its shards by parameter.
+            exact: whether shards have the dtypes of their parameters; else they are converted.
+        """
+        assert self.manifest.sharding is not None
+        parameters = self.manifest.sharding.parameters
+        empty = {name: one for name, one in parameters.items() if not one.numel}
+        flats = {name: torch.empty(0, dtype=one.torch_dtype) for name, one in empty.items()}
+        for rank, shards in enumerate(ranks):
+            name, found = read(rank)
             with naming(self.path, name):
-                if set(found) != {shard.name for shard in shards}:
+                if not isinstance(found, dict) or set(found) != {shard.name for shard in shards}:
                     raise Wrong(f"it has other parameters than the manifest says: {DAMAGED}")
                 for shard in shards:
-                    values = found.pop(shard.name)
-                    if values.dtype != flats[shard.name].dtype or values.shape != (shard.size,):
+                    whole, values = parameters[shard.name], found.pop(shard.name)
+                    fits = isinstance(values, Tensor) and values.shape == (shard.size,)
+                    if not fits or (exact and values.dtype != whole.torch_dtype):
                         raise Wrong(f"{shown(shard.name)} is not what the manifest says: {DAMAGED}")
-                    flats[shard.name][shard.offset : shard.stop] = values
-        return {name: one.unflatten(flats[name]) for name, one in sharding.parameters.items()}
+                    flat = flats.setdefault(shard.name, torch.empty(whole.numel, dtype=whole.torch_dtype))
+                    flat[shard.offset : shard.stop] = values
+        return {name: parameters[name].unflatten(flat) for name, flat in flats.items()}
 
 
 def read(path: Path, rank: int | None = None) -> Snapshot:
