@@ -62,12 +62,16 @@ def recording_peak(device: torch.device | str = "cpu") -> contextlib.AbstractCon
         ValueError: for a device that is neither CPU nor CUDA.
         RuntimeError: on CPU inside another profiler: PyTorch runs one at a time.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return _recording_cuda(device)
-    if device.type == "cpu":
-        return _recording_cpu()
-    raise ValueError(f"cannot measure memory on device '{device}': only cpu and cuda are supported")
+    return _recording(_measurable(device))
+
+
+@contextlib.contextmanager
+def _recording(device: torch.device) -> Iterator[PeakMemory]:
+    memory = PeakMemory()
+    with recording_marks(device) as marks:
+        yield memory
+        marks.mark("end")
+    memory.peak_bytes, memory.held_bytes = marks.marks[-1].peak_bytes, marks.marks[-1].bytes
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,9 @@ class Marks:
     def mark(self, name: str) -> None:
         """Ends a part of the work here."""
         if self._device.type == "cuda":
-            now, peak = (
-                torch.cuda.memory_allocated(self._device),
-                torch.cuda.max_memory_allocated(self._device),
-            )
+            torch.cuda.synchronize(self._device)
+            now = torch.cuda.memory_allocated(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
             self.marks.append(Mark(name, now - self._start, peak - self._start))
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -117,6 +120,7 @@ class Marks:
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._start = torch.cuda.memory_allocated(self._device)
             yield
@@ -149,37 +153,16 @@ def recording_marks(device: torch.device | str = "cpu") -> Iterator[Marks]:
     Raises:
         ValueError, RuntimeError: as :func:`recording_peak`.
     """
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"cannot measure memory on device '{device}': only cpu and cuda are supported")
-    marks = Marks(device)
+    marks = Marks(_measurable(device))
     with marks._recording():
         yield marks
 
 
-@contextlib.contextmanager
-def _recording_cuda(device: torch.device) -> Iterator[PeakMemory]:
-    memory = PeakMemory()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
-    yield memory
-    torch.cuda.synchronize(device)
-    memory.peak_bytes = torch.cuda.max_memory_allocated(device) - start
-    memory.held_bytes = torch.cuda.memory_allocated(device) - start
-
-
-@contextlib.contextmanager
-def _recording_cpu() -> Iterator[PeakMemory]:
-    memory = PeakMemory()
-    with _profiling() as profiler:
-        yield memory
-    allocated = 0
-    for event in _events(profiler):
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            memory.peak_bytes = max(memory.peak_bytes, allocated)
-    memory.held_bytes = allocated
+def _measurable(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"cannot measure memory on device '{device}': only cpu and cuda are supported")
+    return device
 
 
 @contextlib.contextmanager

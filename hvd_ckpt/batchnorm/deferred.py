@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from hvd_ckpt.batchnorm.synchronized import synchronized_once
+from hvd_ckpt.batchnorm.synchronized import ForAnyShape, average_factor, synchronized_once
 from hvd_ckpt.frames import is_recomputing
 from hvd_ckpt.torch_private import (
     AnyBatchNorm,
@@ -45,7 +45,7 @@ Buffers = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class DeferredBatchNorm(AnyBatchNorm):
+class DeferredBatchNorm(ForAnyShape):
     """Batch norm whose running statistics are those of mini-batches, though it sees micro-batches.
 
     In training mode it normalizes an input of shape (N, C, ...) by the input's own statistics, like ``nn.BatchNorm1d``,
@@ -69,17 +69,8 @@ class DeferredBatchNorm(AnyBatchNorm):
     pending_mean: Tensor
     pending_deviations: Tensor
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._begin()
 
     @classmethod
@@ -113,13 +104,6 @@ class DeferredBatchNorm(AnyBatchNorm):
             self.register_buffer("pending_count", torch.zeros_like(zeros[0]), persistent=False)
             self.register_buffer("pending_mean", zeros, persistent=False)
             self.register_buffer("pending_deviations", zeros.clone(), persistent=False)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.size(1) != self.num_features:
-            raise ValueError(
-                f"DeferredBatchNorm was made for {self.num_features} channels and inputs of shape (batch, channels, ...), got "
-                f"{tuple(input.shape)}."
-            )
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -165,7 +149,7 @@ class DeferredBatchNorm(AnyBatchNorm):
             return
         if count > 0:
             self.num_batches_tracked.add_(1)
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            factor = average_factor(self)
             self.running_mean.lerp_(mean.to(self.running_mean), factor)
             self.running_var.lerp_((deviations / (count - 1)).to(self.running_var), factor)
         self._forget()

@@ -10,6 +10,7 @@ frame.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,21 @@ from hvd_ckpt.measure import is_undisturbed
 from hvd_ckpt.torch_private import AnyBatchNorm
 
 
-class SyncBatchNorm(AnyBatchNorm):
+_RUN = "_maybe_run_sync_bn"  # the method of Horovod's SyncBatchNorm that communicates
+
+
+class ForAnyShape(AnyBatchNorm):
+    """Base of batch norms that take inputs of shape (N, C, ...)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ValueError(
+                f"{type(self).__name__} was made for {self.num_features} channels and inputs of shape (batch, channels, ...), got "
+                f"{tuple(input.shape)}."
+            )
+
+
+class SyncBatchNorm(ForAnyShape):
     """Batch norm of an input of shape (N, C, ...) with the mean and variance over the batches of all ranks.
 
     Takes the arguments of ``horovod.torch.SyncBatchNorm`` and runs on CPU too. In training mode every rank
@@ -45,18 +60,6 @@ class SyncBatchNorm(AnyBatchNorm):
             per channel over all ranks.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-
     @classmethod
     def convert(cls, model: nn.Module) -> nn.Module:
         """The model with every ``BatchNorm1d``, ``2d`` and ``3d`` replaced by one of these, in place.
@@ -76,17 +79,6 @@ class SyncBatchNorm(AnyBatchNorm):
         norm.training = model.training
         return norm
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"SyncBatchNorm expects an input of at least 2 dimensions (batch, channels, ...), got "
-                f"{tuple(input.shape)}."
-            )
-        if input.size(1) != self.num_features:
-            raise ValueError(
-                f"SyncBatchNorm was made for {self.num_features} channels, got an input of shape {tuple(input.shape)}."
-            )
-
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         tracking = self.training and self.track_running_stats
@@ -102,7 +94,7 @@ class SyncBatchNorm(AnyBatchNorm):
             self.weight,
             self.bias,
             use_batch,
-            _average_factor(self) if tracking else 0.0,
+            average_factor(self) if tracking else 0.0,
             self.eps,
         )
 
@@ -150,14 +142,15 @@ def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, 
 
 def _update_running_statistics(module: AnyBatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     assert module.running_mean is not None and module.running_var is not None
-    factor = _average_factor(module)
+    factor = average_factor(module)
     with torch.no_grad():
         unbiased = variance * (count / (count - 1))
         module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
         module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
 
 
-def _average_factor(module: AnyBatchNorm) -> float:
+def average_factor(module: AnyBatchNorm) -> float:
+    """Weight of the newest batch in the running statistics."""
     if module.momentum is not None:
         return module.momentum
     if module.num_batches_tracked is None:
@@ -236,27 +229,16 @@ def synchronized_once(modules: Sequence[nn.Module]) -> Iterator[None]:
     that they do not communicate again in a recomputation. Only the instances are touched, and only for that
     time."""
     with contextlib.ExitStack() as restore:
+        for attributes in map(vars, modules):
+            if _RUN in attributes:  # an outer region has replaced it already
+                restore.callback(attributes.__setitem__, _RUN, attributes[_RUN])
+            else:
+                restore.callback(attributes.pop, _RUN)
         for module in modules:
-            restore.callback(_put_back, module, vars(module).get("_maybe_run_sync_bn"))
-            vars(module)["_maybe_run_sync_bn"] = _HorovodOverride(module)
+            vars(module)[_RUN] = functools.partial(_run, module)
         yield
 
 
-class _HorovodOverride:
-    """Replaces ``_maybe_run_sync_bn`` on one instance of Horovod's SyncBatchNorm."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, input: Tensor) -> Tensor:
-        if not _communicates():
-            output: Tensor = self.module._run_bn(input)
-            return output
-        return synchronized_batch_norm(self.module, input)
-
-
-def _put_back(module: nn.Module, previous: Any) -> None:
-    if previous is None:
-        del vars(module)["_maybe_run_sync_bn"]
-    else:
-        vars(module)["_maybe_run_sync_bn"] = previous
+def _run(module: Any, input: Tensor) -> Tensor:
+    output: Tensor = synchronized_batch_norm(module, input) if _communicates() else module._run_bn(input)
+    return output

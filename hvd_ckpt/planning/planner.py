@@ -369,26 +369,16 @@ def largest_batch(
     best, chosen = 1, attempt(1)
     limit = chosen.budget or 0
     too_large: int | None = None
-    guess = 2
     while best < most and (too_large is None or too_large - best > 1):
-        guess = max(best + 1, min(guess, most, (too_large or most + 1) - 1))
-        try:
-            candidate = attempt(guess)
-        except BudgetError as error:
-            too_large = guess
-            # The smallest peak grows about linearly with the batch.
-            guess = max(
-                best + 1,
-                min(
-                    int(guess * limit / error.smallest), (best + guess) // 2 if guess - best > 2 else best + 1
-                ),
-            )
+        if too_large is None:  # the smallest peak grows about linearly with the batch
+            guess = min(int(0.98 * limit * best / chosen.smallest.peak_bytes), 4 * best, most)
         else:
-            best, chosen = guess, candidate
-            slope = candidate.smallest.peak_bytes / best
-            guess = max(best + 1, min(int(0.98 * limit / slope), 4 * best))
-            if too_large is not None:
-                guess = min(guess, max(best + 1, (best + too_large) // 2))
+            guess = (best + too_large) // 2
+        guess = max(guess, best + 1)
+        try:
+            best, chosen = guess, attempt(guess)
+        except BudgetError:
+            too_large = guess
     return best, chosen
 
 
