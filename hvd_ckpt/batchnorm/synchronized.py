@@ -23,7 +23,6 @@ from hvd_ckpt.frames import replay
 from hvd_ckpt.measure import is_undisturbed
 from hvd_ckpt.torch_private import AnyBatchNorm
 
-
 _RUN = "_maybe_run_sync_bn"  # the method of Horovod's SyncBatchNorm that communicates
 
 

@@ -64,8 +64,8 @@ class FoundBlock:
 
 def find_blocks(
     model: nn.Module, forward: Callable[[], Any], names: Sequence[str] | None = None
-) -> tuple[list[FoundBlock], Any]:
-    """The blocks of ``model`` in the order in which ``forward()`` calls them, and what it returned.
+) -> list[FoundBlock]:
+    """The blocks of ``model`` in the order in which ``forward()`` calls them.
 
     Args:
         forward: runs the model on the sample.
@@ -106,7 +106,7 @@ def find_blocks(
         watch(block)
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
-            output = map_tensors(Tensor.detach, Tensor, forward())
+            forward()
     finally:
         for handle in handles:
             handle.remove()
@@ -122,7 +122,7 @@ def find_blocks(
         kind = block.like
         block.like = first.setdefault(kind, index)
         block.args, block.kwargs = inputs[kind] if block.like == index else (None, None)
-    return blocks, output
+    return blocks
 
 
 def proposed_blocks(model: nn.Module) -> list[FoundBlock]:

@@ -19,9 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_BYTES = ("kept", "forward_peak", "backward_peak", "output", "forward_working")
-_SECONDS = ("seconds", "forward_seconds")
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -35,9 +32,6 @@ class Choice:
         forward_peak: most bytes during its forward, above the start, its output included.
         backward_peak: most bytes during its backward, above the start of its *forward*: kept bytes, the
             incoming gradient, everything that is recomputed.
-
-    Raises:
-        ValueError: for a negative cost.
     """
 
     name: str
@@ -45,9 +39,6 @@ class Choice:
     kept: int
     forward_peak: int
     backward_peak: int
-
-    def __post_init__(self) -> None:
-        _check_costs(self)
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,6 @@ class Block:
         forward_working: most bytes during such a forward, above the start, its output included.
         joins_next: whether this block and the next may lie in one recomputed segment. A block that joins
             neither neighbour lies in no segment.
-
-    Raises:
-        ValueError: for a negative cost, or without choices.
     """
 
     choices: tuple[Choice, ...]
@@ -71,11 +59,6 @@ class Block:
     forward_seconds: float
     forward_working: int
     joins_next: bool = False
-
-    def __post_init__(self) -> None:
-        _check_costs(self)
-        if not self.choices:
-            raise ValueError("a block has no choices: give at least one way to run it")
 
 
 @dataclass(frozen=True)
@@ -92,10 +75,6 @@ class Segment:
     ``items`` say."""
 
     items: tuple[Run | Segment, ...]
-
-    def __post_init__(self) -> None:
-        if not self.items:
-            raise ValueError("a segment is empty: give it at least one item")
 
     @property
     def first(self) -> int:
@@ -119,22 +98,6 @@ class Solution:
     items: tuple[Item, ...]
     peak: int
     seconds: float
-
-
-class Infeasible(Exception):
-    """No schedule meets the budget.
-
-    Attributes:
-        smallest: bytes of the smallest peak that any schedule reaches.
-        block: index of the block whose forward or backward sets it.
-    """
-
-    def __init__(self, budget: int, smallest: int, block: int) -> None:
-        super().__init__(
-            f"no schedule has a peak of {budget} bytes: the smallest possible is {smallest}, set by block {block}"
-        )
-        self.smallest = smallest
-        self.block = block
 
 
 def simulate(blocks: Sequence[Block], items: Sequence[Item]) -> tuple[int, float]:
@@ -241,10 +204,3 @@ def _last(item: Item) -> int:
     while isinstance(item, Segment):
         item = item.items[-1]
     return item.block
-
-
-def _check_costs(costs: Choice | Block) -> None:
-    for name in _BYTES + _SECONDS:
-        value = getattr(costs, name, 0)
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}: bytes and seconds must be zero or more")

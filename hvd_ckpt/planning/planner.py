@@ -12,7 +12,7 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hvd_ckpt.heartbeat import talking
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
-from hvd_ckpt.planning.chain import Block, Infeasible, Item, Run, Segment, Solution, bottleneck, simulate
+from hvd_ckpt.planning.chain import Block, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solver import Solver
@@ -31,11 +31,20 @@ __all__ = ["Planner", "largest_batch", "plan", "thinned"]
 _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
 _RIVALS = 4
-_MIN_SLOWDOWN = (
-    2.0  # "min" is the smallest peak that costs no more than this much of the time without recomputation
-)
+_MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that takes at most so many times as long as no recomputation
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
 _FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
+
+
+Timeline = tuple[tuple[float, int], ...]
+
+
+class _Tried(NamedTuple):
+    """A schedule with its measured peak and its memory over time."""
+
+    solution: Solution
+    peak: int
+    timeline: Timeline
 
 
 class Planner:
@@ -68,7 +77,7 @@ class Planner:
         self._say = say
         wanted = parse_budget(budget)
         limit = wanted.bytes(0, 0, self._step.device) if wanted.kind in ("bytes", "device") else None
-        self._peaks: dict[tuple[Item, ...], tuple[int, tuple[tuple[float, int], ...]]] = {}
+        self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device):
             self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit)
             self._calibrate()
@@ -106,108 +115,97 @@ class Planner:
         """
         wanted = parse_budget(budget)
         self._say("solving")
-        points = self._points
-        limit = self._limit(wanted, points)
+        limit = self._limit(wanted)
         with undisturbed(self._step.model, self._step.device):
             try:
-                return self._finished(limit, *self._fastest(limit, points, rounds))
+                return self._finished(limit, *self._fastest(limit, rounds))
             except BudgetError as error:
                 if wanted.kind == "min":  # it needs a little more than was predicted
-                    return self._finished(error.smallest, *self._fastest(error.smallest, points, rounds))
-                error.nearest = self._finished(limit, *self._fastest(error.smallest, points, rounds))
+                    return self._finished(error.smallest, *self._fastest(error.smallest, rounds))
+                error.nearest = self._finished(limit, *self._fastest(error.smallest, rounds))
                 raise
 
-    def _finished(
-        self, limit: int | None, solution: Solution, measured: Cost, timeline: tuple[tuple[float, int], ...]
-    ) -> Plan:
+    def _finished(self, limit: int | None, tried: _Tried, seconds: float) -> Plan:
         """The plan of a schedule, with all that is known of it."""
-        predicted = Cost(solution.peak, solution.seconds)
-        timelines = {"after": thinned(timeline)}
+        timelines = {"after": thinned(tried.timeline)}
         if self._kept is not None:
-            timelines["before"] = thinned(self._kept[1])
+            timelines["before"] = thinned(self._kept)
         return self._as_plan(
-            solution.items,
+            tried.solution.items,
             sample=sample_shapes(*self._args),
             budget=limit,
-            predicted=predicted,
-            measured=measured,
+            predicted=Cost(tried.solution.peak, tried.solution.seconds),
+            measured=Cost(tried.peak, seconds),
             baseline=self.baseline,
             smallest=self.smallest,
             frontier=tuple(Cost(point.peak, point.seconds) for point in self._points),
             timelines=timelines,
         )
 
-    def _limit(self, budget: Budget, points: list[Solution]) -> int | None:
+    def _limit(self, budget: Budget) -> int | None:
         if budget.kind == "min":
-            keep = self.baseline.seconds
-            quick = [point for point in points if point.seconds <= _MIN_SLOWDOWN * keep]
-            return min(point.peak for point in quick or points)
+            longest = _MIN_SLOWDOWN * self.baseline.seconds
+            quick = [point for point in self._points if point.seconds <= longest]
+            return min(point.peak for point in quick or self._points)
         return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
 
-    def _fastest(
-        self, limit: int | None, points: list[Solution], rounds: int
-    ) -> tuple[Solution, Cost, tuple[tuple[float, int], ...]]:
-        """The fastest schedule that was measured to stay within the limit, its measured cost and its memory over time."""
+    def _fastest(self, limit: int | None, rounds: int) -> tuple[_Tried, float]:
+        """The fastest schedule that was measured to stay within the limit, and its seconds."""
         first = self._within(limit)
         rivals = [first]
         if rounds:
-            best = first[0].seconds
-            ceiling = first[0].peak
+            longest = _NEAR * first.solution.seconds
             near = [
                 point
-                for point in points
-                if point.peak < ceiling and point.seconds <= _NEAR * best and point.items != first[0].items
+                for point in self._points
+                if point.peak < first.solution.peak
+                and point.seconds <= longest
+                and point.items != first.solution.items
             ]
-            for point in _evenly(near, _RIVALS - 1):
-                peak, timeline = self._peak(point)
-                if limit is None or peak <= limit:
-                    rivals.append((point, peak, timeline))
+            others = map(self._try, _evenly(near, _RIVALS - 1))
+            rivals += [tried for tried in others if limit is None or tried.peak <= limit]
         times: list[list[float]] = [[] for _ in rivals]
         self._say(f"timing {len(rivals)} plans" if len(rivals) > 1 else "timing the plan")
         for number in range(max(rounds, 1)):
             order = range(len(rivals)) if number % 2 else range(len(rivals) - 1, -1, -1)
             for index in order:
-                times[index].append(self._seconds(rivals[index][0]))
+                with applied(self._step.model, self._as_plan(rivals[index].solution.items)):
+                    times[index].append(self._step.seconds())
         # Whatever else the machine does makes a step slower, never faster.
         chosen = min(range(len(rivals)), key=lambda index: min(times[index]))
-        solution, peak, timeline = rivals[chosen]
-        return solution, Cost(peak, statistics.median(times[chosen])), timeline
+        return rivals[chosen], statistics.median(times[chosen])
 
-    def _within(self, limit: int | None) -> tuple[Solution, int, tuple[tuple[float, int], ...]]:
+    def _within(self, limit: int | None) -> _Tried:
         """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
         if limit is None:
-            solution = self._solver.fastest
-            peak, timeline = self._peak(solution)
-            return solution, peak, timeline
+            return self._try(self._solver.fastest)
         target = limit
-        found: tuple[Solution, int, tuple[tuple[float, int], ...]] | None = None
+        found: _Tried | None = None
         for _ in range(_CORRECTIONS):
-            try:
-                solution = self._solver.solve(target)
-            except Infeasible:
+            solution = self._solver.solve(target)
+            if solution is None:
                 break
-            peak, timeline = self._peak(solution)
-            error = peak - solution.peak  # above zero where it needs more than predicted
-            if peak <= limit:
-                if found is None or solution.seconds < found[0].seconds:
-                    found = (solution, peak, timeline)
-                if -error <= 0.02 * limit:
+            tried = self._try(solution)
+            if tried.peak <= limit:
+                if found is None or solution.seconds < found.solution.seconds:
+                    found = tried
+                spared = solution.peak - tried.peak  # by which the prediction was too careful
+                if spared <= 0.02 * limit:
                     break
-                target = limit - error  # the prediction was too careful by this much
+                target = limit + spared
+            elif found is not None:
+                break
             else:
-                target = min(target, solution.peak) - max(peak - limit, limit // 200)
-                if found is not None:
-                    break
+                target = min(target, solution.peak) - max(tried.peak - limit, limit // 200)
         if found is None:
-            solution = self._solver.smallest
-            peak, timeline = self._peak(solution)
-            if peak > limit:
+            found = self._try(self._solver.smallest)
+            if found.peak > limit:
+                place = self._place(bottleneck(self._chain, found.solution.items))
                 raise BudgetError(
-                    f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(peak)}, set by "
-                    f"{self._place(bottleneck(self._chain, solution.items))}. Give a larger budget or a smaller batch.",
-                    peak,
+                    f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(found.peak)}, set by "
+                    f"{place}. Give a larger budget or a smaller batch.",
+                    found.peak,
                 )
-            found = (solution, peak, timeline)
         return found
 
     def _place(self, block: int) -> str:
@@ -221,13 +219,13 @@ class Planner:
         """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
         blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
         self._chain: list[Block] = self.profile.chain
-        self._kept: tuple[int, tuple[tuple[float, int], ...]] | None = None
+        self._kept: Timeline | None = None
         everything = self.baseline
         if everything.peak_bytes > _FITS * _free_memory(self._step.device):
             return
         self._say("measuring a step without recomputation")
         self._step.run()
-        self._kept = self._step.peak()
+        _, self._kept = self._step.peak()
         seconds = statistics.median(self._step.seconds() for _ in range(3))
         kept = sum(block.choices[0].kept for block in self._chain[1:-1])
         rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
@@ -241,17 +239,14 @@ class Planner:
             for block in self._chain
         ]
 
-    def _peak(self, solution: Solution) -> tuple[int, tuple[tuple[float, int], ...]]:
-        if solution.items not in self._peaks:
+    def _try(self, solution: Solution) -> _Tried:
+        """Measures the peak of a schedule, once."""
+        if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
             with applied(self._step.model, self._as_plan(solution.items)):
                 self._step.run()
-                self._peaks[solution.items] = self._step.peak()
-        return self._peaks[solution.items]
-
-    def _seconds(self, solution: Solution) -> float:
-        with applied(self._step.model, self._as_plan(solution.items)):
-            return self._step.seconds()
+                self._tried[solution.items] = _Tried(solution, *self._step.peak())
+        return self._tried[solution.items]
 
     def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
         choices = [0] * len(self.profile.found)
@@ -394,7 +389,7 @@ def _evenly(points: list[Solution], count: int) -> list[Solution]:
     return [points[round(index * (len(points) - 1) / (count - 1))] for index in range(count)]
 
 
-def thinned(timeline: tuple[tuple[float, int], ...], points: int = 400) -> tuple[tuple[float, int], ...]:
+def thinned(timeline: Timeline, points: int = 400) -> Timeline:
     """At most so many points, the highest and lowest of each stretch among them."""
     if len(timeline) <= points:
         return timeline
@@ -402,11 +397,8 @@ def thinned(timeline: tuple[tuple[float, int], ...], points: int = 400) -> tuple
     kept: list[tuple[float, int]] = []
     for start in range(0, len(timeline), width):
         part = timeline[start : start + width]
-        ends = {
-            part.index(max(part, key=lambda point: point[1])),
-            part.index(min(part, key=lambda point: point[1])),
-        }
-        kept += [part[index] for index in sorted(ends)]
+        ends = (max(part, key=lambda point: point[1]), min(part, key=lambda point: point[1]))
+        kept += sorted(set(ends))
     return tuple(kept)
 
 

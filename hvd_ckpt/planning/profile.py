@@ -131,7 +131,7 @@ class Profile:
     ) -> None:
         self.step = step
         self._lossy = lossy
-        self.found, _ = find_blocks(step.model, step.forward, names)
+        self.found = find_blocks(step.model, step.forward, names)
         kinds = [index for index, block in enumerate(self.found) if block.like == index]
         say(f"found {len(self.found)} blocks of {len(kinds)} kinds")
         if limit is not None:

@@ -25,12 +25,10 @@ from numpy.typing import NDArray
 from hvd_ckpt.planning.chain import (
     Block,
     Choice,
-    Infeasible,
     Item,
     Run,
     Segment,
     Solution,
-    bottleneck,
     simulate,
 )
 
@@ -69,14 +67,9 @@ class Solver:
 
     Args:
         blocks: the chain.
-
-    Raises:
-        ValueError: the chain has no blocks.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        if not blocks:
-            raise ValueError("the chain has no blocks: give at least one")
         self.blocks = tuple(blocks)
         self._choices = [_undominated(block.choices) for block in blocks]
         self._ends = _segment_ends(blocks)
@@ -98,29 +91,14 @@ class Solver:
         """The fastest schedule at any memory."""
         return self._solution(-1)
 
-    def solve(self, budget: int) -> Solution:
-        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step.
-
-        Raises:
-            Infeasible: no schedule meets the budget; has the smallest peak and the block that sets it.
-        """
+    def solve(self, budget: int) -> Solution | None:
+        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step, or None."""
         point = int(np.searchsorted(self._whole[0].need, budget, side="right")) - 1
-        if point < 0:
-            smallest = self.smallest
-            raise Infeasible(budget, smallest.peak, bottleneck(self.blocks, smallest.items))
-        return self._solution(point)
+        return None if point < 0 else self._solution(point)
 
     def frontier(self, points: int = 32) -> list[Solution]:
         """Up to ``points`` schedules of which none beats another in both peak and seconds, from that of the smallest
-        peak to the fastest, spread evenly along the curve of seconds over bytes.
-
-        Raises:
-            ValueError: fewer than two points are asked for.
-        """
-        if points < 2:
-            raise ValueError(
-                f"a frontier of {points} points: ask for at least 2, the smallest and the fastest"
-            )
+        peak to the fastest, spread evenly along the curve of seconds over bytes."""
         whole = self._whole[0]
         found: list[Solution] = []
         for point in _spread(whole.need, whole.seconds, points):

@@ -218,7 +218,7 @@ def test_every_model_has_a_step_and_a_chain_of_blocks(name: str) -> None:
     job = build(name, {"batch": 2, **sizes}, options)
     step = Step(job.model, job.sample, job.kwargs, job.loss, None)
     step.run()
-    found, _ = find_blocks(job.model, step.forward)
+    found = find_blocks(job.model, step.forward)
     assert len(found) >= blocks
     if name in ("gpt-mini", "resnet-18"):  # made twice, it is the same
         again, once_more = (build(name, {"batch": 2, **sizes}, options) for _ in range(2))

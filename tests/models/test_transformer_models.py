@@ -129,7 +129,7 @@ def test_xlnets_scores_are_those_of_transformers(given, attention):
 def test_recomputed_equals_kept(name):
     chain = build(name)
     tokens, shared = random_tokens(), shared_arguments(name)
-    found, _ = find_blocks(chain, lambda: chain(tokens, **shared))
+    found = find_blocks(chain, lambda: chain(tokens, **shared))
     assert [block.members for block in found] == [(child,) for child, _ in chain.named_children()]
     kept = step(chain, tokens, shared)
     for interval in (1, 2):

@@ -14,7 +14,7 @@ from hvd_ckpt.planning.trace import trace
 
 
 def names_of(model, *args, blocks=None, **kwargs):
-    found, _ = find_blocks(model, lambda: model(*args, **kwargs), blocks)
+    found = find_blocks(model, lambda: model(*args, **kwargs), blocks)
     return [block.members for block in found]
 
 
@@ -91,7 +91,7 @@ def test_blocks_called_twice_or_never_are_left_alone():
 def test_inputs_of_a_block_like_one_that_is_called_twice():
     """Layers 1 and 2 are like layer 0, which is no block because it is called twice: they are still blocks."""
     model = Walked([0, 0, 1, 2])
-    found, _ = find_blocks(model, lambda: model(torch.randn(2, 8, requires_grad=True)))
+    found = find_blocks(model, lambda: model(torch.randn(2, 8, requires_grad=True)))
     assert [(block.members, block.like) for block in found] == [(("layers.1",), 0), (("layers.2",), 0)]
     assert found[0].args[0].shape == (2, 8)
 
@@ -102,7 +102,7 @@ def test_blocks_that_are_alike_are_known_as_such():
     model.layers[2].norm.eps = 1e-3
     for parameter in model.layers[3].parameters():
         parameter.requires_grad_(False)
-    found, _ = find_blocks(model, lambda: model(torch.randn(2, 8, requires_grad=True)))
+    found = find_blocks(model, lambda: model(torch.randn(2, 8, requires_grad=True)))
     assert [block.like for block in found] == [0, 0, 2, 3]
     assert found[0].args is not None and found[1].args is None
 
