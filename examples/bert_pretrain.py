@@ -7,18 +7,12 @@
 
 import click
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
 import hvd_ckpt as hc
-from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.sampler import Sampler
-from hvd_ckpt.data.text import MaskedText
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models.bert import bert
-from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.text import show_bytes
 
 
-@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--text", help="File or folder; without it the standard library's source.")
 @click.option("--steps", type=click.IntRange(1), default=100)
 @click.option("--batch", type=click.IntRange(2), default=16, help="Samples of each rank in a step.")
@@ -30,21 +24,20 @@ from hvd_ckpt.text import show_bytes
 def main(text, steps, batch, length, width, layers, budget, bf16):
     hc.init()
     device = torch.device("cuda", hc.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    objective = NextOrHiddenToken()
-    sizes = {"length": length, "width": width, "heads": 4, "layers": layers}
-    try:
-        data = MaskedText(Tokens(text), length)
-        model = bert(vocabulary=data.tokens.vocabulary, **sizes).to(device)
-        # Half a batch at a time: two micro-batches make a step.
-        part = data.batch(range(batch - batch // 2), [0] * (batch - batch // 2)).to(device)
-        autocast, loss = torch.bfloat16 if bf16 else None, lambda scores: objective.loss(scores, part)
-        plan = hc.plan(model, *part.inputs, loss=loss, budget=budget, autocast=autocast)
-    except ValueError as error:
-        raise BadArgument(str(error)) from None
+    sizes = {"width": width, "heads": 4, "layers": layers}
+    config = hc.Config("bert-mini", model_options=sizes, text=text, sequence_length=length)
+    model, objective, data, _ = hc.assemble(config)  # any model and loss of your own do as well
+    model.to(device)
+
+    # Half a batch at a time: two micro-batches make a step.
+    half = batch - batch // 2
+    part = data.batch(range(half), [0] * half).to(device)
+    autocast, loss = torch.bfloat16 if bf16 else None, lambda scores: objective.loss(scores, part)
+    plan = hc.plan(model, *part.inputs, loss=loss, budget=budget, autocast=autocast)
     plan.apply(model)
     if hc.rank() == 0:
-        before, after = show_bytes(plan.baseline.peak_bytes), show_bytes(plan.measured.peak_bytes)
-        print(f"peak of a micro-batch: {after} recomputed, {before} kept")
+        before, after = (cost.peak_bytes / 2**20 for cost in (plan.baseline, plan.measured))
+        print(f"peak of a micro-batch: {after:.1f} MiB recomputed, {before:.1f} MiB kept")
 
     def loss_of(part):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -55,19 +48,24 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
     torch.manual_seed(1 + hc.rank())  # dropout of its own on each rank
-    order = Sampler(len(data), seed=0)
-    for step in range(steps):
-        mine = order.part(step * batch * hc.size(), batch * hc.size(), hc.rank(), hc.size())
+    for step, whole in zip(range(1, steps + 1), batches(data, batch)):
         optimizer.zero_grad()
         # Weighted by hidden tokens over all ranks and micro-batches, so that the mean is that of the whole batch.
-        loss, _ = hc.accumulate(
-            loss_of, data.batch(*mine).to(device), 2, weight=objective.weight, across_ranks=True
-        )
+        loss, _ = hc.accumulate(loss_of, whole.to(device), 2, weight=objective.weight, across_ranks=True)
         optimizer.step()
-        if (step + 1) % 10 == 0 or step + 1 == steps:
+        if step % 10 == 0 or step == steps:
             loss = hc.allreduce(loss, name="loss")
             if hc.rank() == 0:
-                print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+                print(f"step {step}: loss {loss:.4f}", flush=True)
+
+
+def batches(data, batch):
+    """This rank's batches, epoch after epoch; what is hidden changes with the epoch."""
+    sampler = DistributedSampler(data, hc.size(), hc.rank())
+    for epoch in range(1_000_000):
+        sampler.set_epoch(epoch)
+        for chosen in BatchSampler(sampler, batch, drop_last=True):
+            yield data.batch(chosen, [epoch] * batch)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,9 @@ import click
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.text import CausalText
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.text import show_bytes
-from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.trainer import Trainer
 
 
-@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--text", help="A file or a folder; without it the standard library's source.")
 @click.option("--width", default=256)
 @click.option("--heads", default=8)
@@ -31,35 +22,29 @@ from hvd_ckpt.training.trainer import Trainer
 @click.option("--steps", default=300)
 @click.option("--batch", default=8)
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
-def main(text, width, heads, layers, length, interval, **settings):
+def main(width, heads, layers, length, interval, **settings):
     hc.init()
-    torch.manual_seed(0)
-    sizes = {"width": width, "heads": heads, "layers": layers, "length": length}
-    try:
-        config = Config("gpt", schedule="cosine", lr=1e-3, clip=1.0, eval_batches=20, **settings)
-        data = CausalText(Tokens(text), length)
-        train, test = data.split(0.05)
-        model = gpt(vocabulary=data.tokens.vocabulary, **sizes)
-        measure(model, train.batch(range(config.batch), [0] * config.batch), interval)
-        trainer = Trainer(config, model, NextOrHiddenToken(), train, test)
-    except ValueError as error:
-        raise BadArgument(str(error)) from None
-    outcome = trainer.run()
+    sizes = {"width": width, "heads": heads, "layers": layers}
+    config = hc.Config(
+        "gpt-lite", model_options=sizes, sequence_length=length, schedule="cosine", lr=1e-3, clip=1.0,
+        eval_batches=20, **settings,
+    )  # fmt: skip
+    parts = hc.assemble(config)
+    measure(parts, config.batch, interval)
+    outcome = hc.Trainer(config, *parts).run()
     if hc.rank() == 0:
         print(f"validation loss {outcome.evaluation['loss']:.4f}")
-        print(write(model, "\n", 300, length))
+        print(write(parts.model, "\n", 300, length))
 
 
-def measure(model, batch, interval):
+def measure(parts, count, interval):
     """Prints the peak of a step with everything kept and with segments of ``interval`` blocks, which stay."""
+    model, batch = parts.model, parts.train.batch(range(count), [0] * count)
     for model.checkpoint_interval in (0, interval):
-        peak = measure_peak(
-            lambda: NextOrHiddenToken().loss(model(*batch.inputs), batch).backward()
-        ).peak_bytes
+        memory = hc.measure_peak(lambda: parts.objective.loss(model(*batch.inputs), batch).backward())
         if hc.rank() == 0:
-            print(
-                f"{len(model.to_layers())} blocks, checkpoint interval {model.checkpoint_interval}: {show_bytes(peak)}"
-            )
+            blocks = f"{len(model.to_layers())} blocks, checkpoint interval {model.checkpoint_interval}"
+            print(f"{blocks}: {memory.peak_bytes / 2**20:.1f} MiB")
 
 
 @torch.no_grad()

@@ -13,19 +13,13 @@ from functools import partial
 
 import click
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
 import hvd_ckpt as hc
-from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.images import open_images
-from hvd_ckpt.data.sampler import Sampler
-from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.models.densenet import densenet
-from hvd_ckpt.models.sizes import DENSENETS
-from hvd_ckpt.text import show_bytes
 
 
-@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--depth", type=click.Choice([str(depth) for depth in DENSENETS]), default="100")
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--depth", default=100, help="22, 100, 121, 161, 169, 201 or 264.")
 @click.option("--efficient", is_flag=True, help="Recompute inside each layer instead of in segments.")
 @click.option("--segments", type=click.IntRange(1), default=6)
 @click.option("--micro-batches", type=click.IntRange(1), default=2)
@@ -35,14 +29,11 @@ from hvd_ckpt.text import show_bytes
 @click.option("--steps", type=click.IntRange(1), default=50)
 def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps):
     hc.init()
-    torch.manual_seed(0)
-    try:
-        data = open_images(images, pixels)
-        model = densenet(int(depth), channels=data.channels, classes=data.classes, efficient=efficient)
-        model = model if efficient else hc.CheckpointSequential(model, segments)
-    except (ValueError, OSError) as error:
-        raise BadArgument(str(error)) from None
+    options = {"efficient": efficient}
+    config = hc.Config(f"densenet-{depth}", model_options=options, images=images, pixels=pixels)
+    model, _, data, _ = hc.assemble(config)
     device = torch.device("cuda", hc.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    model = model if efficient else hc.CheckpointSequential(model, segments)
     model = hc.DeferredBatchNorm.convert(model).to(device)
 
     def backward(whole, model, checkpoint="always"):
@@ -53,27 +44,34 @@ def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps
 
     sample, trial = data.batch(range(batch), [0] * batch), copy.deepcopy(model)
     for checkpoint in ("never", "always"):
-        peak = measure_peak(partial(backward, sample, trial, checkpoint), device).peak_bytes
+        peak = hc.measure_peak(partial(backward, sample, trial, checkpoint), device).peak_bytes
         start = time.perf_counter()
         backward(sample, trial, checkpoint).item()
         seconds = time.perf_counter() - start
         if hc.rank() == 0:
-            print(f"recomputed {checkpoint}: peak {show_bytes(peak)}, {seconds:.3f} s a step")
+            print(f"recomputed {checkpoint}: peak {peak / 2**20:.1f} MiB, {seconds:.3f} s a step")
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
     optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
-    order = Sampler(len(data), seed=0)
-    for step in range(1, steps + 1):
+    for step, whole in zip(range(1, steps + 1), batches(data, batch)):
         optimizer.zero_grad()
-        chosen = order.part((step - 1) * batch * hc.size(), batch * hc.size(), hc.rank(), hc.size())
-        loss = backward(data.batch(*chosen), model)
+        loss = backward(whole, model)
         hc.commit_batch_norm(model, across_ranks=True)
         optimizer.step()
         if step % 10 == 0 or step == steps:
             loss = hc.allreduce(loss, name="loss")
             if hc.rank() == 0:
                 print(f"step {step}: loss {loss:.4f}", flush=True)
+
+
+def batches(data, batch):
+    """This rank's batches, epoch after epoch."""
+    sampler = DistributedSampler(data, hc.size(), hc.rank())
+    for epoch in range(1_000_000):
+        sampler.set_epoch(epoch)
+        for chosen in BatchSampler(sampler, batch, drop_last=True):
+            yield data.batch(chosen, [epoch] * batch)
 
 
 if __name__ == "__main__":

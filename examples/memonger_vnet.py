@@ -8,19 +8,11 @@ file with the arrays volumes and labels, (N, D, H, W) both.
 """
 
 import click
-import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.volumes import open_volumes
-from hvd_ckpt.models.objectives import Segmentation
-from hvd_ckpt.models.vnet import vnet
-from hvd_ckpt.text import show_bytes
-from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.trainer import Trainer
 
 
-@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--volumes", help=".npz file; without it ellipsoids.")
 @click.option("--pixels", type=click.IntRange(16), default=32, help="Of a volume's side, a multiple of 16.")
 @click.option("--width", default=8, help="Maps of the first stage.")
@@ -28,22 +20,16 @@ from hvd_ckpt.training.trainer import Trainer
 @click.option("--steps", default=30)
 @click.option("--batch", default=4, help="Volumes of each rank in a step.")
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
-def main(volumes, pixels, width, **settings):
-    if pixels % 16:
-        raise BadArgument(f"--pixels {pixels}: V-Net halves a volume four times, give a multiple of 16")
+def main(width, **settings):
     hc.init()
-    torch.manual_seed(0)
-    try:
-        config = Config("vnet", lr=1e-3, weight_decay=1e-4, eval_batches=4, **settings)
-        data = open_volumes(volumes, pixels)
-        train, test = data.split(0.1)
-        model = vnet(channels=data.channels, classes=data.classes, width=width)
-        trainer = Trainer(config, model, Segmentation(), train, test)
-    except ValueError as error:
-        raise BadArgument(str(error)) from None
+    config = hc.Config(
+        "vnet", model_options={"width": width}, lr=1e-3, weight_decay=1e-4, validation_split=0.1,
+        eval_batches=4, **settings,
+    )  # fmt: skip
+    trainer = hc.Trainer(config, *hc.assemble(config))
     if hc.rank() == 0:
         for name, cost in (("kept", trainer.plan.baseline), ("recomputed", trainer.plan.measured)):
-            print(f"{name}: peak {show_bytes(cost.peak_bytes)}, {cost.seconds:.3f} s a step", flush=True)
+            print(f"{name}: peak {cost.peak_bytes / 2**20:.1f} MiB, {cost.seconds:.3f} s a step", flush=True)
     outcome = trainer.run()
     if hc.rank() == 0:
         print(f"validation loss {outcome.evaluation['loss']:.4f}, Dice {outcome.evaluation['dice']:.3f}")

@@ -11,8 +11,6 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from hvd_ckpt.command_line import OneLineErrors
-
 
 def before(steps):
     import horovod.torch as hvd
@@ -65,7 +63,7 @@ def train(hvd, model, steps):
                 break
 
 
-@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--version", type=click.Choice(["before", "after"]), default="after")
 @click.option("--steps", type=click.IntRange(1), default=100)
 def main(version, steps):

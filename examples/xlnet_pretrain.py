@@ -9,17 +9,14 @@ arguments; a recomputation finds those of its own batch, with no global variable
 
 import click
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
 import hvd_ckpt as hc
-from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.data.sampler import Loader, Sampler
-from hvd_ckpt.data.text import PermutedText
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.models.xlnet import xlnet
+
+BATCH = 8  # samples of each rank in a step
 
 
-@click.command(cls=OneLineErrors, help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--text", help="File or folder; without it the standard library's source.")
 @click.option("--steps", type=click.IntRange(1), default=100)
 @click.option("--length", type=click.IntRange(8), default=128)
@@ -29,44 +26,46 @@ from hvd_ckpt.models.xlnet import xlnet
 @click.option("--reentrant", is_flag=True, help="Recompute by PyTorch's reentrant variant.")
 @click.option("--bf16", is_flag=True, help="Autocast to bfloat16.")
 def main(text, steps, length, layers, width, segments, reentrant, bf16):
-    if segments > layers + 2:
-        raise BadArgument(f"--segments {segments}: the chain has {layers + 2} blocks, give at most that many")
     hc.init()
-    torch.manual_seed(0)
     device = f"cuda:{hc.local_rank()}" if torch.cuda.is_available() else "cpu"
-    try:
-        data = PermutedText(Tokens(text), length)
-        model = xlnet(vocabulary=data.tokens.vocabulary, width=width, layers=layers).to(device)
-    except ValueError as error:
-        raise BadArgument(str(error)) from None
+    sizes = {"width": width, "layers": layers}
+    config = hc.Config("xlnet-mini", model_options=sizes, text=text, sequence_length=length)
+    model, objective, data, _ = hc.assemble(config)
+    model.to(device)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hc.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=3e-4), named_parameters=model.named_parameters()
     )
     torch.manual_seed(1 + hc.rank())
-    objective = NextOrHiddenToken()
-    with Loader(data, Sampler(len(data), seed=0), 8, hc.rank(), hc.size()) as loader:
-        for step in range(1, steps + 1):
-            batch = next(loader)[0].to(torch.device(device))
-            inputs, shared = model.prepare(*batch.inputs, **batch.shared)
-            if step == 1 and hc.rank() == 0:
-                shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shared.items())
-                print(f"shared by {len(model)} blocks: {shapes}")
-            with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=bf16):
-                scores = hc.checkpoint_sequential(
-                    model.to_layers(), segments, *inputs, use_reentrant=reentrant, **shared
-                )
-                loss = objective.loss(scores, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            if step % 10 == 0 or step == steps:
-                mean = hc.allreduce(loss.detach(), name="loss")
-                if hc.rank() == 0:
-                    print(f"step {step}: loss {mean:.4f}", flush=True)
+    for step, batch in zip(range(1, steps + 1), batches(data)):
+        batch = batch.to(torch.device(device))
+        inputs, shared = model.prepare(*batch.inputs, **batch.shared)
+        if step == 1 and hc.rank() == 0:
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shared.items())
+            print(f"shared by {len(model)} blocks: {shapes}")
+        with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=bf16):
+            layers = model.to_layers()
+            scores = hc.checkpoint_sequential(layers, segments, *inputs, use_reentrant=reentrant, **shared)
+            loss = objective.loss(scores, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        if step % 10 == 0 or step == steps:
+            mean = hc.allreduce(loss.detach(), name="loss")
+            if hc.rank() == 0:
+                print(f"step {step}: loss {mean:.4f}", flush=True)
+
+
+def batches(data):
+    """This rank's batches, epoch after epoch; the order of prediction changes with the epoch."""
+    sampler = DistributedSampler(data, hc.size(), hc.rank())
+    for epoch in range(1_000_000):
+        sampler.set_epoch(epoch)
+        for chosen in BatchSampler(sampler, BATCH, drop_last=True):
+            yield data.batch(chosen, [epoch] * BATCH)
 
 
 if __name__ == "__main__":

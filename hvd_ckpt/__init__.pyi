@@ -196,6 +196,9 @@ from hvd_ckpt.batchnorm import (
 from hvd_ckpt.distributed import (
     DistributedOptimizer as DistributedOptimizer,
 )
+from hvd_ckpt.memory import (
+    measure_peak as measure_peak,
+)
 from hvd_ckpt.planning.budget import BudgetError as BudgetError
 from hvd_ckpt.planning.plan import (
     Plan as Plan,
@@ -296,6 +299,15 @@ from hvd_ckpt.sharding.estimate import (
 from hvd_ckpt.sharding.estimate import (
     estimate_memory as estimate_memory,
 )
+from hvd_ckpt.training.build import (
+    assemble as assemble,
+)
+from hvd_ckpt.training.config import (
+    Config as Config,
+)
 from hvd_ckpt.training.microbatch import (
     accumulate as accumulate,
+)
+from hvd_ckpt.training.trainer import (
+    Trainer as Trainer,
 )
