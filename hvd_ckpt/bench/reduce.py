@@ -11,7 +11,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from hvd_ckpt.command_line import check_controller, split_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from hvd_ckpt.bench.compare.engines import Engine
     from hvd_ckpt.bench.harness.workloads import Workload
@@ -116,11 +115,11 @@ def measure(job: Job) -> RankResult:
 
 def _time_steps(workload: Workload, engine: Engine, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of ``steps`` training steps, from ``zero_grad`` to ``step``, after the warm-up."""
-    model, optimizer, batch = _prepare(workload, engine)
+    _, step = _prepare(workload, engine, _batch(workload, engine))
     seconds = []
     for _ in range(warm_up + steps):
         start = time.perf_counter()
-        _step(workload, model, optimizer, batch)
+        step()
         seconds.append(time.perf_counter() - start)
     return seconds[warm_up:]
 
@@ -136,12 +135,11 @@ def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
     gc.collect()  # garbage of an earlier count must not be given back within this one
     batch = _batch(workload, engine)
     with recording_peak() as memory:
-        model, optimizer, _ = _prepare(workload, engine, batch)
+        model, step = _prepare(workload, engine, batch)
         for _ in range(STEPS_TO_SETTLE):
-            _step(workload, model, optimizer, batch)
+            step()
         gc.collect()
-    state = [*model.parameters(), *model.buffers()]
-    return memory.held_bytes - sum(tensor.numel() * tensor.element_size() for tensor in state)
+    return memory.held_bytes - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _batch(workload: Workload, engine: Engine) -> tuple[Tensor, Tensor]:
@@ -151,22 +149,23 @@ def _batch(workload: Workload, engine: Engine) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(
-    workload: Workload, engine: Engine, batch: tuple[Tensor, Tensor] | None = None
-) -> tuple[nn.Module, Optimizer, tuple[Tensor, Tensor]]:
-    """Model and optimizer as the engine wraps them, and the rank's batch."""
+    workload: Workload, engine: Engine, batch: tuple[Tensor, Tensor]
+) -> tuple[nn.Module, Callable[[], None]]:
+    """The model as the engine wraps it, and a training step on the rank's batch."""
     import torch
 
     torch.manual_seed(1)
-    model = workload.model()
+    bare = workload.model()
     # Plain SGD is the optimizer whose own work hides least of the reduction.
-    wrapped = engine.wrap(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
-    return (*wrapped, batch or _batch(workload, engine))
+    model, optimizer = engine.wrap(bare, torch.optim.SGD(bare.parameters(), lr=LEARNING_RATE))
+    inputs, targets = batch
 
+    def step() -> None:
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
-def _step(workload: Workload, model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> None:
-    optimizer.zero_grad()
-    workload.loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    return model, step
 
 
 @dataclass
@@ -206,16 +205,14 @@ class Case:
 
 
 @bench_command("reduce", width=120)
-@click.option("--np", "sizes", default=None, help="Numbers of ranks.  [default: 2,4; with --quick 2]")
+@click.option("--np", "sizes", help="Numbers of ranks.  [default: 2,4; with --quick 2]")
 @click.option(
     "--controller", "controllers", default="gloo,mpi", show_default=True, help="What starts the ranks."
 )
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Workloads to train.")
 @click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
 @count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
-@click.option(
-    "--steps", type=click.IntRange(1), default=None, help="Timed steps per job.  [default: by workload]"
-)
+@click.option("--steps", type=click.IntRange(1), help="Timed steps per job.  [default: by workload]")
 @quick_option("Two ranks and fewer pairs.")
 @click.option(
     "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one job."
@@ -238,20 +235,15 @@ def reduce(
     that does nothing else.
     """
     from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.runtime import threads_per_rank
 
     chosen = split_names("--engines", engines, find=find_engine)
     counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
     carriers = [check_controller(name) for name in split_names("--controller", controllers, ("gloo", "mpi"))]
     names = split_names("--workloads", workloads, WORKLOADS)
     rounds = pairs or (QUICK_PAIRS if quick else PAIRS)
-    settings = {
-        "engines": chosen,
-        "sizes": counts,
-        "controllers": carriers,
-        "workloads": names,
-        "pairs": rounds,
-        "steps": steps,
-    }
+    settings: dict[str, Any] = {"engines": chosen, "sizes": counts, "controllers": carriers}
+    settings |= {"workloads": names, "pairs": rounds, "steps": steps}
     cases: list[Case] = []
     with run.progress(len(chosen) * len(counts) * len(carriers) * rounds) as progress:
         for size, controller in itertools.product(counts, carriers):
@@ -259,26 +251,18 @@ def reduce(
             cases += group
             for pair, engine in alternating(chosen, rounds):
                 progress.start(f"{size} ranks over {controller}, pair {pair + 1} of {rounds}, {engine}")
+                if engine in group[0].failures:  # left out from its first failure on
+                    continue
                 name = f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")
                 job = Job(run.jobs / name, size, engine, names, steps, memory=pair == 0)
-                _run(job, group, controller, timeout)
+                try:
+                    ranks = run_job(job, RankResult, controller, timeout, threads=threads_per_rank(size))
+                    for case in group:
+                        case.add(engine, ranks)
+                except JobError as error:
+                    for case in group:
+                        case.failures[engine] = str(error)
     run.finish(make_report(cases, settings), success=not any(case.failures for case in cases))
-
-
-def _run(job: Job, cases: Sequence[Case], controller: str, timeout: float) -> None:
-    """Runs a job, and adds its results to the cases of its workloads; an engine that has failed is left out from then on."""
-    from hvd_ckpt.runtime import threads_per_rank
-
-    if job.engine in cases[0].failures:
-        return
-    try:
-        ranks = run_job(job, RankResult, controller, timeout, threads=threads_per_rank(job.size))
-    except JobError as error:
-        for case in cases:
-            case.failures[job.engine] = str(error)
-    else:
-        for case in cases:
-            case.add(job.engine, ranks)
 
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
@@ -299,12 +283,18 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
         **{name: WORKLOADS[name][1] for name in settings["workloads"]},
     }
     results = [_result(case, engine, baselines) for case in cases for engine in engines]
+    # One line for each engine that failed somewhere, each once: the cases of one job fail together.
+    failures = {
+        f"{engine}, {case.size} ranks over {case.controller}: {why}": None
+        for case in cases
+        for engine, why in case.failures.items()
+    }
     return Report(
         "Speed of gradient reduction",
         facts,
         [table],
         results,
-        remarks=list(_failures(cases)),
+        remarks=list(failures),
         notes=NOTES,
         settings=settings,
     )
@@ -312,16 +302,16 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
 
 def _row(case: Case, engine: str, baselines: Iterable[str]) -> tuple[str, ...]:
     seconds, held = case.step_seconds(engine), case.gradient_bytes.get(engine)
-    ratios = [None if engine == other else case.ratio(engine, other) for other in baselines]
+    ratios = (("1" if engine == other else case.ratio(engine, other)) for other in baselines)
     return (
         case.workload,
         str(case.size),
         case.controller,
         engine.rpartition(":")[2],
         "failed" if engine in case.failures else "-" if seconds is None else f"{1000 * seconds.median:.1f}",
-        *("1" if engine == other else f"{ratio:.2f}" if ratio else "-" for other, ratio in zip(baselines, ratios)),
+        *("-" if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.2f}" for ratio in ratios),
         "-" if held is None else f"{held / MIB:.1f}",
-    )  # fmt: skip
+    )
 
 
 def _result(case: Case, engine: str, baselines: Iterable[str]) -> dict[str, Any]:
@@ -335,15 +325,6 @@ def _result(case: Case, engine: str, baselines: Iterable[str]) -> dict[str, Any]
         **{f"of_{other}": case.ratio(engine, other) for other in baselines},
         "gradient_bytes": case.gradient_bytes.get(engine),
         "failure": case.failures.get(engine),
-    }
-
-
-def _failures(cases: Iterable[Case]) -> dict[str, None]:
-    """One line for each engine that failed somewhere, each once: the cases of one job fail together."""
-    return {
-        f"{engine}, {case.size} ranks over {case.controller}: {why}": None
-        for case in cases
-        for engine, why in case.failures.items()
     }
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.workloads import Workload
     from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["ENGINES", "Engine", "find_engine", "launched_rank_and_size"]
+__all__ = ["ENGINES", "Engine", "OneProcess", "find_engine", "launched_rank_and_size"]
 
 Functions = Sequence[Callable[..., Any]]
 
@@ -126,6 +126,19 @@ class Engine(ABC):
 
     def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
         """Leave the other ranks."""
+
+
+class OneProcess(Engine):
+    """No other ranks, and nothing to reduce: the engine of the reference."""
+
+    title = "one process"
+    rank, size = 0, 1
+
+    def start(self, folder: Path) -> None:
+        """There is nobody to join."""
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        return model, optimizer
 
 
 class HorovodFamily(Engine):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from hvd_ckpt.bench.compare.cells import KEEP, Settings
+from hvd_ckpt.bench.compare.engines import OneProcess
 from hvd_ckpt.bench.compare.training import EnginePrecision, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 
@@ -64,7 +65,7 @@ def make_reference(
     seed, steps, device = settings.seed, settings.steps, torch.device(settings.device)
     torch.manual_seed(build_seed(seed, 0))
     bare = workload.model(KEEP).to(device)
-    precise = EnginePrecision(settings.precision, device, None, workload.scales_loss)
+    precise = EnginePrecision(settings.precision, device, OneProcess(), workload.scales_loss)
     model, optimizer = precise.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
     parameters = list(bare.parameters())
     start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})

@@ -189,9 +189,9 @@ def _price(results: Sequence[Result]) -> Table:
 def _cost(result: Result) -> str:
     if result.status in ("error", "hang"):
         return result.status
-    ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
-    peak = "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.1f}"
-    return f"({ratio}, {peak})" if result.status == "wrong" else f"{ratio}, {peak}"
+    peak = _number(result.peak_bytes and result.peak_bytes / MIB, ".1f")
+    cost = f"{_number(result.ratio, '.2f')}, {peak}"
+    return f"({cost})" if result.status == "wrong" else cost
 
 
 def _trained(workloads: Mapping[str, Mapping[str, Any]]) -> list[Table]:
@@ -218,10 +218,14 @@ def _details(result: Result) -> tuple[str, ...]:
         _choose(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
         reduced,
         _choose(result.same_order, "same", "VARIES"),
-        "-" if result.step_seconds is None else f"{1000 * result.step_seconds:.1f}",
-        "-" if result.ratio is None else f"{result.ratio:.2f}",
-        "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.2f}",
+        _number(result.step_seconds and 1000 * result.step_seconds, ".1f"),
+        _number(result.ratio, ".2f"),
+        _number(result.peak_bytes and result.peak_bytes / MIB, ".2f"),
     )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _choose(value: bool | None, yes: str, no: str) -> str:
@@ -229,8 +233,6 @@ def _choose(value: bool | None, yes: str, no: str) -> str:
 
 
 def _distance(difference: float | None, right: bool | None) -> str:
-    if difference is None:
-        return "-"
-    if difference == 0:
-        return "exact"
+    if not difference:
+        return "-" if difference is None else "exact"
     return f"{difference:.1e}" if right else f"OFF {difference:.0e}"

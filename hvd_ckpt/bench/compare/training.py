@@ -40,28 +40,24 @@ class EnginePrecision:
     Args:
         name: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
         device: where the model is.
-        engine: who reduces the gradients; None for the reference, which is one process.
+        engine: who reduces the gradients.
         scales_loss: scale the loss in other precisions than fp16, too.
     """
 
-    def __init__(self, name: str, device: torch.device, engine: Engine | None, scales_loss: bool) -> None:
+    def __init__(self, name: str, device: torch.device, engine: Engine, scales_loss: bool) -> None:
         self._name, self._device, self._engine = name, device, engine
         self._amp: ModuleType | None = importlib.import_module("apex.amp") if name == "apex-O1" else None
         self._optimizer: Optimizer | None = None
-        self._scaler: torch.amp.GradScaler | None = None
-        if self._amp is None and (name == "fp16" or scales_loss):
-            make = torch.amp.GradScaler if engine is None else engine.grad_scaler
-            self._scaler = make(device.type)
+        scaled = self._amp is None and (name == "fp16" or scales_loss)
+        self._scaler = engine.grad_scaler(device.type) if scaled else None
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
         """Lets the engine wrap model and optimizer, and Apex before or after it, as the engine wants it."""
-        engine = self._engine
-        if self._amp is not None and (engine is None or engine.wraps_after_apex):
-            model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        if engine is not None:
-            model, optimizer = engine.wrap(model, optimizer, passes)
-            if self._amp is not None and not engine.wraps_after_apex:
+        for after_apex in (True, False):
+            if self._amp is not None and self._engine.wraps_after_apex is after_apex:
                 model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+            if after_apex:
+                model, optimizer = self._engine.wrap(model, optimizer, passes)
         self._optimizer = optimizer
         return model, optimizer
 
@@ -76,22 +72,17 @@ class EnginePrecision:
         if self._amp is not None:
             with self._amp.scale_loss(loss, self._optimizer) as scaled:
                 scaled.backward()
-                if self._engine is not None:
-                    self._engine.after_apex_backward(self._optimizer)
-        elif self._scaler is not None:
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                self._engine.after_apex_backward(self._optimizer)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer) -> None:
         """The update, skipped where scaled gradients have overflowed."""
         if self._scaler is not None:
-            if self._engine is None:
-                self._scaler.step(optimizer)
-            else:
-                self._engine.scaled_step(self._scaler, optimizer)
+            self._engine.scaled_step(self._scaler, optimizer)
             self._scaler.update()
-        elif self._amp is not None and self._engine is not None:
+        elif self._amp is not None:
             self._engine.apex_step(optimizer)
         else:
             optimizer.step()

@@ -20,16 +20,8 @@ from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.harness.stats import ratios, slowest
 
 __all__ = [
-    "BASELINE",
-    "SEVERITY",
-    "Result",
-    "add_ratios",
-    "engines_of",
-    "judge",
-    "recomputed",
-    "short_name",
-    "worst",
-]
+    "BASELINE", "SEVERITY", "Result", "add_ratios", "engines_of", "judge", "recomputed", "short_name", "worst"
+]  # fmt: skip
 
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
@@ -131,24 +123,19 @@ def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
 
 def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> list[str]:
     """Compare with the reference; returns what is wrong."""
-    tolerance = CATALOG[result.workload].tolerance
-    if precision != "fp32":
-        tolerance = max(tolerance, ROUNDING)
-    weights = max(trained, key=lambda event: float(event["relative"]))
-    buffers = max(trained, key=lambda event: float(event["buffer_relative"]))
-    result.difference = max(float(event["difference"]) for event in trained)
-    result.buffer_difference = max(float(event["buffer_difference"]) for event in trained)
-    result.weights_right = float(weights["relative"]) <= tolerance
-    result.buffers_right = float(buffers["buffer_relative"]) <= tolerance
-    wrong = []
-    for kind, right, worst, prefix in (
-        ("weights", result.weights_right, weights, ""),
-        ("buffers", result.buffers_right, buffers, "buffer_"),
-    ):
-        if not right:
-            share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
-            wrong.append(f"{kind} off by {100 * share:.3g} % of what training changes ({name})")
-    return wrong
+    tolerance = max(CATALOG[result.workload].tolerance, 0.0 if precision == "fp32" else ROUNDING)
+
+    def off(kind: str, prefix: str) -> tuple[float, list[str]]:
+        """The largest difference, and what is wrong."""
+        worst = max(trained, key=lambda event: float(event[f"{prefix}relative"]))
+        share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
+        wrong = [f"{kind} off by {100 * share:.3g} % of what training changes ({name})"]
+        return max(float(event[f"{prefix}difference"]) for event in trained), wrong * (share > tolerance)
+
+    result.difference, weights = off("weights", "")
+    result.buffer_difference, buffers = off("buffers", "buffer_")
+    result.weights_right, result.buffers_right = not weights, not buffers
+    return weights + buffers
 
 
 def _judge_runs(result: Result, jobs: Sequence[Sequence[Event]], size: int) -> list[str]:

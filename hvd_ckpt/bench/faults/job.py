@@ -26,6 +26,7 @@ __all__ = [
     "MARK",
     "RunView",
     "TrainJob",
+    "flags",
     "logged_step",
     "marked",
     "newest_step",
@@ -58,6 +59,12 @@ def rank_of(process: psutil.Process) -> int | None:
         ranks = (environment.get(variable, "") for variable in RANK_VARIABLES)
         return next((int(rank) for rank in ranks if rank.isdecimal()), None)
     return None
+
+
+def flags(settings: dict[str, object]) -> list[str]:
+    """Settings of ``hvd-ckpt train`` as its arguments; a tuple is a flag that is given several times."""
+    pairs = ((name, value if isinstance(value, tuple) else (value,)) for name, value in settings.items())
+    return [word for name, values in pairs for value in values for word in (f"--{name}", str(value))]
 
 
 class TrainJob(Process):

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
-from hvd_ckpt.bench.faults.job import ALL, LAUNCHER, RunView, TrainJob, newest_step
+from hvd_ckpt.bench.faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step
 from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.report import Report, Table
 
@@ -39,8 +39,6 @@ SETTINGS = {
     "keep-snapshots": 3,
     "steps": STEPS,
 }
-_T = TypeVar("_T")
-
 RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
 NUMBER_OF_KILLS = {1: 0.65, 2: 0.3, 3: 0.05}
 WHO = {"one": 0.5, ALL: 0.25, LAUNCHER: 0.25}
@@ -54,18 +52,9 @@ LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
 POLL = 0.003  # seconds
 LIMIT = 30.0  # seconds that processes may take to go
 COLUMNS = (
-    "seed",
-    "ranks",
-    "controller",
-    "kills",
-    "restarts",
-    "lost",
-    "unreadable",
-    "left",
-    "equal",
-    "seconds",
-)
-KILL_NOTES = (
+    "seed", "ranks", "controller", "kills", "restarts", "lost", "unreadable", "left", "equal", "seconds"
+)  # fmt: skip
+NOTES = (
     "kills: who got which signal after which step; `start`: before the launch had logged a step, `*`: while a snapshot was being "
     "written; lost: restarts that resumed from before a snapshot that had been in place; unreadable: snapshots in place that some "
     "rank cannot read; left: processes that still run 30 s after the launcher has ended.",
@@ -112,31 +101,30 @@ class FaultPlan:
 
 
 def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps: int) -> FaultPlan:
-    """The plan of a seed.
+    """The plan of a seed, always the same. Sizes and controllers alternate with the seed, so that seeds are spread evenly.
 
     Args:
         sizes, controllers: to choose from.
         steps: of the whole run, at least 4.
     """
     generator = random.Random(seed)
+
+    def one_of(weights: dict[Any, float]) -> Any:
+        return generator.choices(list(weights), list(weights.values()))[0]
+
+    def kill(step: int) -> Kill:
+        who = one_of(WHO)
+        signal = one_of(SIGNALS["launcher" if who == LAUNCHER else "ranks"])
+        when = one_of(WHEN)
+        at = generator.uniform(0, LONGEST_START) if when == START else step
+        rank = generator.randrange(size)
+        delay = generator.uniform(0, LONGEST_DELAY[when])
+        return Kill(f"rank {rank}" if who == "one" else who, signal, when, round(at, 3), round(delay, 4))
+
     size = sizes[seed % len(sizes)]
     controller = controllers[seed // len(sizes) % len(controllers)]
-    moments = sorted(generator.sample(range(1, steps), _one_of(generator, NUMBER_OF_KILLS)))
-    return FaultPlan(seed, size, controller, tuple(_kill(generator, size, step) for step in moments))
-
-
-def _kill(generator: random.Random, size: int, step: int) -> Kill:
-    who = _one_of(generator, WHO)
-    signal = _one_of(generator, SIGNALS["launcher" if who == LAUNCHER else "ranks"])
-    when = _one_of(generator, WHEN)
-    at = generator.uniform(0, LONGEST_START) if when == START else step
-    rank = generator.randrange(size)
-    delay = generator.uniform(0, LONGEST_DELAY[when])
-    return Kill(f"rank {rank}" if who == "one" else str(who), signal, when, round(at, 3), round(delay, 4))
-
-
-def _one_of(generator: random.Random, weights: dict[_T, float]) -> _T:
-    return generator.choices(list(weights), list(weights.values()))[0]
+    moments = sorted(generator.sample(range(1, steps), one_of(NUMBER_OF_KILLS)))
+    return FaultPlan(seed, size, controller, tuple(kill(step) for step in moments))
 
 
 @dataclass
@@ -183,7 +171,7 @@ class Killed:
 def kill_runs(
     seeds: range, sizes: list[int], controllers: list[str], folder: Path, timeout: float
 ) -> Iterator[Killed]:
-    """Run the fault plan of each seed. The folders of sound runs are removed.
+    """Run the fault plan of each seed, and compare with an undisturbed run. The folders of sound runs are removed.
 
     Args:
         folder: for the runs; created here.
@@ -200,10 +188,20 @@ def kill_runs(
         ranks = (plan.size, plan.controller)
         if ranks not in references:
             place = folder / f"undisturbed-{plan.size}-{plan.controller}"
-            references[ranks] = undisturbed_run(*ranks, text, place, timeout)
-        killed = disturbed_run(plan, text, references[ranks], folder / f"seed-{seed}", timeout)
+            course = _Course(FaultPlan(0, *ranks, ()), text, place, timeout)
+            if course.run().failure is not None:
+                raise JobError(
+                    f"the undisturbed run of {plan.size} ranks over {plan.controller}: {course.killed.failure}"
+                )
+            references[ranks] = course.path
+        start = time.monotonic()
+        course = _Course(plan, text, folder / f"seed-{seed}", timeout)
+        killed = course.run()
+        if killed.failure is None:
+            killed.differences = differences(course.path, references[ranks], STEPS, plan.size)
+        killed.seconds = round(time.monotonic() - start, 1)
         if killed.sound:
-            shutil.rmtree(folder / f"seed-{seed}")
+            shutil.rmtree(course.folder)
         yield killed
 
 
@@ -212,33 +210,6 @@ def write_text(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_bytes(bytes(range(32, 127)) * 40)
     return path
-
-
-def undisturbed_run(size: int, controller: str, text: Path, folder: Path, timeout: float) -> Path:
-    """Train to the end; returns the folder of the run.
-
-    Raises:
-        JobError: the run failed.
-    """
-    course = _Course(FaultPlan(0, size, controller, ()), text, folder, timeout)
-    if course.run().failure is not None:
-        raise JobError(f"the undisturbed run of {size} ranks over {controller}: {course.killed.failure}")
-    return course.path
-
-
-def disturbed_run(plan: FaultPlan, text: Path, reference: Path, folder: Path, timeout: float) -> Killed:
-    """Train to the end with the plan's kills, each followed by a restart, and compare with the run ``reference``.
-
-    Args:
-        timeout: seconds for one launch.
-    """
-    start = time.monotonic()
-    course = _Course(plan, text, folder, timeout)
-    killed = course.run()
-    if killed.failure is None:
-        killed.differences = differences(course.path, reference, STEPS, plan.size)
-    killed.seconds = round(time.monotonic() - start, 1)
-    return killed
 
 
 class _Course:
@@ -268,7 +239,11 @@ class _Course:
         """One launch; whether the run came to its end."""
         killed, before = self.killed, self.committed
         resumed = (self.path / "config.yaml").exists()
-        arguments = ["--resume", str(self.path)] if resumed else _arguments(self.text, self.path)
+        arguments = (
+            ["--resume", str(self.path)]
+            if resumed
+            else flags({**SETTINGS, "text": self.text, "output": self.path})
+        )
         log_file = self.folder / f"log-{number}.txt"
         view = RunView(self.path)
         with TrainJob(self.plan.size, self.plan.controller, arguments, log_file) as job:
@@ -322,14 +297,6 @@ def _due(kill: Kill, view: RunView, seconds: float) -> bool:
     return view.last_step() >= kill.at and (kill.when == RUNNING or view.writing())
 
 
-def _arguments(text: Path, run: Path) -> list[str]:
-    arguments = []
-    for name, value in {**SETTINGS, "text": text, "output": run}.items():
-        for one in value if isinstance(value, tuple) else (value,):
-            arguments += [f"--{name}", str(one)]
-    return arguments
-
-
 def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Report:
     """The runs of this call, and the sum of those that are ``recorded``."""
     rows = [_kill_row(run) for run in runs]
@@ -340,7 +307,7 @@ def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Repo
         faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ())]
         remarks += [f"seed {run.seed}: {line}" for line in (*faults, *([run.failure] if run.failure else ()))]
     success = all(run.sound for run in runs)
-    return Report("Kill test", {}, [table], runs, remarks, KILL_NOTES, success=success)
+    return Report("Kill test", {}, [table], runs, remarks, NOTES, success=success)
 
 
 def _kill_row(run: Killed) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ LAST_PART = 0.2  # of the time of a save
 KILLED = (2, 4)  # a kill falls within one of these saves of a process, counted from 0
 MANIFEST_SECONDS, HANG = 2.0, 60.0
 BEGUN, RETURNED, FAILED = "begun", "returned", "failed"
-SAVE_NOTES = (
+NOTES = (
     "blocking, background: SnapshotWriter with and without blocking=True. The moment of the kill is uniform within a save; one "
     "in four is aimed at the end of a save that replaces a snapshot, from its manifest on.",
     "right: the newest snapshot that loads is whole, has the content of its write, is of no earlier write than the last that "
@@ -80,36 +80,12 @@ class SaveKill:
     fault: str | None
     kind: Literal["save"] = "save"
 
-    @property
-    def sound(self) -> bool:
-        """Whether the newest good snapshot is right."""
-        return self.fault is None
-
-
-def save_kills(folder: Path, saves: int, seed: int) -> Iterator[SaveKill]:
-    """Kill a process ``saves`` times within its saves, the writers in turn.
-
-    Args:
-        folder: for the snapshots; created here.
-
-    Raises:
-        SaveError: the writing process failed.
-    """
-    folder.mkdir(parents=True)
-    killer = _Killer(folder, seed)
-    for number in range(saves):
-        yield killer.kill(number, WRITERS[number % len(WRITERS)])
-
 
 # ------------------------------------------------------------------------------------ the process that is killed
 
 
 class _Content:
-    """The state that is saved; every number in it grows from write to write.
-
-    Args:
-        number: of the first write.
-    """
+    """The state that is saved; every number in it grows from write to write, of which this is the ``number``-th."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -134,8 +110,8 @@ class _Content:
         if found.step != step_of(self.number):
             return f"write {self.number} has step {found.step} instead of {step_of(self.number)}"
         saved = {"weights": found.weights, "replicated": found.replicated, "per_rank": found.per_rank}
-        wrong = list(differing("state", self.state(), saved))
-        return f"write {self.number} has another {wrong[0]} than was written" if wrong else None
+        wrong = next(differing("state", self.state(), saved), None)
+        return wrong and f"write {self.number} has another {wrong} than was written"
 
 
 def _numbers(size: int, start: int) -> Tensor:
@@ -156,9 +132,8 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
         content = _Content(number)
-        blocking = writer == WRITERS[0]
-        token = os.urandom(4).hex()
-        with SnapshotWriter(folder, KEEP, token, rank=0, ranks=1, warn=fail, blocking=blocking) as snapshots:
+        how = {"rank": 0, "ranks": 1, "warn": fail, "blocking": writer == WRITERS[0]}
+        with SnapshotWriter(folder, KEEP, os.urandom(4).hex(), **how) as snapshots:  # type: ignore[arg-type]
             while True:
                 written = content.number
                 pipe.send((BEGUN, written, time.monotonic()))
@@ -175,26 +150,19 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
 # ------------------------------------------------------------------------------------ the process that kills
 
 
-@dataclass
-class _Told:
-    """The messages of a writing process: when each write began and returned."""
+def save_kills(folder: Path, saves: int, seed: int) -> Iterator[SaveKill]:
+    """Kill a process ``saves`` times within its saves, the writers in turn.
 
-    begun: dict[int, float] = field(default_factory=dict)
-    returned: dict[int, float] = field(default_factory=dict)
-    open: bool = True
+    Args:
+        folder: for the snapshots; created here.
 
-    def read(self, pipe: Connection) -> None:
-        """Wait for a message."""
-        try:
-            if not pipe.poll(HANG):
-                raise SaveError(f"a save has not returned after {HANG:.0f} s")
-            what, number, moment = pipe.recv()
-        except EOFError:
-            self.open = False
-            return
-        if what == FAILED:
-            raise SaveError(f"the process that saves failed: {number}")
-        (self.begun if what == BEGUN else self.returned)[number] = moment
+    Raises:
+        SaveError: the writing process failed.
+    """
+    folder.mkdir(parents=True)
+    killer = _Killer(folder, seed)
+    for number in range(saves):
+        yield killer.kill(number, WRITERS[number % len(WRITERS)])
 
 
 class _Killer:
@@ -217,25 +185,24 @@ class _Killer:
         process = self.server.Process(target=_save, args=(self.folder, writer, self.number, sender))
         process.start()
         sender.close()
-        told = _Told()
+        told: dict[str, dict[int, float]] = {BEGUN: {}, RETURNED: {}}  # when each write began and returned
         try:
-            while told.open and which not in told.begun:
-                told.read(receiver)
-            if which not in told.begun:
-                raise SaveError("the process that saves has ended by itself")
+            while which not in told[BEGUN]:
+                if not _read(receiver, told):
+                    raise SaveError("the process that saves has ended by itself")
             if aimed:
                 self._await_manifest(step_of(which), before)
-            delay = part * (told.returned[which - 1] - told.begun[which - 1])
+            delay = part * (told[RETURNED][which - 1] - told[BEGUN][which - 1])
             time.sleep(delay)
             process.kill()
-            while told.open:
-                told.read(receiver)
+            while _read(receiver, told):
+                pass
         finally:
             process.kill()
             process.join()
             receiver.close()
-        write = max(told.begun)
-        self.returned = max([self.returned, *told.returned])
+        write = max(told[BEGUN])
+        self.returned = max([self.returned, *told[RETURNED]])
         self.number = write + 1
         fault, found = self._left(write)
         phase = self._phase(set(os.listdir(self.folder)) - before, step_of(write), found == write)
@@ -246,10 +213,8 @@ class _Killer:
         deadline = time.monotonic() + MANIFEST_SECONDS
         while time.monotonic() < deadline:
             for name in set(os.listdir(self.folder)) - before:
-                if (
-                    name.startswith(f".step-{step:08d}.tmp-")
-                    and (self.folder / name / "manifest.json").exists()
-                ):
+                written = self.folder / name / "manifest.json"
+                if name.startswith(f".step-{step:08d}.tmp-") and written.exists():
                     return
 
     def _phase(self, new: set[str], step: int, in_place: bool) -> str:
@@ -281,6 +246,20 @@ class _Killer:
         return _Content(number).fault(found), number
 
 
+def _read(pipe: Connection, told: dict[str, dict[int, float]]) -> bool:
+    """Waits for a message of the writing process; False if that has ended."""
+    try:
+        if not pipe.poll(HANG):
+            raise SaveError(f"a save has not returned after {HANG:.0f} s")
+        what, number, moment = pipe.recv()
+    except EOFError:
+        return False
+    if what == FAILED:
+        raise SaveError(f"the process that saves failed: {number}")
+    told[what][number] = moment
+    return True
+
+
 def save_report(kills: Sequence[SaveKill], recorded: Sequence[SaveKill] = ()) -> Report:
     """The kills of this call by how far the save had come, and the sum of those that are ``recorded``."""
     rows = []
@@ -291,13 +270,11 @@ def save_report(kills: Sequence[SaveKill], recorded: Sequence[SaveKill] = ()) ->
     columns = ("the kill came", *WRITERS, "newest good snapshot right")
     remarks = [f"this call: {_right(kills)} kills within a save left the right newest good snapshot"]
     remarks += [f"all recorded seeds: {_right(recorded)} kills within a save"] if recorded else []
-    remarks += [
-        f"kill {one.number} of seed {one.seed}, {one.phase}: {one.fault}" for one in kills if one.fault
-    ]
+    faulty = [kill for kill in kills if kill.fault]
+    remarks += [f"kill {one.number} of seed {one.seed}, {one.phase}: {one.fault}" for one in faulty]
     table = Table(columns, rows, "Save test", left=columns[:1])
-    success = all(kill.sound for kill in kills)
-    return Report("Save test", {}, [table], kills, remarks, SAVE_NOTES, success=success)
+    return Report("Save test", {}, [table], kills, remarks, NOTES, success=not faulty)
 
 
 def _right(kills: Sequence[SaveKill]) -> str:
-    return f"{sum(kill.sound for kill in kills)} of {len(kills)}"
+    return f"{sum(kill.fault is None for kill in kills)} of {len(kills)}"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from hvd_ckpt.bench.faults.job import TrainJob, logged_step, marked, newest_step, rank_of
+from hvd_ckpt.bench.faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of
 from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["EVERY", "Growth", "Soaked", "growth", "soak", "soak_report"]
+__all__ = ["Growth", "Soaked", "growth", "soak", "soak_report"]
 
 EVERY = 20  # steps between snapshots
 SETTINGS = {
@@ -37,11 +37,11 @@ INTERVAL, SAMPLES = 5.0, 60  # seconds between samples, less if there would be f
 START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
 FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
-SOAK_NOTES = (
+MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
+NOTES = (
     "per hour: slope of the line through the samples, without the first fifth of the time; first, last: medians of the first and "
     "of the last quarter; flat: memory rises by less than 1 % of its mean over the whole time; others do not rise.",
 )
-MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ class Soaked:
 def growth(process: str, measure: str, times: list[float], values: list[float]) -> Growth:
     """Sum up samples (at least 5) of a measure at times in seconds."""
     start = times[0] + LEFT_OUT * (times[-1] - times[0])
-    kept = [(time, value) for time, value in zip(times, values) if time >= start]
-    times, values = [time for time, _ in kept], [value for _, value in kept]
+    times, values = zip(*((time, value) for time, value in zip(times, values) if time >= start))  # type: ignore[assignment]
     slope = statistics.linear_regression(times, values).slope
     quarter = max(len(values) // 4, 1)
     first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
@@ -114,37 +113,33 @@ def soak(
         tick: gets the seconds that have passed.
     """
     folder.mkdir(parents=True)
-    run = folder / "run"
-    settings = {**SETTINGS, "text": text, "output": run}
-    arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    run, log = folder / "run", folder / "log.txt"
     soaked = Soaked()
-    with TrainJob(size, controller, arguments, folder / "log.txt") as job:
-        if not _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT) or newest_step(run) == 0:
-            soaked.failure = (
-                f"no snapshot after {START_LIMIT:.0f} s: {job.last_words()} (log: {job.log_file})"
-            )
+    arguments = flags({**SETTINGS, "text": text, "output": run})
+    with TrainJob(size, controller, arguments, log) as job:
+        _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT)
+        if newest_step(run) == 0:
+            soaked.failure = f"no snapshot after {START_LIMIT:.0f} s: {job.last_words()} (log: {log})"
             return soaked
         soaked.growth, soaked.seconds = _watch(job, minutes * 60, tick)
         soaked.steps = logged_step(run)
         if job.ended:
-            soaked.failure = f"the run ended by itself: {job.last_words()} (log: {job.log_file})"
+            soaked.failure = f"the run ended by itself: {job.last_words()} (log: {log})"
             return soaked
         (run / "stop").touch()
-        if not _wait(lambda: job.ended, STOP_LIMIT) or job.status != 0:
-            soaked.failure = (
-                f"the run did not stop within {STOP_LIMIT:.0f} s with status 0 (log: {job.log_file})"
-            )
-        elif "Warning: The snapshot" in job.log_file.read_text(encoding="utf-8", errors="replace"):
-            soaked.failure = f"a snapshot was not written (log: {job.log_file})"
+        _wait(lambda: job.ended, STOP_LIMIT)
+        if job.status != 0:
+            soaked.failure = f"the run did not stop within {STOP_LIMIT:.0f} s with status 0 (log: {log})"
+        elif "Warning: The snapshot" in log.read_text(encoding="utf-8", errors="replace"):
+            soaked.failure = f"a snapshot was not written (log: {log})"
     soaked.snapshots = newest_step(run) // EVERY
     return soaked
 
 
-def _wait(reached: Callable[[], bool], limit: float) -> bool:
+def _wait(reached: Callable[[], bool], limit: float) -> None:
     deadline = time.monotonic() + limit
     while not reached() and time.monotonic() < deadline:
         time.sleep(0.1)
-    return reached()
 
 
 def _watch(job: TrainJob, seconds: float, tick: Callable[[float], object]) -> tuple[list[Growth], float]:
@@ -184,4 +179,4 @@ def soak_report(soaked: Soaked) -> Report:
     size = f"{soaked.seconds / 60:.1f} minutes, {soaked.steps} steps, {soaked.snapshots} snapshots (one every {EVERY} steps)"
     remarks = [size, *([soaked.failure] if soaked.failure else ())]
     table = Table(columns, rows, "Soak", left=("process", "measure", "flat"), folded=1)
-    return Report("Soak", {}, [table], soaked, remarks, SOAK_NOTES, success=soaked.sound)
+    return Report("Soak", {}, [table], soaked, remarks, NOTES, success=soaked.sound)

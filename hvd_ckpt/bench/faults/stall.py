@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.bench.harness.stats import alternating, ratios
-from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.bench.harness.workloads import Gpt
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 __all__ = ["WAYS", "StallRow", "measure_stall", "stall_report"]
 
-WIDTH, LENGTH, VOCABULARY = 512, 64, 256
+WIDTH = 512
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
 WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
-
-STALL_NOTES = (
+NOTES = (
     "stall: median time that training waits for one snapshot; of blocking: median of the ratios within a round; added: median "
     "time by which the steps until the snapshot is on the disk are longer than others, in sum.",
 )
@@ -61,9 +59,10 @@ class _Run:
     def __init__(self, megabytes: int, folder: Path) -> None:
         self.folder = folder
         blocks = max(round(megabytes * 1e6 / BLOCK_BYTES), 1)
-        self.model = gpt(vocabulary=VOCABULARY, length=LENGTH, width=WIDTH, heads=8, layers=blocks)
+        self.workload = Gpt(batch=2, length=64, width=WIDTH, heads=8, layers=blocks)
+        self.model = self.workload.chain()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
+        self.inputs, self.targets = self.workload.sample(torch.Generator().manual_seed(0))
         self.writers = {
             way: SnapshotWriter(
                 folder / way, 1, "00000000", 0, 1, _no_warning, blocking=way.endswith("blocking")
@@ -77,9 +76,7 @@ class _Run:
         """Seconds of a step without its wait for the writer, and of that wait."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        logits = self.model(self.tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
-        torch.autograd.backward(loss)
+        torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.targets))
         before = time.perf_counter()
         for writer in self.writers.values():
             writer.before_update()
@@ -87,26 +84,27 @@ class _Run:
         self.optimizer.step()
         return time.perf_counter() - start - waited, waited
 
-    def state(self) -> dict[str, Any]:
-        return {"weights": self.model.state_dict(), "replicated": self.optimizer.state_dict()}
-
     def begin(self, way: str) -> Callable[[], bool]:
         """Write, or begin to write; returns a function that says whether the snapshot is on the disk."""
         self.number += 1
-        place = self.folder / f"{self.number}"
+        state: dict[str, Any] = {
+            "weights": self.model.state_dict(),
+            "replicated": self.optimizer.state_dict(),
+        }
         if way in self.writers:
             writer, written = self.writers[way], self.folder / way / f"step-{self.number:08d}"
-            writer.begin(self.number, **self.state(), per_rank=None)
+            writer.begin(self.number, **state, per_rank=None)
 
             def is_written() -> bool:
                 writer.check()
                 return written.exists()
 
             return is_written
+        place = self.folder / f"{self.number}"
         if way == "DCP async_save":
-            return _distributed(self.state(), place)
+            return _distributed(state, place)
         with open(place, "xb") as file:
-            torch.save(self.state(), file)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         return lambda: True
@@ -136,13 +134,12 @@ def measure_stall(rounds: int, megabytes: int, folder: Path) -> list[StallRow]:
             writer.close()
         shutil.rmtree(place, ignore_errors=True)
     size = sum(parameter.nbytes for parameter in run.model.parameters()) * 3 / 1e6
-    median = statistics.median
-    return [
-        StallRow(
-            way, median(stalls[way]), median(ratios(stalls[way], stalls[WAYS[0]])), median(added[way]), size
-        )
-        for way in WAYS
-    ]
+    rows = []
+    for way in WAYS:
+        of_blocking = statistics.median(ratios(stalls[way], stalls[WAYS[0]]))
+        medians = statistics.median(stalls[way]), of_blocking, statistics.median(added[way])
+        rows.append(StallRow(way, *medians, size))
+    return rows
 
 
 def _measured(run: _Run, way: str) -> tuple[float, float]:
@@ -172,10 +169,10 @@ def _distributed(state: dict[str, Any], place: Path) -> Callable[[], bool]:
         future: Any = async_save(state, storage_writer=FileSystemWriter(place, sync_files=True), no_dist=True)
 
     def done() -> bool:
-        if not future.done():
-            return False
-        future.result()
-        return True
+        finished: bool = future.done()
+        if finished:
+            future.result()  # raises what has gone wrong
+        return finished
 
     return done
 
@@ -192,4 +189,4 @@ def stall_report(rows: Sequence[StallRow]) -> Report:
         shown.append((row.way, f"{row.megabytes:.0f}", milliseconds, f"{row.ratio:.3f}", added))
     columns = ("written by", "MB", "stall ms", "of blocking", "added ms")
     table = Table(columns, shown, "Snapshot stall", left=columns[:1])
-    return Report("Snapshot stall", {}, [table], rows, notes=STALL_NOTES)
+    return Report("Snapshot stall", {}, [table], rows, notes=NOTES)

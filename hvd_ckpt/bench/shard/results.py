@@ -171,31 +171,36 @@ class Results:
 
     def time_table(self) -> Table:
         """Time and messages."""
-        rows: list[tuple[str, ...]] = []
-        for one in self.shown:
-            step, ratio = one.step, self.of_best_baseline(one)
-            rows.append((
+
+        def row(one: Result) -> tuple[str, ...]:
+            return (
                 *_who(one),
-                "-" if step is None else f"{Quartiles(1000 * step.median, 1000 * step.low, 1000 * step.high):.0f}",
+                _number(
+                    quartiles([1000 * seconds for seconds in one.seconds]) if one.seconds else None, ".0f"
+                ),
                 _number(self.samples_per_second(one), ".1f"),
-                "-" if ratio is None else f"{ratio:.2f}",
+                _number(self.of_best_baseline(one), ".2f"),
                 _mebibytes(one.mean("counted")),
                 _number(self.model_volumes(one), ".2f"),
                 _number(self.loss_difference(one), ".1e"),
-            ))  # fmt: skip
-        return Table(TIME_COLUMNS, rows, "Time and messages", left=TIME_COLUMNS[:2])
+            )
+
+        return Table(
+            TIME_COLUMNS, [row(one) for one in self.shown], "Time and messages", left=TIME_COLUMNS[:2]
+        )
 
     def memory_table(self) -> Table:
         """Memory of a rank."""
         rows = []
         for one in self.shown:
             kinds, on_disk = one.kinds(), one.mean("on_disk")
-            states = (_mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state"))
-            passing = (
-                _mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))
-            )
-            each = f"{one.states / self.elements:.2f}"
-            rows.append((*_who(one), *states, _mebibytes(on_disk) if on_disk else "-", *passing, each))
+            rows.append((
+                *_who(one),
+                *(_mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state")),
+                _mebibytes(on_disk) if on_disk else "-",
+                *(_mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))),
+                f"{one.states / self.elements:.2f}",
+            ))  # fmt: skip
         return Table(MEMORY_COLUMNS, rows, "Memory of a rank, MiB", left=MEMORY_COLUMNS[:2])
 
     def remarks(self) -> list[str]:
@@ -255,7 +260,7 @@ def _who(one: Result) -> tuple[str, str]:
     return one.configuration.title, "yes" if one.configuration.recompute else "no"
 
 
-def _number(value: float | None, form: str) -> str:
+def _number(value: float | Quartiles | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
