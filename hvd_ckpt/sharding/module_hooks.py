@@ -1,4 +1,4 @@
-"""Pre- and post-backward hooks of a module: where its inputs enter, and the tensors in what it returns."""
+"""Pre- and post-backward hooks of a module: around its inputs, and on the tensors in what it returns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvd_ckpt.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
 
 __all__ = [
-    "Visit",
-    "enter",
-    "is_entrance",
-    "leave",
+    "UnitCall",
+    "adopt_changes",
+    "is_input",
+    "register_post_backward",
     "tensors_left_in",
     "tensors_within",
 ]
 
 
-class Visit:
+class UnitCall:
     """One use of a unit: from its first module to its last, and the way back through them.
 
     Attributes:
@@ -39,11 +39,13 @@ class Visit:
         self.entered: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
-def enter(visit: Visit, returned: Callable[[Visit], None], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments of the first module: the inputs behind the identity.
+def register_post_backward(
+    call: UnitCall, post_backward: Callable[[UnitCall], None], args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """The arguments of the first module, behind an identity whose backward pass comes after all of the unit's.
 
     Args:
-        returned: called once the backward pass of the visit is over.
+        post_backward: called then.
 
     Returns:
         The arguments, or None where none requires a gradient.
@@ -57,43 +59,43 @@ def enter(visit: Visit, returned: Callable[[Visit], None], args: Any, kwargs: An
         ]
         if not wanted:
             return None
-        passed = _Entrance.apply(returned, visit, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
+        passed = _PostBackward.apply(post_backward, call, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
         for place, tensor in zip(wanted, passed):
-            visit.entered.append((leaves[place], tensor))
+            call.entered.append((leaves[place], tensor))
             leaves[place] = tensor
         given: tuple[Any, Any] = pytree.tree_unflatten(leaves, structure)
     return given
 
 
-def is_entrance(tensor: torch.Tensor) -> bool:
+def is_input(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an input as the module was given it."""
-    return isinstance(tensor.grad_fn, _Entrance._backward_cls)
+    return isinstance(tensor.grad_fn, _PostBackward._backward_cls)
 
 
-def leave(visit: Visit) -> None:
-    """The first module has run. Where it changed an input in place, that is what whoever gave it has, too."""
-    entered, visit.entered = visit.entered, []
+def adopt_changes(call: UnitCall) -> None:
+    """The first module has run: where it changed an input in place, the tensor that its caller has gets that history."""
+    entered, call.entered = call.entered, []
     for given, tensor in entered:
         with DisableTorchFunction():
-            if not is_entrance(tensor):
+            if not is_input(tensor):
                 with unsafe_preserve_version_counter(given):
                     _Changed.apply(given, tensor)  # type: ignore[no-untyped-call]
 
 
-class _Entrance(torch.autograd.Function):
+class _PostBackward(torch.autograd.Function):
     """Identity."""
 
     @staticmethod
     def forward(
-        ctx: Any, returned: Callable[[Visit], None], visit: Visit, *tensors: torch.Tensor
+        ctx: Any, post_backward: Callable[[UnitCall], None], call: UnitCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.returned, ctx.visit = returned, visit
+        ctx.post_backward, ctx.call = post_backward, call
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)  # no views: these may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.returned(ctx.visit)
+        ctx.post_backward(ctx.call)
         return (None, None, *gradients)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _sharded_by_hvd_ckpt = True
     _sharding: Sharding
     _reducer: Any  # a Reducer at stage 1, else a ShardReducer
+    _reduced_gradients: Sequence[tuple[int, int]] = ()  # as the last reduction left them
 
     # -------------------------------------------------------------------------------- what it is
 
@@ -94,6 +96,22 @@ class ShardedOptimizer(ReducedOptimizer):
             assert isinstance(self._reducer, ShardReducer)
             self._sharding.take_gradient_shards(self._reducer)
             self._sharding.store.finish()
+            self._reduced_gradients = self._gradient_versions()
+
+    def _gradient_versions(self) -> list[tuple[int, int]]:
+        """Tells gradients of the pieces from those that are replaced or changed later."""
+        gradients = [piece.parameter.grad for piece in self._sharding.pieces]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+
+    def _check_changed(self) -> None:
+        """Warns where a caller's ``synchronize()`` was for nothing: probably torch's clipping, which finds no gradients."""
+        if self._reduced_gradients and self._reduced_gradients == self._gradient_versions():
+            warnings.warn(
+                "optimizer.step() within skip_synchronize() finds the gradients as synchronize() left them. At stages 2 and 3 "
+                "p.grad is None and optimizer.pieces have the gradients, so torch.nn.utils.clip_grad_norm_ clips nothing: use "
+                "hc.clip_grad_norm_(model.parameters(), max_norm), or leave out synchronize() and skip_synchronize()",
+                stacklevel=4,
+            )
 
     def give_way(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: they come back. Collective."""
@@ -171,6 +189,8 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         sharding, offload = self._sharding, self._sharding.offload
+        if sharding.stage > 1 and not self._should_synchronize and not self._scaling_agreed:
+            self._check_changed()
         if offload is not None:
             try:
                 with self._room():  # before any rank has changed a weight

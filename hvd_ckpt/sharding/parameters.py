@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.passes import GatherStats, Passes, ShardedUnit
+from hvd_ckpt.sharding.passes import Passes
 from hvd_ckpt.sharding.units import check_memory
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.unmaterialized import forget_split, note_split
@@ -38,7 +39,6 @@ class ShardedParameters:
 
     Attributes:
         shards: by group: this rank's exact values, 1-D.
-        stats: gathers since the start.
 
     Raises:
         ValueError: two parameters share memory; one has none.
@@ -66,7 +66,6 @@ class ShardedParameters:
         owners = _owners(model, layout.parameters_of(units[-1][1]))
         modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
         self._passes = Passes([(one, len(used)) for one, used in zip(own, modules)])
-        self.stats: GatherStats = self._passes.stats
         self._handles = _hook(self._passes, modules)
         note_split(zip(layout.names, layout.parameters))
 
@@ -92,10 +91,10 @@ class ShardedParameters:
 
     def check_apart(self, what: str) -> None:
         """Raises RuntimeError inside :meth:`gathered`, or a forward or backward pass, where ``what`` would read old values."""
-        if self._passes.held or self._passes.busy:
+        if self._passes.summoned or self._passes.busy:
             where = (
                 "optimizer.gathered_parameters(); enter that inside it"
-                if self._passes.held
+                if self._passes.summoned
                 else "a forward or backward pass"
             )
             raise RuntimeError(f"{what} does not work inside {where}")
@@ -118,11 +117,11 @@ class ShardedParameters:
         Raises:
             RuntimeError: inside a backward pass.
         """
-        self._passes.hold()
+        self._passes.summon()
         try:
             yield
         finally:
-            self._passes.let_go()
+            self._passes.release()
 
     def remove(self) -> None:
         """Gives the model whole parameters of its own and takes all hooks off. Collective.
@@ -130,14 +129,14 @@ class ShardedParameters:
         Raises:
             RuntimeError: inside :meth:`gathered`, or a forward or backward pass.
         """
-        if self._passes.held:
+        if self._passes.summoned:
             raise RuntimeError(
                 "optimizer.unshard() does not work inside optimizer.gathered_parameters(); call it after it"
             )
-        self._passes.hold()
+        self._passes.summon()
         for unit in self._passes.units:
-            unit.parameters.give_back()
-        self._passes.held = 0
+            unit.parameters.materialize()
+        self._passes.summoned = 0
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -166,20 +165,19 @@ def _owners(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[nn.Mod
 
 def _hook(passes: Passes, modules: Sequence[Sequence[nn.Module]]) -> list[Any]:
     handles: list[Any] = []
-    stateful: dict[nn.Module, None] = {}
+    whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used in zip(passes.units, modules):
         for number, module in enumerate(used):
-            stateful[module] = None
+            before = _Hook(passes, functools.partial(passes.pre_forward, unit, number))
+            after = _Hook(passes, functools.partial(passes.post_forward, unit, number))
             handles += [
-                module.register_forward_pre_hook(
-                    _Before(passes, unit, number), prepend=True, with_kwargs=True
-                ),
-                module.register_forward_hook(_After(passes, unit, number), always_call=True),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, always_call=True),
             ]
-    for module in stateful:
+    for module in dict.fromkeys(module for used in modules for module in used):
         handles += [
-            module.register_state_dict_pre_hook(_WholeOnly(passes)),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_WholeOnly(passes)),  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(whole_only),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(whole_only),  # type: ignore[no-untyped-call]
         ]
     return handles
 
@@ -191,47 +189,28 @@ class _Hook:
         RuntimeError: the model is copied or pickled where it is not whole.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
+    def __init__(self, passes: Passes, call: Callable[..., Any]) -> None:
+        self._passes, self._call = passes, call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self.require_whole("be copied")
-        return _nothing
+        _require_whole(self._passes, "be copied")
+        return _no_hook
 
     def __reduce__(self) -> Any:
-        self.require_whole("be pickled")
-        return _nothing_more, ()
-
-    def require_whole(self, what: str) -> None:
-        if not self.passes.held:
-            raise RuntimeError(
-                f"The parameters of this model are split over the ranks, so it cannot {what} as it is; do it inside "
-                "'with optimizer.gathered_parameters():', on all ranks."
-            )
+        _require_whole(self._passes, "be pickled")
+        return functools.partial, (_no_hook,)
 
 
-class _Before(_Hook):
-    def __init__(self, passes: Passes, unit: ShardedUnit, number: int) -> None:
-        super().__init__(passes)
-        self.unit, self.number = unit, number
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        return self.passes.begin(self.unit, self.number, args, kwargs)
-
-
-class _After(_Before):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.passes.end(self.unit, self.number, module, output)
+def _require_whole(passes: Passes, what: str) -> None:
+    if not passes.summoned:
+        raise RuntimeError(
+            f"The parameters of this model are split over the ranks, so it cannot {what} as it is; do it inside "
+            "'with optimizer.gathered_parameters():', on all ranks."
+        )
 
 
-class _WholeOnly(_Hook):
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        self.require_whole("give or take a state_dict")
-
-
-def _nothing(*args: Any) -> None:
-    """Placeholder of the hooks in a copy of a model."""
-
-
-def _nothing_more() -> Any:
-    return _nothing
+def _no_hook(*args: Any) -> None:
+    """Stands for the hooks in a copy of a model."""

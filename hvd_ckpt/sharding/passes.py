@@ -1,14 +1,14 @@
-"""When units are gathered and freed: around forward, and from the gradient of the output to that of the input.
+"""When units are unsharded and resharded: around forward, and from the gradient of the output to that of the input.
 
-    forward pass     before the first module of a unit: gather it, begin to gather the next one
-                     after the last: free it
-    backward pass    a hook on its outputs' gradients: gather it, begin to gather the next one
+    forward pass     pre-forward of a unit's first module: unshard it, begin with the next one
+                     post-forward of its last module: reshard it
+    backward pass    pre-backward, a hook on its outputs' gradients: unshard it, begin with the next one
                      recomputation, gradients: find it there
-                     an identity on its inputs, whose backward pass comes after all of the unit's: free it
+                     post-backward, an identity on its inputs, whose backward pass comes after all of the unit's: reshard it
 
 The hook on the outputs runs before anything that is behind them, a recomputation included, so one gather serves both. A region
-that is recomputed reentrantly has no graph to hook; there it is the recomputation that finds the unit free and gathers it.
-What nothing frees (no input requires a gradient) goes at the end of the outermost backward pass.
+that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it.
+What nothing reshards (no input requires a gradient) goes at the end of the outermost backward pass.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ import torch
 from torch import nn
 
 from hvd_ckpt.frames import is_recomputing
-from hvd_ckpt.sharding.module_hooks import Visit, enter, is_entrance, leave, tensors_left_in, tensors_within
-from hvd_ckpt.sharding.unshard import Orders, Pass, UnitParameters
+from hvd_ckpt.sharding.module_hooks import (
+    UnitCall,
+    adopt_changes,
+    is_input,
+    register_post_backward,
+    tensors_left_in,
+    tensors_within,
+)
+from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.torch_private import (
     DisableTorchFunction,
     current_graph_task_id,
@@ -34,21 +41,55 @@ from hvd_ckpt.torch_private import (
     pytree,
 )
 
-__all__ = ["GatherStats", "Passes", "ShardedUnit"]
+__all__ = ["Passes", "ShardedUnit"]
 
 
 @dataclass
-class GatherStats:
-    """Gathers since the start, by unit.
+class Pass:
+    """One forward or backward pass.
 
     Attributes:
-        forward, backward: those in forward and in backward passes.
-        early: those of them that were begun while another unit was at work.
+        kind: passes of one kind that begin with the same unit are taken to be alike.
+        taken: the units gathered so far.
+        learned: those of the last pass like it, while this one is like it.
+        differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).
     """
 
-    forward: list[int]
-    backward: list[int]
-    early: list[int]
+    kind: str
+    taken: list[int] = field(default_factory=list)
+    learned: list[int] | None = None
+    differentiated: bool = False
+
+
+class PrefetchOrder:
+    """The order in which units are gathered: learned in one pass, used in the next one of its kind to begin early.
+
+    All ranks do the same work, so all learn the same order and begin early with the same unit.
+    """
+
+    def __init__(self) -> None:
+        self._learned: dict[tuple[str, int], list[int]] = {}
+
+    def next(self, current: Pass, unit: int) -> int | None:
+        """Notes that ``unit`` is gathered now.
+
+        Returns:
+            The unit that came next in the last pass, unless this pass is another one than that.
+        """
+        if not current.taken:
+            current.learned = self._learned.get((current.kind, unit))
+        position = len(current.taken)
+        current.taken.append(unit)
+        learned = current.learned
+        if learned is None or position >= len(learned) or learned[position] != unit:
+            current.learned = None
+            return None
+        return learned[position + 1] if position + 1 < len(learned) else None
+
+    def end(self, finished: Pass) -> None:
+        """The pass was this one."""
+        if finished.taken:
+            self._learned[finished.kind, finished.taken[0]] = finished.taken
 
 
 @dataclass(eq=False)
@@ -60,8 +101,8 @@ class ShardedUnit:
         modules: how many run, one after the other.
         parameters: of the unit.
         running: how many calls of its modules have begun and not ended.
-        visit: in which its modules run now.
-        returning: visits whose backward pass has begun and not ended.
+        call: in which its modules run now.
+        in_backward: calls whose backward pass has begun and not ended.
         lasting: its memory is needed beyond its backward pass (that pass is differentiated itself).
     """
 
@@ -69,8 +110,8 @@ class ShardedUnit:
     modules: int
     parameters: UnitParameters
     running: int = 0
-    visit: Visit | None = None
-    returning: set[Visit] = field(default_factory=set)
+    call: UnitCall | None = None
+    in_backward: set[UnitCall] = field(default_factory=set)
     lasting: bool = False
 
 
@@ -81,7 +122,7 @@ class Passes:
         units: in the model's order, that of the model last, each with the number of its modules.
 
     Attributes:
-        held: nothing is freed while it is not 0.
+        summoned: nothing is freed while it is not 0.
     """
 
     def __init__(self, units: Sequence[tuple[UnitParameters, int]]) -> None:
@@ -89,57 +130,62 @@ class Passes:
             ShardedUnit(number, modules, parameters) for number, (parameters, modules) in enumerate(units)
         ]
         self.root = self.units[-1]
-        self.stats = GatherStats(*([0] * len(units) for _ in range(3)))
-        self.held = 0
-        self._orders = Orders()
+        self.summoned = 0
+        self._order = PrefetchOrder()
         self._forward: Pass | None = None
         self._backward: Pass | None = None
         missed = weakref.WeakMethod(self._missed)
         for unit in self.units:
-            unit.parameters.when_missed(functools.partial(_tell, missed, unit.number))
+            unit.parameters.on_missing(functools.partial(_tell, missed, unit.number))
 
     @property
     def busy(self) -> bool:
         """A forward or backward pass is running."""
         return any(unit.running for unit in self.units) or _in_backward()
 
-    def begin(self, unit: ShardedUnit, number: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def pre_forward(
+        self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         """A module of the unit, by its number there, is about to run; returns what it is given instead."""
         unit.running += 1
         with _quietly():
             if _in_backward():
-                self._turn_back()
+                self._begin_backward()
             elif self._backward is not None:  # that pass has failed
                 self.reset()
                 unit.running += 1
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
-            self._need(unit)
-        if unit is self.root or (unit.visit is not None and number in unit.visit.left):
+            self._unshard(unit)
+        if unit is self.root or (unit.call is not None and number in unit.call.left):
             return None
-        unit.visit = Visit(unit.number, unit.modules)
-        return enter(unit.visit, self.returned, args, kwargs) if torch.is_grad_enabled() else None
+        unit.call = UnitCall(unit.number, unit.modules)
+        return (
+            register_post_backward(unit.call, self.post_backward, args, kwargs)
+            if torch.is_grad_enabled()
+            else None
+        )
 
-    def end(self, unit: ShardedUnit, number: int, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run, or failed, and then has no output; returns its output."""
         unit.running = max(unit.running - 1, 0)
-        visit = unit.visit
-        if visit is not None:
-            leave(visit)
-            if number in visit.left:
-                visit.left.remove(number)
-            if not visit.left:
-                unit.visit = None
+        call = unit.call
+        if call is not None:
+            adopt_changes(call)
+            if number in call.left:
+                call.left.remove(number)
+            if not call.left:
+                unit.call = None
         awaited = False
         if unit is not self.root or not unit.running:
-            awaited = self._watch(unit, visit, module, output)
+            awaited = self._watch(unit, call, module, output)
             output = _apart(unit.parameters, output)
         if not _in_backward():
             with _quietly():
                 if unit is self.root:
                     self._end_of_root(number, awaited)
-                elif unit.visit is None and not awaited:
-                    self._free(unit)
+                elif unit.call is None and not awaited:
+                    self._reshard(unit)
         return output
 
     def reset(self) -> None:
@@ -147,15 +193,15 @@ class Passes:
         self._forward = self._backward = None
         for unit in self.units:
             unit.running = 0
-            unit.visit = None
-            unit.returning.clear()
+            unit.call = None
+            unit.in_backward.clear()
             unit.lasting = False
-            self._free(unit)
-            if unit.parameters.coming and not self.held:
-                unit.parameters.free()
+            self._reshard(unit)
+            if unit.parameters.unsharding and not self.summoned:
+                unit.parameters.reshard()
 
-    def hold(self) -> None:
-        """Makes all units whole, exactly, until :meth:`let_go`.
+    def summon(self) -> None:
+        """Makes all units whole, exactly, until :meth:`release`.
 
         Raises:
             RuntimeError: a backward pass is running.
@@ -164,28 +210,28 @@ class Passes:
             raise RuntimeError(
                 "optimizer.gathered_parameters() does not work inside a forward or backward pass"
             )
-        if not self.held:
+        if not self.summoned:
             self.reset()
             with _quietly():
                 for unit in self.units:
-                    unit.parameters.launch(exactly=True)
+                    unit.parameters.unshard(exactly=True)
                 for unit in self.units:
-                    unit.parameters.wait()
-        self.held += 1
+                    unit.parameters.wait_for_unshard()
+        self.summoned += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keeps what was written to the whole parameters, and frees them.
 
         Raises:
             RuntimeError: a parameter has got another dtype, device or shape.
         """
-        self.held -= 1
-        if self.held:
+        self.summoned -= 1
+        if self.summoned:
             return
         try:
             with _quietly():
                 for unit in self.units:
-                    unit.parameters.keep_own()
+                    unit.parameters.write_back()
         finally:
             self.reset()
 
@@ -193,16 +239,16 @@ class Passes:
         """The model has run, or a module of it that has parameters of the last unit."""
         if number == 0 and not self.root.running:
             if self._forward is not None:
-                self._orders.end(self._forward)
+                self._order.end(self._forward)
             self._forward = None
             for unit in self.units[:-1]:  # whose last module did not run
-                if not unit.running and unit.visit is not None:
-                    unit.visit = None
-                    self._free(unit)
+                if not unit.running and unit.call is not None:
+                    unit.call = None
+                    self._reshard(unit)
         if not awaited:
-            self._free(self.root)
+            self._reshard(self.root)
 
-    def _watch(self, unit: ShardedUnit, visit: Visit | None, module: nn.Module, output: Any) -> bool:
+    def _watch(self, unit: ShardedUnit, call: UnitCall | None, module: nn.Module, output: Any) -> bool:
         """Gathers the unit when a gradient comes back to what its module has returned, or left in an attribute.
 
         Returns:
@@ -216,39 +262,39 @@ class Passes:
             watched = [
                 tensor
                 for tensor in (*found, *tensors_left_in(module, unit))
-                if tensor.requires_grad and not is_entrance(tensor)
+                if tensor.requires_grad and not is_input(tensor)
             ]
             for tensor in watched:
-                tensor.register_hook(lambda gradient: self._return(unit, visit))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda gradient: self._pre_backward(unit, call))  # type: ignore[no-untyped-call]
         if not found and output is not None:
             return True
         return unit is self.root and bool(watched)
 
-    def _return(self, unit: ShardedUnit, visit: Visit | None) -> None:
+    def _pre_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """A gradient has come back to an output of the unit."""
         differentiated = torch.is_grad_enabled()
         with _quietly():
-            self._turn_back()
-            if visit is not None:
-                unit.returning.add(visit)
+            self._begin_backward()
+            if call is not None:
+                unit.in_backward.add(call)
             if differentiated and self._backward is not None:
                 self._backward.differentiated = True
-            self._need(unit)
+            self._unshard(unit)
 
-    def returned(self, visit: Visit) -> None:
-        """The backward pass of this visit is over."""
-        unit = self.units[visit.unit]
-        unit.returning.discard(visit)
+    def post_backward(self, call: UnitCall) -> None:
+        """The backward pass of this call is over."""
+        unit = self.units[call.unit]
+        unit.in_backward.discard(call)
         with _quietly():
-            self._free(unit)
+            self._reshard(unit)
 
     def _missed(self, number: int) -> None:
         """A recomputation of operations apart from their modules reads parameters of the unit."""
         with _quietly():
-            self._turn_back()
-            self._need(self.units[number])
+            self._begin_backward()
+            self._unshard(self.units[number])
 
-    def _turn_back(self) -> None:
+    def _begin_backward(self) -> None:
         """A backward pass is running; its end will be heard of."""
         if self._backward is None and current_graph_task_id() != -1:
             self._backward = Pass("backward")
@@ -258,45 +304,41 @@ class Passes:
         finished, self._backward = self._backward, None
         if finished is None:
             return
-        self._orders.end(finished)
+        self._order.end(finished)
         with _quietly():
             for unit in self.units:
-                unit.returning.clear()
+                unit.in_backward.clear()
                 if not unit.running:
-                    unit.visit = None
+                    unit.call = None
                 unit.lasting = finished.differentiated and unit.parameters.whole
-                self._free(unit)
+                self._reshard(unit)
 
-    def _need(self, unit: ShardedUnit) -> None:
+    def _unshard(self, unit: ShardedUnit) -> None:
         """Makes the unit whole, and begins with the next one."""
         parameters = unit.parameters
         if parameters.whole:
             return
-        back = _in_backward()
-        (self.stats.backward if back else self.stats.forward)[unit.number] += 1
-        if parameters.coming:
-            self.stats.early[unit.number] += 1
-        else:
-            parameters.launch()
-        current = self._backward if back else self._forward
-        following = None if current is None else self._orders.next(current, unit.number)
-        if following is not None and self.units[following].parameters.free_now:
-            self.units[following].parameters.launch()
+        if not parameters.unsharding:
+            parameters.unshard()
+        current = self._backward if _in_backward() else self._forward
+        following = None if current is None else self._order.next(current, unit.number)
+        if following is not None and self.units[following].parameters.sharded:
+            self.units[following].parameters.unshard()
         try:
-            parameters.wait()
+            parameters.wait_for_unshard()
         except RuntimeError:  # the model was converted, say: it is what it was before from here on
             for other in self.units:
                 if not other.parameters.whole:
-                    other.parameters.restore()
+                    other.parameters.make_absent()
             raise
 
-    def _free(self, unit: ShardedUnit) -> None:
+    def _reshard(self, unit: ShardedUnit) -> None:
         """Frees the unit unless somebody needs it."""
-        if self.held or unit.running or unit.returning or unit.lasting or not unit.parameters.whole:
+        if self.summoned or unit.running or unit.in_backward or unit.lasting or not unit.parameters.whole:
             return
         if self._backward is not None and self._backward.differentiated:
             return
-        unit.parameters.free()
+        unit.parameters.reshard()
 
 
 def _tell(missed: Callable[[], Callable[[int], None] | None], number: int) -> None:

@@ -1,11 +1,16 @@
-"""Unsharding: the parameters of one unit, whole for a while, and the order in which units are prefetched."""
+"""The parameters of one unit: sharded, on their way, or whole, and what autograd holds of them meanwhile.
+
+A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
+between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's
+class makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that
+same storage, and is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
+"""
 
 from __future__ import annotations
 
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,23 +20,12 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
-__all__ = [
-    "Orders",
-    "Pass",
-    "UnitParameters",
-]
-
-# The parameters of one unit, whole for a while: where they lie, how they come and how they go.
-#
-# A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
-# between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's
-# class makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that
-# same storage, and is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
+__all__ = ["UnitParameters"]
 
 
 class _State(enum.Enum):
-    FREE = "free"
-    COMING = "on its way"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
     WHOLE = "whole"
 
 
@@ -51,7 +45,7 @@ class _Flat:
     Attributes:
         shard: this rank's exact values, 1-D.
         identity, absence: of the storages of ``whole`` and of the placeholders.
-        whole: all ranks' values, 1-D; without memory while the unit is free.
+        whole: all ranks' values, 1-D; without memory while the unit is sharded.
     """
 
     def __init__(self, layout: Layout, group: Group, rank: int) -> None:
@@ -120,7 +114,7 @@ class UnitParameters:
         weakref.finalize(self, _forget, self._absences)
         self._transfers: list[Transfer] = []
         self._state = _State.WHOLE
-        self.free()
+        self.reshard()
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -140,23 +134,23 @@ class UnitParameters:
         return self._state is _State.WHOLE or not self._flats
 
     @property
-    def free_now(self) -> bool:
-        return self._state is _State.FREE and bool(self._flats)
+    def sharded(self) -> bool:
+        return self._state is _State.SHARDED and bool(self._flats)
 
     @property
-    def coming(self) -> bool:
-        return self._state is _State.COMING
+    def unsharding(self) -> bool:
+        return self._state is _State.UNSHARDING
 
-    def launch(self, exactly: bool = False) -> None:
+    def unshard(self, exactly: bool = False) -> None:
         """Begins to gather, with ``exactly`` what the shards hold, whatever the format. Collective."""
-        assert self._state is _State.FREE
-        self._state = _State.COMING
+        assert self._state is _State.SHARDED
+        self._state = _State.UNSHARDING
         for flat in self._flats:
             flat.allocate()
             format = FP32 if exactly else self._format
             self._transfers.append(self._exchange.all_gather(flat.shard, flat.whole, flat.what, format))
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Waits for what was launched; the parameters are whole then.
 
         Raises:
@@ -166,43 +160,43 @@ class UnitParameters:
         moved = self.check()
         self._state = _State.WHOLE
         if moved is not None:
-            self.free()
+            self.reshard()
             raise RuntimeError(moved)
         for member in self._members:
             member.parameter.data = member.whole
             member.parameter.__class__ = member.kind
         _forget(self._identities | self._absences)
 
-    def when_missed(self, bring: Callable[[], None]) -> None:
-        """Sets what is called when a recomputation is about to read parameters that are free."""
+    def on_missing(self, bring: Callable[[], None]) -> None:
+        """Sets what is called when a recomputation is about to read parameters that are sharded."""
         self._bring = bring
         for identity in self._identities | self._absences:
             absent_storages[identity] = bring
 
     def _arrive(self) -> None:
-        assert self._state is _State.COMING
+        assert self._state is _State.UNSHARDING
         for transfer in self._transfers:
             transfer.wait(self._awaited)
         self._transfers.clear()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Gives the memory back; what is on its way is waited for first, since it is written there."""
-        if self._state is _State.COMING:
+        if self._state is _State.UNSHARDING:
             self._arrive()
-        self._state = _State.FREE
-        self.restore()
+        self._state = _State.SHARDED
+        self.make_absent()
         for flat in self._flats:
             flat.release()
         self._identities.update(flat.identity for flat in self._flats)
-        self.when_missed(self._bring)
+        self.on_missing(self._bring)
 
-    def restore(self) -> None:
+    def make_absent(self) -> None:
         """Makes the parameters placeholders, whatever they are now."""
         for member in self._members:
             member.parameter.data = member.placeholder
             member.parameter.__class__ = absent_class(member.kind)
 
-    def keep_own(self) -> None:
+    def write_back(self) -> None:
         """Copies this rank's part of the whole parameters into the shards.
 
         Raises:
@@ -219,7 +213,7 @@ class UnitParameters:
             for flat in self._flats:
                 flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
 
-    def give_back(self) -> None:
+    def materialize(self) -> None:
         """Makes the whole values the parameters' own."""
         assert self.whole
         for member in self._members:
@@ -236,7 +230,7 @@ class UnitParameters:
         self._flats = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory that :meth:`free` gives back."""
+        """Whether a tensor lies in the memory that :meth:`reshard` gives back."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._identities
 
     def check(self) -> str | None:
@@ -261,53 +255,3 @@ def _nothing(group: Group) -> torch.Tensor:
 def _forget(identities: Iterable[int]) -> None:
     for identity in identities:
         absent_storages.pop(identity, None)
-
-
-# In which order units are gathered: learned in one pass, used in the next one of its kind to begin early.
-#
-# All ranks do the same work, so all learn the same order and begin early with the same unit.
-
-
-@dataclass
-class Pass:
-    """One forward or backward pass.
-
-    Attributes:
-        kind: passes of one kind that begin with the same unit are taken to be alike.
-        taken: the units gathered so far.
-        learned: those of the last pass like it, while this one is like it.
-        differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).
-    """
-
-    kind: str
-    taken: list[int] = field(default_factory=list)
-    learned: list[int] | None = None
-    differentiated: bool = False
-
-
-class Orders:
-    """The learned order."""
-
-    def __init__(self) -> None:
-        self._learned: dict[tuple[str, int], list[int]] = {}
-
-    def next(self, current: Pass, unit: int) -> int | None:
-        """Notes that ``unit`` is gathered now.
-
-        Returns:
-            The unit that came next in the last pass, unless this pass is another one than that.
-        """
-        if not current.taken:
-            current.learned = self._learned.get((current.kind, unit))
-        position = len(current.taken)
-        current.taken.append(unit)
-        learned = current.learned
-        if learned is None or position >= len(learned) or learned[position] != unit:
-            current.learned = None
-            return None
-        return learned[position + 1] if position + 1 < len(learned) else None
-
-    def end(self, finished: Pass) -> None:
-        """The pass was this one."""
-        if finished.taken:
-            self._learned[finished.kind, finished.taken[0]] = finished.taken
