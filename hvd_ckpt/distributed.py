@@ -85,7 +85,7 @@ def DistributedOptimizer(
         model: the module whose parameters are split (``shard="parameters"``); by default the one whose ``named_parameters()``
             is given.
         units: its modules, or lists of them, whose parameters are gathered together; by default the segments that are
-            recomputed, else the blocks of the model. What is in none is a unit of its own.
+            recomputed, else the blocks of the model. All other parameters are a unit of their own.
         offload: ``"optimizer"`` keeps the optimizer's state (and master weights) in pinned host memory for a GPU, in
             memory-mapped files for a CPU.
         offload_folder: where these files are; by default the temporary folder.

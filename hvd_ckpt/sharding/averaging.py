@@ -107,7 +107,7 @@ class AveragedWeights:
         changing: list[torch.Tensor] = []
         if sharding is not None:
             sharding.store.check_apart("AveragedWeights.applied()")
-            sharding.store.adopt()
+            sharding.store.sync_from_model()
             sharding.masters.follow(sharding.store.shards)
             changing += [piece.weights for piece in sharding.pieces]
             if sharding.stage < 3:
@@ -119,7 +119,7 @@ class AveragedWeights:
             for average, weight in pairs:
                 weight.copy_(average)
         if sharding is not None:
-            sharding.publish()
+            sharding.shards_changed()
         try:
             yield
         finally:
@@ -127,7 +127,7 @@ class AveragedWeights:
                 for tensor, before in zip(changing, kept):
                     tensor.copy_(before)
             if sharding is not None and sharding.stage == 3:
-                sharding.store.publish()  # what is gathered there is read from the shards
+                sharding.store.shards_changed()  # what is gathered there is read from the shards
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the average, or at stage 0 all of it.
@@ -155,7 +155,7 @@ class AveragedWeights:
         loaded: list[torch.Tensor] = []
         try:
             loaded = self._assembled(parts)
-        except Exception as exception:  # whatever it is, the other ranks must hear of it
+        except Exception as exception:  # whatever it is, all ranks raise it
             error = exception
         if self._optimizer.shard_stage:
             name = f"hvd_ckpt.{self._optimizer._identity}.averages"

@@ -20,7 +20,7 @@ from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_format
+from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_formats
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import OptimizerOffload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
@@ -29,13 +29,7 @@ from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import UnitModules, find_units
 
-__all__ = [
-    "ShardOptions",
-    "check_shard_options",
-    "shard_optimizer",
-]
-
-TRAVELLERS = ("gradients", "parameters")
+__all__ = ["ShardOptions", "check_shard_options", "shard_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ def check_shard_options(
         ValueError, TypeError: for the first one that is wrong.
     """
     stage = stage_of(shard)
-    gradients, parameters = _formats(wire)
+    gradients, parameters = wire_formats(wire)
     if offload not in (None, "optimizer"):
         raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
     if stage == 0:
@@ -167,17 +161,6 @@ def check_shard_options(
     )
 
 
-def _formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:
-    if isinstance(wire, Mapping):
-        unknown = set(wire) - set(TRAVELLERS)
-        if unknown:
-            raise ValueError(
-                f"wire has formats for 'gradients' and 'parameters', not for {sorted(map(str, unknown))}"
-            )
-        return wire_format(wire.get("gradients", "fp32")), wire_format(wire.get("parameters", "fp32"))
-    return wire_format(wire), wire_format(wire)
-
-
 def _model_of(named_parameters: Any) -> torch.nn.Module | None:
     """The module whose ``named_parameters()`` this is, if it is that generator, not begun."""
     if inspect.isgenerator(named_parameters) and named_parameters.gi_code.co_name == "named_parameters":
@@ -228,7 +211,7 @@ def shard_optimizer(
     sharding = Sharding(options.stage, layout, exchange, store, offload, masters, bucket_cap_mb * MEBIBYTE)
     optimizer._sharding = sharding
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
-        store.publish(layout.groups)  # what no step changes is what a resumed run will gather, too
+        store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
     for group in optimizer.param_groups:
         group["params"] = sharding.add_param_group(group["params"])
     if offload is not None:

@@ -38,7 +38,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, promised: bool = False) 
         promised: the user says that it does (``DistributedOptimizer(elementwise=True)``).
 
     Raises:
-        ValueError: it is known not to, or is no class of ``torch.optim`` that is known to and nobody has promised it.
+        ValueError: it is known not to; or it is not known to, and is not promised to.
     """
     kind = class_of(optimizer)
     if kind in {getattr(torch.optim, name) for name in _ELEMENTWISE}:

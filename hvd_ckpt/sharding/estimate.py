@@ -26,7 +26,7 @@ from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_format
+from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_formats
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
@@ -38,7 +38,6 @@ __all__ = ["PRECISIONS", "Estimator", "MemoryEstimate", "estimate_memory"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_TRAVELLERS = ("gradients", "parameters")
 
 
 def estimate_memory(
@@ -366,7 +365,7 @@ def _together(sizes: Sequence[int]) -> int:
     return max((sum(sizes[start : start + IN_FLIGHT]) for start in range(len(sizes))), default=0)
 
 
-def _check(np: object, shard: object, offload: object, wire: object) -> tuple[int, WireFormat, WireFormat]:
+def _check(np: object, shard: object, offload: object, wire: Any) -> tuple[int, WireFormat, WireFormat]:
     """Stage, and formats of gradients and of parameters."""
     if not isinstance(np, int) or isinstance(np, bool) or np < 1:
         raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
@@ -375,11 +374,7 @@ def _check(np: object, shard: object, offload: object, wire: object) -> tuple[in
         raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
     if offload and not stage:
         raise ValueError(f"offload={offload!r} needs shard='optimizer' or more")
-    named: Mapping[Any, Any] = wire if isinstance(wire, Mapping) else dict.fromkeys(_TRAVELLERS, wire)
-    for name in named:
-        if name not in _TRAVELLERS:
-            raise ValueError(f"wire has formats for 'gradients' and 'parameters', not for {name!r}")
-    gradients, parameters = (wire_format(named.get(name, "fp32")) for name in _TRAVELLERS)
+    gradients, parameters = wire_formats(wire)
     if (stage == 0 and parameters is not FP32) or (stage < 2 and gradients is not FP32):
         raise ValueError(
             f"wire={wire!r}: gradients travel in another format from shard='gradients' on, parameters from 'optimizer' on"

@@ -54,18 +54,15 @@ class Traffic:
     2 (n - 1) / n of it.
 
     Attributes:
-        sent: bytes on the wire, by kind.
-        elements: elements of them, whatever their format.
+        sent: bytes, by kind.
         calls: collectives.
     """
 
     sent: dict[Kind, int] = field(default_factory=_zeros)
-    elements: dict[Kind, int] = field(default_factory=_zeros)
     calls: dict[Kind, int] = field(default_factory=_zeros)
 
-    def count(self, kind: Kind, elements: int, sent: int) -> None:
+    def count(self, kind: Kind, sent: int) -> None:
         self.calls[kind] += 1
-        self.elements[kind] += elements
         self.sent[kind] += sent
 
 
@@ -108,7 +105,7 @@ class Transfer:
         return Transfer(self._pending, lambda results: change(finish(results)))
 
     def forget(self) -> None:
-        """Lets go of a transfer that nobody will wait for; it goes on by itself."""
+        """Drops a transfer that is not waited for; it completes by itself."""
         for _, handle in self._pending:
             mpi_ops._handle_map.pop(handle, None)
         self._pending, self._finish = (), None
@@ -155,7 +152,7 @@ class Exchange:
         numel = self._shard_numel(flat)
         wire = format.encode(flat, self.ranks)
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
-        self._count("reduce_scatter", numel, format.row_bytes(numel, flat.dtype))
+        self.traffic.count("reduce_scatter", (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
 
         def add(results: list[Any]) -> torch.Tensor:
             rows = results[0][0].view(wire.dtype).view(self.ranks, -1) if results else flat.view(1, -1)
@@ -194,7 +191,7 @@ class Exchange:
         numel = self._shard_numel(flat)
         whole = flat.data
         own = whole[self.rank * numel : (self.rank + 1) * numel]
-        self._count("all_gather", numel, format.row_bytes(numel, flat.dtype))
+        self.traffic.count("all_gather", (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
         if self.ranks == 1 or numel == 0:
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
@@ -240,19 +237,12 @@ class Exchange:
         return self._reduce(values, what, Sum)
 
     def _reduce(self, values: torch.Tensor, what: str, op: int) -> list[float]:
-        self.traffic.count(
-            "control",
-            2 * (self.ranks - 1) * values.numel() // self.ranks,
-            2 * (self.ranks - 1) * values.nbytes // self.ranks,
-        )
+        self.traffic.count("control", 2 * (self.ranks - 1) * values.nbytes // self.ranks)
         if self.ranks == 1 or values.numel() == 0:
             return list(values.tolist())
         name = self._name("control", what, values.numel())
         handle = mpi_ops.allreduce_async(values, name=name, op=op, process_set=self.process_set)
         return list(wait(handle, name).tolist())
-
-    def _count(self, kind: Kind, numel: int, row_bytes: int) -> None:
-        self.traffic.count(kind, (self.ranks - 1) * numel, (self.ranks - 1) * row_bytes)
 
     def _name(self, kind: Kind, what: str, numel: int) -> str:
         return f"{self.prefix}.{kind}.{what}.{numel}"

@@ -39,7 +39,7 @@ class FlatParameters:
         self.add_groups(layout.groups)
 
     def add_groups(self, groups: Sequence[Group]) -> None:
-        """Takes in groups that the layout has got."""
+        """Adds groups that are new in the layout."""
         for group in groups:
             flat = torch.zeros(group.padded, dtype=group.dtype, device=group.device)
             self._flats.append(flat)
@@ -49,7 +49,7 @@ class FlatParameters:
             own = group.shard_of(flat, self._exchange.rank)
             self.shards.append(own.clone() if self._format.changes(group.dtype) else own)
 
-    def publish(self, groups: Collection[Group] | None = None) -> None:
+    def shards_changed(self, groups: Collection[Group] | None = None) -> None:
         """Gathers the shards of these groups, or of all, into the parameters. Collective."""
         wanted = list(self._layout.groups if groups is None else groups)
         in_flight: deque[Transfer] = deque()
@@ -64,8 +64,8 @@ class FlatParameters:
             transfer.wait(WEIGHTS)
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
-    def adopt(self) -> None:
-        """Takes up what was written to the parameters from outside: values, or other tensors in place of theirs.
+    def sync_from_model(self) -> None:
+        """Reads what was written to the parameters from outside: values, or other tensors in place of theirs.
 
         Raises:
             RuntimeError: a parameter has another dtype, device or shape than when it was split.
@@ -89,7 +89,7 @@ class FlatParameters:
     def check_apart(self, what: str) -> None:
         """Nothing to raise: parameters are whole everywhere."""
 
-    def finish(self) -> None:
+    def reshard(self) -> None:
         """The backward passes are over; whole parameters stay."""
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class FlatParameters:
         """Within it parameters are whole, as they always are."""
         yield
 
-    def remove(self) -> None:
+    def unshard(self) -> None:
         """Lets go of the parameters, which are whole."""
 
     def _place(self, index: int) -> None:

@@ -8,11 +8,21 @@ format of ZeRO++ (Wang et al. 2023), of both its parameter gathers (qwZ) and its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
-__all__ = ["BF16", "FP16", "FP32", "INT8", "WIRE_FORMATS", "WireFormat", "sum_dtype", "wire_format"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "INT8",
+    "WIRE_FORMATS",
+    "WireFormat",
+    "sum_dtype",
+    "wire_format",
+    "wire_formats",
+]
 
 BLOCK = 256  # elements of an int8 block
 _LEVELS = 127.0
@@ -194,11 +204,27 @@ INT8 = _Blockwise()
 WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8)}
 
 
+def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:
+    """The formats of gradients and of parameters, as ``DistributedOptimizer(wire=)`` has them: one name, or one for each.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if not isinstance(wire, Mapping):
+        return wire_format(wire), wire_format(wire)
+    unknown = set(wire) - {"gradients", "parameters"}
+    if unknown:
+        raise ValueError(
+            f"wire has formats for 'gradients' and 'parameters', not for {sorted(map(str, unknown))}"
+        )
+    return wire_format(wire.get("gradients", "fp32")), wire_format(wire.get("parameters", "fp32"))
+
+
 def wire_format(name: str) -> WireFormat:
     """The wire format of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     try:
         return WIRE_FORMATS[name]

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -36,30 +36,6 @@ Wanted = tuple[int, torch.dtype]  # number of elements, dtype
 
 class OffloadError(OSError):
     """Not enough room for the offloaded state. Nothing has changed: with more room the same step can be taken."""
-
-
-# ---------------------------------------------------------------------------------- host memory
-
-
-class _HostMemory(Protocol):
-    """Where offloaded tensors are."""
-
-    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """1-D tensors of zeros: all of them or none.
-
-        Raises:
-            OffloadError: there is no room for them.
-        """
-        ...
-
-    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
-        """The tensor is used soon, or may leave memory with its values kept."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        ...
 
 
 class _MappedFiles:
@@ -81,6 +57,11 @@ class _MappedFiles:
             )
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        """1-D tensors of zeros: all of them or none.
+
+        Raises:
+            OffloadError: there is no room for them.
+        """
         try:
             return [self._mapped(numel, dtype) for numel, dtype in wanted]
         except OSError as error:
@@ -99,6 +80,7 @@ class _MappedFiles:
         return tensor
 
     def advise(self, tensor: torch.Tensor, soon: bool) -> None:
+        """The tensor is used soon, or may leave memory with its values kept."""
         memory = self._maps.get(tensor.data_ptr())
         if memory is not None:  # shared pages: they stay in the page cache, or in the file
             memory.madvise(mmap.MADV_WILLNEED if soon else mmap.MADV_DONTNEED)
@@ -109,7 +91,7 @@ class _MappedFiles:
 
 
 class _PinnedMemory:
-    """Page-locked memory, which a CUDA device copies from and to beside its other work."""
+    """Page-locked memory, which a CUDA device copies from and to beside its other work; used as :class:`_MappedFiles`."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -152,7 +134,7 @@ def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
 
 
 def _filesystem(folder: Path) -> str:
-    """The kind of file system that a folder is on; empty if nobody says."""
+    """The kind of file system that a folder is on; empty if it is unknown."""
     path = Path(os.path.realpath(folder))
     around = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
     return max(around, key=lambda one: len(one.mountpoint)).fstype if around else ""
@@ -190,7 +172,7 @@ class OptimizerOffload:
 
     def __init__(self, folder: Path | None, device: torch.device) -> None:
         self._device = device
-        self._memory: _HostMemory = _PinnedMemory() if device.type == "cuda" else _MappedFiles(folder)
+        self._memory = _PinnedMemory() if device.type == "cuda" else _MappedFiles(folder)
         self._buffers: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and name of state
         self._trials: dict[Any, dict[str, torch.dtype]] = {}
 
@@ -221,7 +203,7 @@ class OptimizerOffload:
 
         Raises:
             OffloadError: there is too little.
-            ValueError: a step changes what is not state, so it cannot be taken for one parameter after the other.
+            ValueError: a step changes values outside its state, so parameters cannot be stepped one by one.
         """
         buffers: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         missing = []
@@ -239,7 +221,7 @@ class OptimizerOffload:
             own[name] = buffer
         self._buffers = buffers
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def move_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves state that exists, after loading say, to its buffers.
 
         Raises:
@@ -260,7 +242,7 @@ class OptimizerOffload:
         Raises:
             OffloadError, ValueError: as :meth:`reserve`; nothing has changed, and the step can be taken again.
         """
-        self.adopt(optimizer)
+        self.move_state(optimizer)
         stepped = [
             (group, parameter)
             for group in optimizer.param_groups

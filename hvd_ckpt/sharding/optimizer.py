@@ -74,7 +74,7 @@ class ShardedOptimizer(ReducedOptimizer):
             RuntimeError: inside :meth:`gathered_parameters`, or a forward or backward pass.
         """
         sharding, reducer = self._sharding, self._reducer
-        sharding.store.remove()
+        sharding.store.unshard()
         if reducer is not None:
             reducer.abandon()
         self._reducer = None
@@ -95,7 +95,7 @@ class ShardedOptimizer(ReducedOptimizer):
         if self._reduce() and self._sharding.stage > 1:
             assert isinstance(self._reducer, ShardReducer)
             self._sharding.take_gradient_shards(self._reducer)
-            self._sharding.store.finish()
+            self._sharding.store.reshard()
             self._reduced_gradients = self._gradient_versions()
 
     def _gradient_versions(self) -> list[tuple[int, int]]:
@@ -198,7 +198,7 @@ class ShardedOptimizer(ReducedOptimizer):
             except OffloadError:
                 self._synchronized = True  # the gradients are reduced: the step can be taken again
                 raise
-        sharding.store.adopt()
+        sharding.store.sync_from_model()
         sharding.masters.follow(sharding.store.shards)
         if sharding.stage == 1:
             if closure is None:
@@ -211,7 +211,7 @@ class ShardedOptimizer(ReducedOptimizer):
             with torch.enable_grad():
                 result = None if closure is None else closure()
             offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
-        sharding.publish(self._used())
+        sharding.shards_changed(self._used())
         self._consume()
         return result
 
@@ -264,7 +264,9 @@ class ShardedOptimizer(ReducedOptimizer):
         fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
         if fresh:
             sharding.store.add_groups(fresh)
-            sharding.store.publish(fresh)  # rank by rank of each shard's owner: the same weights everywhere
+            sharding.store.shards_changed(
+                fresh
+            )  # rank by rank of each shard's owner: the same weights everywhere
             with self._room():
                 sharding.masters.add(fresh, sharding.store.shards)
         self.param_groups[-1]["params"] = sharding.add_param_group(whole)
@@ -313,7 +315,7 @@ class ShardedOptimizer(ReducedOptimizer):
         state.load_weight_pieces(self, parts)
 
     def _get_supports_amp_scaling(self) -> bool:
-        # Gradients are unscaled before the step, where all ranks can hear of an overflow.
+        # Gradients are unscaled before the step, where all ranks can be told of an overflow.
         if not self._scaling_agreed:
             raise RuntimeError(
                 "torch.amp.GradScaler.step(optimizer) was called with a sharded optimizer: each rank would skip or take the step "

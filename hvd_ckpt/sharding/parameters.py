@@ -69,17 +69,17 @@ class ShardedParameters:
         self._handles = _hook(self._passes, modules)
         note_split(zip(layout.names, layout.parameters))
 
-    def publish(self, groups: Collection[Group] | None = None) -> None:
+    def shards_changed(self, groups: Collection[Group] | None = None) -> None:
         """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
         self._passes.reset()
         wanted = list(self._layout.groups if groups is None else groups)
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
-    def finish(self) -> None:
+    def reshard(self) -> None:
         """The backward passes are over: nothing is whole now."""
         self._passes.reset()
 
-    def adopt(self) -> None:
+    def sync_from_model(self) -> None:
         """Refuses changes that were written to parameters outside of :meth:`gathered`.
 
         Raises:
@@ -123,7 +123,7 @@ class ShardedParameters:
         finally:
             self._passes.release()
 
-    def remove(self) -> None:
+    def unshard(self) -> None:
         """Gives the model whole parameters of its own and takes all hooks off. Collective.
 
         Raises:

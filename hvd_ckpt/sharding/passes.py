@@ -223,7 +223,7 @@ class Passes:
         """Keeps what was written to the whole parameters, and frees them.
 
         Raises:
-            RuntimeError: a parameter has got another dtype, device or shape.
+            RuntimeError: a parameter has another dtype, device or shape.
         """
         self.summoned -= 1
         if self.summoned:

@@ -1,14 +1,14 @@
 """Reduce-scatters gradients group by group during the backward pass, in a fixed order; only this rank's shard is kept.
 
-The protocol, which every rank follows whatever its own gradients do:
+The protocol, the same on every rank:
 
 * What leaves in a step is a sequence: round after round, each with all active groups in one order (:mod:`.schedule`). A rank
   launches along it as its groups become complete. A gradient that comes after its group has left goes into the group's next
   round: sums are linear.
 * In the backward pass a rank may wait for older launches, so that only few buffers exist at once; but only for those of the
-  rounds that every rank made in the last step, and all ranks make these again before they meet.
-* They meet in :meth:`ShardReducer.synchronize`: one message carries, for each parameter, whether it is used and came late, for each
-  group how many launches it needs, and how far each rank has come. Then all go on to the furthest position, and after it
+  rounds that every rank made in the last step, and all ranks make these again before they synchronize.
+* In :meth:`ShardReducer.synchronize` one message carries, for each parameter, whether it is used and came late, for each
+  group how many launches it needs, and how far each rank has come. Then all launch up to the furthest position, and
   send the groups that need more.
 """
 
@@ -40,7 +40,7 @@ USED, LATE = 1.0, 2.0
 class ShardReducer(TurnTaker):
     """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
 
-    To be named (:meth:`rename`) before the first step.
+    Needs a name (:meth:`rename`) before the first step.
 
     Args:
         layout: the parameters, the same on every rank.
@@ -84,7 +84,7 @@ class ShardReducer(TurnTaker):
         self._sent: dict[
             int, int
         ] = {}  # parameters that had a gradient when their group left -> in which round last
-        self._agreed = len(self._schedule.order)  # position that every rank will come to before they meet
+        self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
         self._sums_once = op == Sum
         watched = range(sys.maxsize if self._sums_once and exchange.rank else 0)
@@ -200,7 +200,7 @@ class ShardReducer(TurnTaker):
         count, groups = len(parameters), self._layout.groups
         pending = [index for index in range(count) if parameters[index].grad is not None]
         unsteady = bool(pending) or schedule.position < self._agreed
-        self._go_on_to(self._agreed)
+        self._launch_up_to(self._agreed)
         flags = self._resynchronize(unsteady)
         states, needs, last_arrivals = (
             flags[:count],
@@ -209,7 +209,7 @@ class ShardReducer(TurnTaker):
         )
         self.noticed, self.notice = flags[-4] > 0, False
         self._check_converted(round(flags[-3]))
-        self._go_on_to(round(flags[-2]))
+        self._launch_up_to(round(flags[-2]))
         self._send_rest(needs)
         self._in_flight.wait_all()
         used = [state > 0 for state in states]
@@ -221,7 +221,7 @@ class ShardReducer(TurnTaker):
         self._may_wait = flags[-1] == 0
         self.used = [now or before for now, before in zip(used, self.used)]
 
-    def _go_on_to(self, position: int) -> None:
+    def _launch_up_to(self, position: int) -> None:
         """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
         while self._schedule.position < position:
             group = self._schedule.next()
@@ -262,7 +262,7 @@ class ShardReducer(TurnTaker):
         if number:
             group = self._layout.group_of[number - 1]
             raise RuntimeError(
-                f"parameter '{self._layout.names[number - 1]}' has got another dtype, device or shape on some rank since "
+                f"parameter '{self._layout.names[number - 1]}' has another dtype, device or shape on some rank since "
                 f"DistributedOptimizer was made, when it was {group.dtype} on {group.device}; convert the model first, "
                 f"then make the optimizer"
             )
@@ -311,7 +311,7 @@ class ShardReducer(TurnTaker):
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
 
-        What is in flight goes on in memory and under names that are not used again.
+        What is in flight completes in memory of its own, under names that are not used again.
         """
         self._in_flight.drop()
         for parameter in self._layout.parameters:
@@ -335,7 +335,7 @@ class ShardReducer(TurnTaker):
         return {**self._schedule.state_dict(), "agreed_rounds": rounds, "may_wait": self._may_wait}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up order and expectations, so that the next step is reduced as if training had never stopped.
+        """Loads order and expectations, so that the next step is reduced as if training had never stopped.
 
         Raises:
             ValueError: the state names a parameter that is not here, or is not one of this reducer.

@@ -196,7 +196,7 @@ class Schedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state; groups may be others than when it was saved: one leaves when the last of its parameters did.
+        """Loads a state; groups may be others than when it was saved: one leaves when the last of its parameters did.
 
         Raises:
             ValueError: the state names a parameter that is not here, or is not one of this reducer.

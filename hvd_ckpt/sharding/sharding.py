@@ -134,7 +134,7 @@ class Sharding:
         for piece in self.pieces:
             piece.parameter.grad = None
 
-    def publish(self, used: Sequence[bool] | None = None) -> None:
+    def shards_changed(self, used: Sequence[bool] | None = None) -> None:
         """After a step: the ranks see each other's weights. Collective.
 
         Args:
@@ -144,7 +144,7 @@ class Sharding:
         groups = self.layout.groups
         if used is not None:
             groups = [group for group in groups if any(used[index] for index in group.indices)]
-        self.store.publish(groups)
+        self.store.shards_changed(groups)
 
 
 class Released:

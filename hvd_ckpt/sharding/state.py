@@ -66,7 +66,7 @@ def load(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
 
 
 def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Takes up the state of a job of any size and stage, sharded or not; drops all gradients. Collective, where it is sharded.
+    """Loads the state of a job of any size and stage, sharded or not; drops all gradients. Collective, where it is sharded.
 
     Args:
         optimizer: a ``DistributedOptimizer``, sharded or not.
@@ -80,7 +80,7 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
     merged: dict[str, Any] = {}
     try:
         merged = _merged(optimizer, parts)
-    except Exception as exception:  # whatever it is, the other ranks must hear of it
+    except Exception as exception:  # whatever it is, all ranks raise it
         error = exception
     if hasattr(optimizer, "_sharding"):
         _load(optimizer, merged, error)
@@ -172,7 +172,7 @@ def load_weight_pieces(
         for name, start, stop, own in weight_pieces(sharding):
             own.copy_(_assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own))
     sharding.masters.follow(sharding.store.shards)
-    sharding.store.publish(sharding.layout.groups)
+    sharding.store.shards_changed(sharding.layout.groups)
 
 
 def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> None:
@@ -184,7 +184,7 @@ def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> 
     if error is None:
         try:
             optimizer._wrapped_class.load_state_dict(optimizer, bare)
-        except Exception as exception:  # whatever it is, the other ranks must hear of it
+        except Exception as exception:  # whatever it is, all ranks raise it
             error = exception
     raise_together(error, optimizer._process_set, f"hvd_ckpt.{optimizer._identity}.load")
     for group, loaded in zip(groups, optimizer.param_groups):  # a schedule may hold these very groups
@@ -197,9 +197,9 @@ def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> 
                 piece.parameter.copy_(master)
                 piece.weights.copy_(master)
     if sharding.offload is not None:
-        sharding.offload.adopt(optimizer)
+        sharding.offload.move_state(optimizer)
     if sharding.masters.by_group:  # on every rank alike: one may have no piece of a small group
-        sharding.store.publish(sharding.layout.groups)
+        sharding.store.shards_changed(sharding.layout.groups)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class _Target:
 
 
 def targets_of(optimizer: Any) -> list[_Target]:
-    """What an optimizer, sharded or not, has state of, in the order of its parameters."""
+    """The elements that an optimizer, sharded or not, has state of, in the order of its parameters."""
     if hasattr(optimizer, "_sharding"):
         return [_Target(piece.name, piece.start, piece.stop, piece.spec, False) for piece in optimizer.pieces]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

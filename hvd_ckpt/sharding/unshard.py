@@ -154,7 +154,7 @@ class UnitParameters:
         """Waits for what was launched; the parameters are whole then.
 
         Raises:
-            RuntimeError: a parameter has got another dtype, device or shape meanwhile.
+            RuntimeError: a parameter has another dtype, device or shape by now.
         """
         self._arrive()
         moved = self.check()
@@ -200,7 +200,7 @@ class UnitParameters:
         """Copies this rank's part of the whole parameters into the shards.
 
         Raises:
-            RuntimeError: a parameter has got another dtype, device or shape meanwhile.
+            RuntimeError: a parameter has another dtype, device or shape by now.
         """
         assert self.whole
         moved = self.check()

@@ -120,7 +120,7 @@ class RunShards:
         """Gives the model the weights it had after the last step, which lossy communication made of the exact ones. Collective."""
         if self._splits_weights and self.stage < 3:
             store, layout = optimizer._sharding.store, optimizer._sharding.layout
-            store.publish([group for group in layout.groups if group.requires_grad])
+            store.shards_changed([group for group in layout.groups if group.requires_grad])
 
 
 def parameters_of(model: nn.Module) -> tuple[dict[str, TensorMetadata], dict[str, str]]:

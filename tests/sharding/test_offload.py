@@ -112,11 +112,11 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
         for piece in group["params"]:
             piece.data.copy_(weights.pop(0))
     half_way.load_state_dict(saved)
-    offload.adopt(half_way)
+    offload.move_state(half_way)
     assert offload.bytes == held
     assert_same(go_on(half_way), whole)
     half_way.load_state_dict(half_way.state_dict())
-    offload.adopt(half_way)
+    offload.move_state(half_way)
     assert_same(half_way, whole)
 
 

@@ -62,7 +62,7 @@ class Split:
         ]
 
     def step(self, gradients: dict[str, torch.Tensor]) -> None:
-        self.store.finish()
+        self.store.reshard()
         with torch.no_grad():
             for group in self.layout.groups:
                 for index, start, stop, offset in group.spans(hc.rank()):
@@ -70,7 +70,7 @@ class Split:
                     if gradient is not None:
                         own = self.store.shards[group.position][offset : offset + stop - start]
                         own.add_(gradient.reshape(-1)[start:stop], alpha=-0.1)
-        self.store.publish()
+        self.store.shards_changed()
 
 
 def step(plain: nn.Module, split: Split) -> None:
@@ -449,12 +449,12 @@ def test_outside_of_passes_parameters_are_read_inside_gathered_alone() -> None:
     assert split.store.check() is None
     weight.data = torch.zeros_like(weight)
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.inner\.weight' was given data outside"):
-        split.store.adopt()
+        split.store.sync_from_model()
     with pytest.raises(RuntimeError, match="was given data outside"):
         model(tokens(0))
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
 
-    split.store.remove()
+    split.store.unshard()
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
     assert_same_gradients(plain, copy.deepcopy(model))
     model.load_state_dict(model.state_dict())
