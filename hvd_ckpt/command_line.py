@@ -1,4 +1,4 @@
-"""What the commands have in common: one-line errors for bad arguments, lists of names, folders for results, progress.
+"""Parts that commands share: one-line errors for bad arguments, lists of names, folders for results, progress.
 
 A bad argument ends a command with one line and exit status 2; status 1 is for a command that did its work and whose result is bad.
 """
@@ -16,16 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.heartbeat import Heartbeat, elapsed
-from hvd_ckpt.launchers import RANK_VARIABLES, launched_rank
+from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.text import one_line
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "RANK_VARIABLES", "BadArgument", "OneLineErrors", "check_controller", "check_device", "console_for_tables", "job_options",
-    "output_folder", "progress_bar", "split_names", "whole_number",
-]  # fmt: skip
 
 
 MOMENT = 3.0  # seconds
@@ -44,15 +39,10 @@ class BadArgument(click.ClickException):
         super().__init__(one_line(message))
 
     def show(self, file: IO[Any] | None = None) -> None:
-        if _launched_rank() == 0:
+        if not launched_rank():
             super().show(file)
         else:
             time.sleep(MOMENT)
-
-
-def _launched_rank() -> int:
-    """The rank that the launcher gave this process; 0 if no known launcher started it."""
-    return launched_rank() or 0
 
 
 class OneLineErrors(click.Command):
@@ -84,7 +74,7 @@ def split_names(
         raise BadArgument(f"{option}: give at least one, separated by commas")
     for name in names:
         if known is not None and name not in known:
-            raise BadArgument(f"{option}: '{name}' is none of {', '.join(known)}")
+            raise BadArgument(f"{option}: '{name}' is not one of {', '.join(known)}")
         if names.count(name) > 1:
             raise BadArgument(f"{option}: '{name}' is given twice")
         try:
@@ -98,7 +88,7 @@ def whole_number(option: str, text: str, what: str) -> int:
     """The number in ``text``, from 1.
 
     Raises:
-        BadArgument: it is none; the message calls it a number of ``what``.
+        BadArgument: it is not a number; the message calls it a number of ``what``.
     """
     if not text.isdecimal() or len(text) > 18 or int(text) < 1:
         raise BadArgument(f"{option}: '{text[:40]}' is not a number of {what}: give whole numbers from 1")
@@ -109,7 +99,7 @@ def check_controller(name: str) -> str:
     """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI.
 
     Raises:
-        BadArgument: it was not.
+        BadArgument: Horovod was built without it.
     """
     from hvd_ckpt import runtime
 
@@ -125,14 +115,14 @@ def check_device(name: str) -> torch.device:
     """The device of that name.
 
     Raises:
-        BadArgument: it is neither cpu nor a CUDA device that is here.
+        BadArgument: it is neither cpu nor a CUDA device of this machine.
     """
     import torch
 
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise BadArgument(f"--device: '{name}' is none: give cpu, cuda, or cuda:N") from None
+        raise BadArgument(f"--device: '{name}' is not a device: give cpu, cuda, or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

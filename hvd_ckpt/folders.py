@@ -8,8 +8,6 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["cache_folder", "make_writable", "new_folder"]
-
 
 def cache_folder() -> tuple[Path, str]:
     """The folder for what is kept between runs, and one sentence where it is not the usual one.
@@ -34,10 +32,10 @@ def cache_folder() -> tuple[Path, str]:
 
 
 def make_writable(folder: Path) -> None:
-    """Makes a folder where there is none, and tries to write to it.
+    """Makes a folder, unless it exists, and tries to write to it.
 
     Raises:
-        OSError: it cannot be.
+        OSError: it cannot be made or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):

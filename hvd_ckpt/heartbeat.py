@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import Self
 
-__all__ = ["Heartbeat", "elapsed", "talking"]
-
 SECONDS = 25.0  # of silence, so that lines that take their time come within 30
 
 
@@ -53,7 +51,7 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def talking(name: str, after: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """Gives a function that prints on standard error what is being done now, and repeats it with the time while it goes on.
+    """Gives a function that prints on standard error what is being done now, and repeats it with the time while it lasts.
 
     Args:
         name: of the work, in front of each line.

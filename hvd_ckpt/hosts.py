@@ -1,6 +1,6 @@
 """The other ranks of a job: where they run, and whether their machines still answer.
 
-Each rank says once where it is (:meth:`Peer.here`). When a wait has gone on for too long, that is enough to tell a machine that is
+Each rank says once where it is (:meth:`Peer.here`). When a wait has lasted too long, that is enough to tell a machine that is
 down or cut off from a rank that is stuck: a machine that is up answers an attempt to connect, if only by refusing it. Ranks on this
 machine are looked up in its process table.
 """

@@ -14,18 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = [
-    "MAX_BYTES",
-    "Wrong",
-    "dumps",
-    "loads",
-    "read_bytes",
-    "read_json",
-    "shown",
-    "write_json",
-    "write_text",
-]
-
 MAX_BYTES = 64 << 20
 WIDTH = 120  # of a line, where it can be broken
 

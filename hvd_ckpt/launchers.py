@@ -8,18 +8,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "RANK_VARIABLES",
-    "Process",
-    "check_environment",
-    "has_broken",
-    "launched_rank",
-    "launcher_chain",
-    "launcher_terminal",
-    "look_up",
-    "whole_in",
-]
-
 COUNTS = (
     "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -99,7 +87,7 @@ def launcher_chain(rank: int) -> list[int]:
 
     The launcher is the first ancestor that is no part of the rank, whatever its name: ``mpirun``, ``orted``, ``slurmstepd``,
     ``horovodrun`` or a program that calls Horovod's. Over ssh, where the launcher is elsewhere, it is ssh's daemon. A shell that is
-    no part of the rank is none: somebody may have given the rank by hand, and leave the shell while it trains.
+    no part of the rank does not count: somebody may have given the rank by hand, and leave the shell while it trains.
     """
     chain = [rank]
     while (process := look_up(chain[-1])) is not None and process.parent > 1:
@@ -160,7 +148,7 @@ def _is_shell(command: list[str]) -> bool:
 
 
 def _is_shell_of_mpirun(command: list[str]) -> bool:
-    """What ``horovodrun --mpi`` turns into."""
+    """True for the shell that ``horovodrun --mpi`` turns into."""
     return (
         command[1:2] == ["-c"] and command[2].startswith("mpirun ") and not command[2].rstrip().endswith("&")
     )

@@ -7,7 +7,6 @@ reduced before they are unscaled: an inf or nan on one rank survives the sum, so
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
+from hvd_ckpt.install.extras import apex_unavailable as apex_unavailable
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.text import PRECISIONS
@@ -189,21 +189,3 @@ class Precision:
                 optimizer.step()
         else:
             optimizer.step()
-
-
-def apex_unavailable() -> str | None:
-    """Why ``apex.amp`` cannot be used in this environment, in a clause; None where it can."""
-    if importlib.util.find_spec("apex") is None:
-        return "NVIDIA Apex is not installed (its last version with apex.amp is 25.05, from its source repository)"
-    try:
-        amp = importlib.import_module("apex.amp")
-    except Exception as error:
-        return (
-            f"the installed 'apex' has no apex.amp ({type(error).__name__}: {error}): it is another project of that name, "
-            f"or NVIDIA Apex after 25.05"
-        )
-    if not hasattr(amp, "initialize"):
-        return "the installed 'apex' has no apex.amp.initialize: it is not NVIDIA Apex up to 25.05"
-    if not torch.cuda.is_available():
-        return "NVIDIA Apex needs a CUDA GPU and none is available"
-    return None

@@ -84,7 +84,7 @@ def find_launcher() -> list[str] | None:
 def launcher_environment() -> dict[str, str]:
     """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too.
 
-    Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, it is told to do without.
+    Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, a setting lets it do without.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 import warnings
 from collections.abc import Sequence
@@ -168,7 +167,7 @@ def _check_restart() -> None:
     """Refuses a second start in which Horovod would end the process, in an elastic job at the first start already.
 
     Raises:
-        RuntimeError: as said.
+        RuntimeError: both variables are set, and this Horovod cannot start again with them.
     """
     both = FUSION_VARIABLE in os.environ and CYCLE_VARIABLE in os.environ
     if (
@@ -194,7 +193,7 @@ def _restarts_with_both_set() -> bool:
 
 
 def _launched_local_size() -> int:
-    """How many ranks the launcher has started on this machine; 1 if no known launcher has."""
+    """Number of ranks that the launcher has started on this machine; 1 if no known launcher has."""
     found = map(whole_in, LOCAL_SIZE_VARIABLES)
     return next((number for number in found if number is not None), 1)
 
@@ -235,7 +234,7 @@ def _is_on(variable: str) -> bool:
 
 
 def allowed_cpus() -> int:
-    """How many CPUs this process may run on: its affinity mask where the system has one, else all of them."""
+    """Number of CPUs that this process may run on: its affinity mask where the system has one, else all of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -312,16 +311,6 @@ def _require_initialized(name: str) -> None:
         raise RuntimeError(f"{name}(): Horovod is not initialized; call hvd_ckpt.init() first.")
 
 
-def mpi_version() -> str:
-    """The MPI library mpi4py runs on, in one line such as ``Open MPI v4.1.8``; starts no MPI.
-
-    Raises:
-        RuntimeError: mpi4py is missing or cannot load its library.
-    """
-    text: str = _import_mpi().Get_library_version()
-    return text.split("\n")[0].split(",")[0].strip().strip("\x00")
-
-
 def horovod_build() -> dict[str, str | bool]:
     """The installed Horovod's version, controllers and GPU operations."""
     nccl = hvd.nccl_built()
@@ -345,15 +334,3 @@ def _nccl_version(code: int) -> str:
     """NCCL_VERSION_CODE as text: two digits per part since 2.9, one before."""
     base = 10000 if code >= 10000 else 1000
     return f"{code // base}.{code % base // 100}.{code % 100}"
-
-
-def process_facts() -> dict[str, str | int]:
-    """Where this process runs: host, CPUs it may use, torch's threads; rank and size once Horovod runs."""
-    facts: dict[str, str | int] = {
-        "host": platform.node(),
-        "allowed_cpus": allowed_cpus(),
-        "threads": torch.get_num_threads(),
-    }
-    if hvd.is_initialized():
-        facts.update(rank=hvd.rank(), size=hvd.size(), local_size=hvd.local_size(), controller=controller())
-    return facts

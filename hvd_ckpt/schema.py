@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from hvd_ckpt.json_file import Wrong, loads, shown
 from hvd_ckpt.text import one_line
 
-__all__ = ["Strict", "first_error", "parse_json"]
-
 T = TypeVar("T")
 
 

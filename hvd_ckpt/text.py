@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CHECKPOINTS", "PRECISIONS", "SCHEDULES", "nearest", "one_line", "show_bytes", "unknown"]
-
 CHECKPOINTS = ("always", "except_last", "never")
 """Which micro-batches :func:`hvd_ckpt.accumulate` recomputes."""
 

@@ -29,8 +29,6 @@ from hvd_ckpt import watchdog
 from hvd_ckpt.hosts import host_name
 from hvd_ckpt.launchers import launched_rank
 
-__all__ = ["install"]
-
 JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE")
 HOLD_SECONDS = 1.0  # in which the other ranks come to the same error
 # Horovod's and Gloo's words for a rank that has ended; other errors of theirs are the script's own.

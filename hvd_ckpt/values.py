@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["BROKEN", "PlainDumper", "PlainLoader", "named", "parsed"]
-
 # What PyYAML raises for a text that is not valid YAML, or whose tags do not fit its values.
 BROKEN = (
     yaml.YAMLError,

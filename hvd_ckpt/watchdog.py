@@ -8,7 +8,7 @@ where there is a limit it ends the process.
 Watched are Horovod's start and end, everything that waits for a collective (all of Horovod's calls and this library's go through
 one function), loops that poll for one, and changes of process sets. What is waited for is read from the waiting thread's stack when
 the time is up, so that a wait itself costs two entries in a dictionary. The clock stops while the process itself is stopped: a job
-that is suspended as a whole, and resumed, goes on.
+that is suspended as a whole, and resumed, continues.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ import click
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.heartbeat import SECONDS, talking
 
-__all__ = ["consolidate"]
-
 
 @click.command("consolidate", cls=OneLineErrors)
 @click.argument("run", metavar="RUN_OR_SNAPSHOT")

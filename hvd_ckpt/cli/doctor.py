@@ -23,7 +23,7 @@ import click
 
 from hvd_ckpt.folders import cache_folder, make_writable
 from hvd_ckpt.install.build_horovod import failure_of_last_build, missing_prerequisites
-from hvd_ckpt.install.extras import BUILD_HOROVOD, explain_import_error, first_line
+from hvd_ckpt.install.extras import BUILD_HOROVOD, apex_unavailable, explain_import_error, first_line
 from hvd_ckpt.install.recipe import BuildError, detect_target
 from hvd_ckpt.probe import OPERATIONS, probe
 
@@ -49,7 +49,8 @@ def examine(timeout: float = 120.0) -> Facts:
     facts["home"] = home_facts()
     facts["controllers"] = {name: _controller_facts(name, facts["horovod"], timeout) for name in CONTROLLERS}
     facts["mpi"] = mpi_facts()
-    facts["apex"] = apex_facts()
+    reason = apex_unavailable()
+    facts["apex"] = {"usable": reason is None, "reason": reason or ""}
     facts["environment"] = environment_facts()
     facts["problems"] = problems(facts)
     return facts
@@ -140,35 +141,6 @@ def mpi_facts() -> Facts:
     return facts
 
 
-def apex_facts() -> Facts:
-    """Whether NVIDIA Apex's ``apex.amp`` can be used, and if not, why not.
-
-    Three packages answer to the name: NVIDIA Apex up to 25.05 (with ``apex.amp``), later ones (without), and an
-    unrelated project of that name in the package index. They are told apart by their folders, unimported.
-    """
-    spec = importlib.util.find_spec("apex")
-    if spec is None or not spec.submodule_search_locations:
-        return {"usable": False, "reason": "not installed (optional; torch.amp is built in)"}
-    folders = [Path(folder) for folder in spec.submodule_search_locations]
-    if not any((folder / "amp").is_dir() for folder in folders):
-        if any(
-            (folder / part).exists()
-            for folder in folders
-            for part in ("normalization", "optimizers", "contrib")
-        ):
-            return {"usable": False, "reason": "NVIDIA Apex without apex.amp, which went after 25.05"}
-        return {
-            "usable": False,
-            "reason": "the installed 'apex' is another project of that name, not NVIDIA's",
-        }
-    try:
-        importlib.import_module("apex.amp")
-        cuda = bool(importlib.import_module("torch").cuda.is_available())
-    except Exception as error:
-        return {"usable": False, "reason": f"NVIDIA Apex does not load ({first_line(error)})"}
-    return {"usable": cuda, "reason": "" if cuda else "NVIDIA Apex is installed, but it needs a CUDA device"}
-
-
 def environment_facts() -> dict[str, str]:
     """The environment variables that change how a job runs, secrets left out."""
     return {
@@ -179,7 +151,7 @@ def environment_facts() -> dict[str, str]:
 
 
 def problems(facts: Facts) -> list[str]:
-    """What is essential and missing, each one sentence with the way out."""
+    """Essential things that are missing, each one sentence with the way out."""
     if "error" in facts["torch"]:
         return [f"PyTorch does not load ({facts['torch']['error']}): install it, then {BUILD_HOROVOD}."]
     if "unsupported" in facts["torch"]:
@@ -277,7 +249,7 @@ def doctor(as_json: bool, timeout: float) -> None:
     """Say what is installed, what really works and what is missing.
 
     Two ranks are started over each controller and try every operation. The exit status is 1 where something
-    essential is missing, and the way out is said.
+    essential is missing, and the output says what to do.
     """
     facts = examine(timeout)
     if as_json:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.planning.plan import Cost, Plan
     from hvd_ckpt.planning.profile import Step
 
-__all__ = ["plan"]
 
 ROUNDS = 5  # of timing
 WIDTH = 120  # of the tables where the output is not a terminal

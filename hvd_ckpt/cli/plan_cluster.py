@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.planning.plan import Plan
     from hvd_ckpt.sharding.estimate import Estimator, MemoryEstimate
 
-__all__ = ["Cluster", "cluster_of", "cluster_options"]
 
 MOST_RANKS = 1 << 20
 FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"))  # stage, offload

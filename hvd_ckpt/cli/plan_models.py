@@ -20,8 +20,6 @@ from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import IGNORED, OBJECTIVES
 from hvd_ckpt.recompute.calls import map_tensors
 
-__all__ = ["Job", "build"]
-
 SEED = 0
 BATCH = 8  # samples; as in training
 CPU = torch.device("cpu")

@@ -11,8 +11,6 @@ import click
 
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 
-__all__ = ["plot"]
-
 LOG = "log.jsonl"
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 from pydantic.fields import FieldInfo
 
-from hvd_ckpt.command_line import RANK_VARIABLES, BadArgument, OneLineErrors
+from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.heartbeat import SECONDS, talking
-from hvd_ckpt.launchers import launched_rank
+from hvd_ckpt.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.models.catalog import overview
 from hvd_ckpt.probe import find_launcher, launcher_environment
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
@@ -28,7 +28,6 @@ from hvd_ckpt.values import named, parsed
 if TYPE_CHECKING:
     from hvd_ckpt.training.trainer import Trainer
 
-__all__ = ["train"]
 
 # One setting of these replaces the others.
 ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments", "reentrant"})
@@ -98,7 +97,7 @@ def _launcher(np: int | None, launcher: str | None) -> list[str]:
 
 
 def _commands(config: Config, launcher: list[str], file: str | None, flags: dict[str, Any]) -> Commands:
-    """What to launch for a run, whose folder is decided here.
+    """The commands of a run, whose folder is decided here.
 
     Raises:
         ConfigError: the folder is in use or cannot be written to.

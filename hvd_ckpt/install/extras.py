@@ -6,6 +6,7 @@ installed from. No package index has it, so the command that installs an extra n
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -15,7 +16,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["BUILD_HOROVOD", "explain_import_error", "first_line", "pip_command", "say_no_pictures"]
+__all__ = [
+    "BUILD_HOROVOD",
+    "apex_unavailable",
+    "explain_import_error",
+    "first_line",
+    "pip_command",
+    "say_no_pictures",
+]
 
 BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by the name that is imported
@@ -72,6 +80,26 @@ def say_no_pictures(error: ImportError) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type."""
     return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
+def apex_unavailable() -> str | None:
+    """Why ``apex.amp`` cannot be used in this environment, in a clause; None where it can.
+
+    Three packages answer to the name: NVIDIA Apex up to 25.05, later ones without ``apex.amp``, and an unrelated project.
+    """
+    if importlib.util.find_spec("apex") is None:
+        return "NVIDIA Apex is not installed (optional: torch.amp is built in)"
+    try:
+        amp = importlib.import_module("apex.amp")
+        cuda = importlib.import_module("torch").cuda.is_available()
+    except Exception as error:
+        return (
+            f"the installed 'apex' has no apex.amp that loads ({first_line(error)}): it is NVIDIA Apex after 25.05, or another "
+            f"project of that name"
+        )
+    if not hasattr(amp, "initialize"):
+        return "the installed 'apex' has no apex.amp.initialize: it is not NVIDIA Apex up to 25.05"
+    return None if cuda else "NVIDIA Apex needs a CUDA device, and there is none here"
 
 
 def _extra_of(package: str) -> str | None:

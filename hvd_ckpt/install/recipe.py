@@ -1,4 +1,4 @@
-"""How Horovod is built for one PyTorch: its source, what is changed in it, and the environment of the build.
+"""Recipe of Horovod's build for one PyTorch: its source, what is changed in it, and the environment of the build.
 
 Everything that makes one wheel differ from another is named here and goes into the key of :class:`Target`.
 """
@@ -100,7 +100,7 @@ PATCHES = (
 
 
 class BuildError(Exception):
-    """A build that cannot go on; its text is one sentence for the user."""
+    """A build that failed; its text is one sentence for the user."""
 
 
 @dataclass(frozen=True)

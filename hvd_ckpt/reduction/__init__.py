@@ -1,4 +1,4 @@
-"""How gradients meet: each is allreduced once, in a fixed order."""
+"""Gradient reduction: each gradient is allreduced once, in a fixed order; and collectives of objects and states."""
 
 from hvd_ckpt.reduction.collectives import (
     allgather_object,

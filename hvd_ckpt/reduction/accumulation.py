@@ -1,13 +1,15 @@
-"""Gradient accumulations: the hooks that report them, and how many of them make a gradient ready."""
+"""Gradient accumulations: how many make a gradient ready, which optimizer counts them, and which gradients are sums already."""
 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypedDict
 
 import torch
+from horovod.torch.mpi_ops import global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
@@ -25,22 +27,16 @@ class AccumulationCounts:
     def __init__(self, n: int) -> None:
         self.arrived: list[int] = [0] * n
         self.expected: list[int] = [0] * n
-        self.last_arrival = [
-            0
-        ] * n  # position in this step's sequence of accumulations, from 1; 0 without one
+        self.last_arrival = [0] * n  # place among this step's accumulations, from 1; 0 without one
         self._lower: list[int] = [-1] * n
         self._clock = 0
         self.learned = False
 
     def extend(self, n: int) -> None:
         """Adds ``n`` parameters that never arrived."""
-        for counts, value in (
-            (self.arrived, 0),
-            (self.expected, 0),
-            (self.last_arrival, 0),
-            (self._lower, -1),
-        ):
-            counts.extend([value] * n)
+        for counts in (self.arrived, self.expected, self.last_arrival):
+            counts.extend([0] * n)
+        self._lower.extend([-1] * n)
 
     def count(self, index: int) -> int:
         """Counts one accumulation; returns how often the parameter has arrived in this step."""
@@ -56,7 +52,7 @@ class AccumulationCounts:
         self._clock *= any(self.arrived)
 
     def close_step(self, learn: bool = True) -> None:
-        """Learns from this step's accumulations (unless told not to) and starts the next step."""
+        """Learns from this step's accumulations (unless ``learn`` is False) and starts the next step."""
         if learn and self._clock:
             if not self.learned:
                 self.expected = list(self.arrived)
@@ -87,26 +83,13 @@ class AccumulationCounts:
         self._lower = [int(lower.get(name, -1)) for name in names]
 
 
-# Two hooks per parameter: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates
-# nothing), one after. They hold the reducer weakly, since they live as long as the parameters.
+# Several optimizers of one parameter: it belongs to the one that was made or synchronized last, since two that counted its
+# gradients would both launch them. Each of the others holds the owner, so that the owner is there on every rank for as long as
+# one of them may be stepped: nothing that ranks do together depends on when Python collects an optimizer.
 #
-# A parameter belongs to the optimizer that was made or synchronized last of those that have it: two that counted its
-# gradients would both launch them. Each of the others holds the owner, so that the owner is there on every rank for as long
-# as one of them may be stepped: nothing that ranks do together depends on when Python collects an optimizer.
-
-
-class Listener(Protocol):
-    """Receives the gradient events of the parameter number ``index``."""
-
-    def before_accumulation(self, index: int) -> None: ...
-
-    def after_accumulation(self, index: int) -> None: ...
-
-    def interrupt(self) -> None:
-        """Another listener begins with parameters of this one: a step that has begun is dropped."""
-
-    def lose(self, indices: Sequence[int]) -> None:
-        """Another listener hears of these parameters from now on."""
+# What a new optimizer takes over it has for itself, so its gradients leave during the backward pass at once. If an older one
+# is synchronized after that, it takes its parameters back: first the owner leaves nothing in flight. Optimizers that take
+# turns let the gradients of what they share leave in ``synchronize()``, until one of them is used twice in a row.
 
 
 @dataclass
@@ -128,22 +111,25 @@ def owner_of(parameter: torch.Tensor) -> Any | None:
 
 
 class GradientHooks:
-    """The hooks of one listener on its parameters.
+    """The hooks of one reducer on its parameters.
+
+    Two per parameter: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates nothing),
+    one after.
 
     Args:
-        listener: receives the events; held weakly.
+        reducer: receives the events; held weakly, since hooks live as long as the parameters.
         parameters: by index.
-        departed: the indices for which ``before_accumulation`` is called, kept by the listener.
+        departed: the indices for which ``before_accumulation`` is called, kept by the reducer.
 
     Attributes:
         optimizer: weak reference to the optimizer, once :meth:`begin` has been called.
     """
 
     def __init__(
-        self, listener: Listener, parameters: Sequence[torch.Tensor], departed: Container[int]
+        self, reducer: TurnTaker, parameters: Sequence[torch.Tensor], departed: Container[int]
     ) -> None:
         self.optimizer: Callable[[], Any] = lambda: None
-        self._listener = weakref.ref(listener)
+        self._reducer = weakref.ref(reducer)
         self._departed = departed
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -169,7 +155,7 @@ class GradientHooks:
             if owner is not None:
                 owners[owner] = None
         for owner in owners:
-            owner._tell(lambda listener: listener.interrupt())
+            owner._tell(lambda reducer: reducer.interrupt())
         self._take(indices)
 
     def owners(self) -> list[Any]:
@@ -206,12 +192,12 @@ class GradientHooks:
             self._owners[index] = to
         gone = set(indices)
         self._waiting = [index for index in self._waiting if index not in gone]
-        self._tell(lambda listener: listener.lose(indices))
+        self._tell(lambda reducer: reducer.lose(indices))
 
-    def _tell(self, what: Callable[[Listener], None]) -> None:
-        hears = self._listener()
-        if hears is not None:
-            what(hears)
+    def _tell(self, what: Callable[[TurnTaker], None]) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            what(reducer)
 
     def attach(self) -> None:
         """Hooks own parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
@@ -224,28 +210,168 @@ class GradientHooks:
                 frozen.append(index)
                 continue
             self._handles[index] = [
-                parameter.register_hook(_before(self._listener, index, self._departed)),  # type: ignore[no-untyped-call]
-                parameter.register_post_accumulate_grad_hook(_after(self._listener, index)),  # type: ignore[no-untyped-call]
+                parameter.register_hook(_before(self._reducer, index, self._departed)),  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(_after(self._reducer, index)),  # type: ignore[no-untyped-call]
             ]
         self._waiting = frozen
 
 
 def _before(
-    listener: weakref.ref[Listener], index: int, departed: Container[int]
+    reference: weakref.ref[TurnTaker], index: int, departed: Container[int]
 ) -> Callable[[torch.Tensor], None]:
     def hook(gradient: torch.Tensor) -> None:
         if index in departed:  # all but late gradients end here
-            hears = listener()
-            if hears is not None:
-                hears.before_accumulation(index)
+            reducer = reference()
+            if reducer is not None:
+                reducer.before_accumulation(index)
 
     return hook
 
 
-def _after(listener: weakref.ref[Listener], index: int) -> Callable[[torch.Tensor], None]:
+def _after(reference: weakref.ref[TurnTaker], index: int) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        hears = listener()
-        if hears is not None:
-            hears.after_accumulation(index)
+        reducer = reference()
+        if reducer is not None:
+            reducer.after_accumulation(index)
 
     return hook
+
+
+class TurnTaker(ABC):
+    """A reducer, as far as it shares parameters with those of other optimizers."""
+
+    active: bool
+    _hooks: GradientHooks
+    _identity: int
+    _generation: int
+
+    def begin(self, optimizer: Any) -> None:
+        """Makes all parameters this optimizer's. To be called on every rank."""
+        self._hooks.begin(optimizer)
+
+    def interrupt(self) -> None:
+        """Another optimizer begins with parameters of this one: a step that has begun is dropped. To be called on every rank."""
+        if self.active:
+            self.abandon()
+        else:
+            identity, generation = self.naming
+            self.rename(identity, generation + 1)
+
+    def take_turn(self) -> bool:
+        """Takes back the parameters that another optimizer has been made or synchronized for since the last turn.
+
+        To be called before each synchronization, on every rank; collective where there are any.
+
+        Returns:
+            Whether there are any.
+        """
+        owners = self._hooks.owners()
+        for owner in owners:
+            owner.give_way()
+        if owners:
+            self._hooks.take_back()
+        else:
+            self.have_alone()
+        return bool(owners)
+
+    @abstractmethod
+    def before_accumulation(self, index: int) -> None:
+        """A gradient of a parameter whose bucket has left is about to be accumulated."""
+
+    @abstractmethod
+    def after_accumulation(self, index: int) -> None:
+        """A gradient of the parameter has been accumulated."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
+
+    @abstractmethod
+    def lose(self, indices: Sequence[int]) -> None:
+        """Parameters belong to another optimizer now; taken back, they leave in synchronization only, until :meth:`have_alone`."""
+
+    @abstractmethod
+    def have_alone(self) -> None:
+        """Two turns in a row were this reducer's."""
+
+    @abstractmethod
+    def abandon(self) -> None: ...
+
+    @property
+    def naming(self) -> tuple[int, int]:
+        """Identity and generation, as :meth:`rename` has set them."""
+        return self._identity, self._generation
+
+    def rename(self, identity: int, generation: int) -> None:
+        """Names this optimizer's tensors; the same on every rank."""
+        self._identity, self._generation = identity, generation
+        self._name_tensors(f"hvd_ckpt.{identity}.{generation}")
+
+    @abstractmethod
+    def _name_tensors(self, prefix: str) -> None: ...
+
+
+# Gradients that are sums over the ranks already: added up again, they would count once per rank.
+#
+# A gradient may be reduced a second time: by another optimizer of the same parameter, or because a backward pass has added to it
+# before it was cleared. The average of equal gradients is what they are; with ``op=Sum`` one rank brings the sum that there is,
+# and the others bring what has come since.
+
+
+_ATTRIBUTE = "_summed_by_hvd_ckpt"
+
+
+class _Sum(TypedDict):
+    """Over which ranks a gradient is summed, and what it was before a backward pass added to it.
+
+    Plain data, since it is copied and saved with the gradient.
+    """
+
+    process_set: int
+    before: torch.Tensor | None
+
+
+def mark_summed(gradient: torch.Tensor, process_set: Any) -> None:
+    """Remembers that a gradient is the sum over the ranks of a process set; as long as it is this tensor."""
+    setattr(gradient, _ATTRIBUTE, _Sum(process_set=process_set.process_set_id, before=None))
+
+
+def copied(gradient: torch.Tensor, to: torch.Tensor) -> None:
+    """A gradient lies in another tensor now, which may have been a sum before."""
+    known = getattr(gradient, _ATTRIBUTE, None)
+    if known is not None:
+        setattr(to, _ATTRIBUTE, known)
+    elif hasattr(to, _ATTRIBUTE):
+        delattr(to, _ATTRIBUTE)
+
+
+def forget_sums(groups: Sequence[Mapping[str, Any]]) -> None:
+    """The gradients of an optimizer's parameter groups have been cleared."""
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                vars(parameter.grad).pop(_ATTRIBUTE, None)
+
+
+def keep_sum(gradient: torch.Tensor) -> None:
+    """A backward pass may be about to add to a gradient."""
+    known: _Sum | None = getattr(gradient, _ATTRIBUTE, None)
+    if known is not None and known["before"] is None:
+        known["before"] = gradient.detach().clone()
+
+
+def leave_own_part(gradient: torch.Tensor, process_set: Any, brings_sum: bool) -> None:
+    """Makes a gradient, in place, what this rank is to bring to a sum over the ranks of a process set.
+
+    Args:
+        brings_sum: whether this is the rank that brings what is summed already.
+    """
+    known: _Sum | None = vars(gradient).pop(_ATTRIBUTE, None)
+    sets = (process_set.process_set_id, global_process_set.process_set_id)
+    if known is None or brings_sum or known["process_set"] not in sets:
+        return
+    with torch.no_grad():
+        if known["before"] is None:
+            gradient.zero_()
+        else:
+            gradient.sub_(known["before"])

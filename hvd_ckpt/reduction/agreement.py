@@ -1,7 +1,7 @@
 """Agreement of ranks before a collective.
 
 An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
-has (a value, or an error), all ranks see all of it, and all of them go on or raise together.
+has (a value, or an error), all ranks see all of it, and all of them continue or raise together.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Unsendable:
 
 
 def _pickled(value: Any) -> tuple[torch.Tensor, Exception | None]:
-    """The bytes of a value, or of what says why there are none, and the error."""
+    """The bytes of a value; for one that cannot be pickled those of an :class:`_Unsendable`, and the error."""
     error = None
     try:
         content = cloudpickle.dumps(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.ownership import copied
+from hvd_ckpt.reduction.accumulation import copied
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 # Flat gradient buckets: how gradients are laid out in memory to be reduced together.
@@ -39,7 +39,7 @@ class GradientEntry:
         return self.shape.numel()
 
     def is_home(self) -> bool:
-        """True if the parameter's ``grad`` is the view itself, in its place: the usual case, told at little cost."""
+        """True if the parameter's ``grad`` is the view itself, in its place: the usual case, at little cost."""
         view = self.view
         return view is not None and self.parameter.grad is view and view.data_ptr() == self.pointer
 
@@ -402,7 +402,7 @@ class BucketAssignment:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state.
+        """Loads a state.
 
         Raises:
             ValueError: the state names a parameter that is not here, or is of another version.

@@ -12,14 +12,8 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
+from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.unmaterialized import is_absent
-
-__all__ = [
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
-]
 
 # Starting equal: rank 0's parameters and optimizer state on every rank.
 #
@@ -172,29 +166,25 @@ def _outline_group(
 
 
 def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        beside = parameter is not None and value.device == parameter.device
-        return _TensorOutline(tuple(value.shape), value.dtype, beside)
-    if isinstance(value, dict):
-        return {key: _outline(item, tensors, parameter) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_outline(item, tensors, parameter) for item in value)
-    return value
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        beside = parameter is not None and leaf.device == parameter.device
+        return _TensorOutline(tuple(leaf.shape), leaf.dtype, beside)
+
+    return pytree.tree_map(one, value)
 
 
 def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    if isinstance(outline, _TensorOutline):
-        device = (
-            parameter.device if parameter is not None and outline.beside_parameter else torch.device("cpu")
-        )
-        tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=device))
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, _TensorOutline):
+            return leaf
+        device = parameter.device if parameter is not None and leaf.beside_parameter else "cpu"
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
         return tensors[-1]
-    if isinstance(outline, dict):
-        return {key: _rebuild(item, tensors, parameter) for key, item in outline.items()}
-    if type(outline) in (list, tuple):
-        return type(outline)(_rebuild(item, tensors, parameter) for item in outline)
-    return outline
+
+    return pytree.tree_map(one, outline)
 
 
 def broadcast_tensors(

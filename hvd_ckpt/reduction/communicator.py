@@ -12,17 +12,11 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression, Compressor, NoneCompressor
 from horovod.torch.mpi_ops import Adasum, Average, Sum
 
+from hvd_ckpt.reduction.accumulation import keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.reduction.ownership import keep_sum, leave_own_part, mark_summed
 
-__all__ = [
-    "Compression",
-    "Compressor",
-    "decode",
-    "encode",
-    "travels_as_is",
-]
+__all__ = ["Compression", "Compressor"]
 
 POLL_SECONDS = 50e-6
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
@@ -54,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Communicator:
-    """How tensors are reduced.
+    """The operation and the ranks of all reductions of one optimizer.
 
     Attributes:
         name: prefix of all tensor names, unique to the optimizer and the same on every rank. It changes when a step is
@@ -81,7 +75,7 @@ class Communicator:
 
     @property
     def sums_once(self) -> bool:
-        """Keeps a gradient that is summed already from being summed again (see :mod:`.ownership`)."""
+        """Keeps a gradient that is summed already from being summed again (see :mod:`.accumulation`)."""
         return bool(self.op == Sum)
 
     def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -102,19 +96,18 @@ class Communicator:
 
     def carries_flags(self, bucket: Bucket) -> bool:
         """True if control flags, which are float32 and summed, can travel in the bucket's own storage."""
-        as_is = travels_as_is(bucket.dtype, self.compression)
-        return self.linear and bucket.dtype is torch.float32 and as_is
+        return self.linear and bucket.dtype is torch.float32 and self.compression is NoneCompressor
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches a bucket's allreduce."""
         wire, context = encode(flat, self.compression)
         return Work(bucket, self._allreduce(wire, f"bucket.{bucket.position}"), flat, wire, context)
 
-    def receive(self, flight: Work) -> None:
+    def receive(self, work: Work) -> None:
         """Waits for a bucket's allreduce."""
-        wait(flight.handle, f"{self.name}.bucket.{flight.bucket.position}", GRADIENTS)
+        wait(work.handle, f"{self.name}.bucket.{work.bucket.position}", GRADIENTS)
         with torch.no_grad():
-            decode(flight.wire, flight.context, self.compression, flight.flat)
+            decode(work.wire, work.context, self.compression, work.flat)
 
     def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Reduces one gradient by itself; returns a dense tensor of its own."""
@@ -128,8 +121,25 @@ class Communicator:
             return result.copy_(flat.view(result.shape))
 
     def reduce_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Reduces one sparse gradient by itself."""
-        return reduce_sparse(gradient, f"{self.name}.sparse.{index}", self.op, self.process_set)
+        """The sum (or mean, for ``Average``) of a sparse COO gradient over the ranks, coalesced.
+
+        Each rank may bring another number of entries. They are summed in rank order, so the result is repeatable.
+        """
+        gradient = gradient.coalesce()
+        values = gradient.values()
+        # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
+        wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
+        handles = [
+            mpi_ops.allgather_async(
+                tensor.contiguous(), f"{self.name}.sparse.{index}.{what}", self.process_set
+            )
+            for what, tensor in (("indices", gradient.indices().t()), ("values", wire))
+        ]
+        indices, gathered = (mpi_ops.synchronize(handle) for handle in handles)
+        if self.op == Average:
+            gathered = gathered / self.process_set.size()
+        summed = torch.sparse_coo_tensor(indices.t(), gathered, gradient.shape, check_invariants=False)
+        return summed.coalesce().to(gradient.dtype)
 
     def sum(self, values: torch.Tensor, what: str) -> Any:
         """The sum of a small tensor over the ranks, as (nested) lists of floats."""
@@ -163,11 +173,6 @@ class Communicator:
 _REDUCIBLE = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
 
 
-def travels_as_is(dtype: torch.dtype, compression: Any) -> bool:
-    """True if a bucket of ``dtype`` is reduced in place, without a copy in another format."""
-    return compression is NoneCompressor and (dtype in _REDUCIBLE or dtype.is_complex)
-
-
 def encode(flat: torch.Tensor, compression: Any) -> tuple[torch.Tensor, Any]:
     """The tensor to reduce for ``flat`` (1-D), and the context that :func:`decode` needs."""
     wire, context = compression.compress(flat)
@@ -192,27 +197,6 @@ def empty_sparse_like(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-
-
-def reduce_sparse(gradient: torch.Tensor, name: str, op: int, process_set: Any) -> torch.Tensor:
-    """The sum (or mean, for ``Average``) of a sparse COO gradient over the ranks, coalesced.
-
-    Each rank may bring another number of entries. They are summed in rank order, so the result is repeatable.
-    """
-    gradient = gradient.coalesce()
-    values = gradient.values()
-    # Horovod gathers no bfloat16; an empty tensor and a longer one meet along the first dimension.
-    wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
-    entries = mpi_ops.allgather_async(
-        gradient.indices().t().contiguous(), name=f"{name}.indices", process_set=process_set
-    )
-    parts = mpi_ops.allgather_async(wire.contiguous(), name=f"{name}.values", process_set=process_set)
-    gathered = mpi_ops.synchronize(parts)
-    indices = mpi_ops.synchronize(entries).t()
-    if op == Average:
-        gathered = gathered / process_set.size()
-    summed = torch.sparse_coo_tensor(indices, gathered, gradient.shape, check_invariants=False).coalesce()
-    return summed.to(gradient.dtype)
 
 
 # Adasum: combines the ranks' *updates*, not their gradients.

@@ -1,4 +1,4 @@
-"""Have the ranks still the same weights? A hash of every parameter, compared.
+"""Weight consistency: do the ranks still have the same weights? A hash of every parameter is compared.
 
 Data parallelism takes it for granted that weights are equal at the start and stay so, and nothing fails when they are not: each
 rank trains a model of its own. A bit that flips, a rank that skips an update or draws a random number the others do not, and the
@@ -60,18 +60,17 @@ def check_equal_weights(model: torch.nn.Module, process_set: Any = global_proces
         raise ValueError(
             f"rank {mpi_ops.rank()} is not in {process_set}; call check_equal_weights() on its ranks only"
         )
-    ours = _fingerprints(model)
+    parameters = list(model.named_parameters())
+    ours: list[_Fingerprint] = []
+    if parameters:
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+            ours = list(pool.map(_fingerprint, *zip(*parameters)))
     if _all_equal(_digest(ours), process_set):
         return
     tables = allgather_objects((mpi_ops.rank(), host_name(), ours), process_set, f"{NAME}.each")
-    ranks = [f"rank {rank} (host {host})" for rank, host, _ in tables]
-    raise _difference([rank for rank, _, _ in tables], ranks, [table for _, _, table in tables])
-
-
-def _fingerprints(model: torch.nn.Module) -> list[_Fingerprint]:
-    parameters = list(model.named_parameters())
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        return list(pool.map(_fingerprint, *zip(*parameters))) if parameters else []
+    raise _difference(
+        [rank for rank, _, _ in tables], [host for _, host, _ in tables], [table for *_, table in tables]
+    )
 
 
 def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
@@ -111,39 +110,34 @@ def _all_equal(digest: bytes, process_set: Any) -> bool:
 
 
 def _difference(
-    numbers: Sequence[int], ranks: Sequence[str], tables: Sequence[Sequence[_Fingerprint]]
+    ranks: Sequence[int], hosts: Sequence[str], tables: Sequence[Sequence[_Fingerprint]]
 ) -> Exception:
     """The error for the first difference between the ranks' tables."""
-    for rank, table in zip(ranks, tables):
+    named = [f"rank {rank} (host {host})" for rank, host in zip(ranks, hosts)]
+    for name, table in zip(named, tables):
         for entry in table:
             if entry.fault:
-                return ValueError(f"{rank}: the weights of '{entry.name}' cannot be compared: {entry.fault}")
+                return ValueError(f"{name}: the weights of '{entry.name}' cannot be compared: {entry.fault}")
     different = [entries for entries in zip(*tables) if len(set(entries)) > 1]
-    if different:
-        return WeightsDiffer(_sentence(numbers, ranks, different[0], len(different)))
-    counts = ", ".join(f"{len(table)} on {rank}" for rank, table in zip(ranks, tables))
-    return WeightsDiffer(
-        f"ranks have different numbers of parameters: {counts}; build the same model on every rank"
-    )
-
-
-def _sentence(
-    numbers: Sequence[int], ranks: Sequence[str], entries: Sequence[_Fingerprint], count: int
-) -> str:
-    """Says which ranks are apart from the greatest number of equal ones (rank 0's, where numbers are equal)."""
+    if not different:
+        counts = ", ".join(f"{len(table)} on {name}" for name, table in zip(named, tables))
+        return WeightsDiffer(
+            f"ranks have different numbers of parameters: {counts}; build the same model on every rank"
+        )
+    # The ranks that are apart from the greatest number of equal ones (rank 0's, where numbers are equal).
+    entries = different[0]
     usual = max(entries, key=entries.count)
+    among = ranks_text(rank for rank, entry in zip(ranks, entries) if entry == usual)
     apart = [position for position, entry in enumerate(entries) if entry != usual]
-    other = entries[apart[0]]
-    among = ranks_text(number for number, entry in zip(numbers, entries) if entry == usual)
-    who = ", ".join(ranks[position] for position in apart)
+    who = ", ".join(named[position] for position in apart)
     for field in ("name", "shape", "dtype"):
-        ours, theirs = getattr(usual, field), getattr(other, field)
-        if ours != theirs:
-            return (
-                f"ranks have different models: the {field} of parameter '{usual.name}' is {ours} on {among} and {theirs} on {who}; "
+        one, other = getattr(usual, field), getattr(entries[apart[0]], field)
+        if one != other:
+            return WeightsDiffer(
+                f"ranks have different models: the {field} of parameter '{usual.name}' is {one} on {among} and {other} on {who}; "
                 f"build the same model on every rank"
             )
-    return (
-        f"parameter '{usual.name}' differs: {who} has other values than {among} ({count} parameters differ); go on from a "
-        f"snapshot, or with one rank's weights: hvd_ckpt.broadcast_parameters(model.state_dict(), root_rank=0)"
+    return WeightsDiffer(
+        f"parameter '{usual.name}' differs: {who} has other values than {among} ({len(different)} parameters differ); resume "
+        f"from a snapshot, or with one rank's weights: hvd_ckpt.broadcast_parameters(model.state_dict(), root_rank=0)"
     )

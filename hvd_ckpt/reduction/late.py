@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, GradientEntry
+from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
 # The resynchronization: what ranks tell each other when something has changed that buckets cannot express.
@@ -39,64 +39,53 @@ class Report:
     used: list[bool] = field(default_factory=list)
 
 
-class Resynchronization:
-    """The reports of all ranks, in rank order."""
+def check_reports(reports: Sequence[Report]) -> None:
+    """Raises, the same on every rank, if the ranks cannot continue together.
 
-    def __init__(self, reports: Sequence[Report]) -> None:
-        self.reports = reports
+    Args:
+        reports: of all ranks, in rank order.
 
-    def check(self) -> None:
-        """Raises, the same on every rank, if the ranks cannot go on together.
+    Raises:
+        RuntimeError: gradients in flight were changed, or only on some ranks replaced or converted.
+        ValueError: the ranks' parameters differ.
+    """
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise RuntimeError(f"rank {rank}: {report.error}")
+    check_parameters([report.table for report in reports])
+    _check_equal([report.void for report in reports], "was converted to another dtype or device")
+    replaced = "had its gradient replaced between backward() and synchronize()"
+    _check_equal([report.replaced for report in reports], replaced)
 
-        Raises:
-            RuntimeError: gradients in flight were changed, or only on some ranks replaced or converted.
-            ValueError: the ranks' parameters differ.
-        """
-        for rank, report in enumerate(self.reports):
-            if report.error is not None:
-                raise RuntimeError(f"rank {rank}: {report.error}")
-        check_parameters([report.table for report in self.reports])
-        self._check_equal("void", "was converted to another dtype or device")
-        self._check_equal("replaced", "had its gradient replaced between backward() and synchronize()")
 
-    def _check_equal(self, attribute: str, what: str) -> None:
-        sets = [set(getattr(report, attribute)) for report in self.reports]
-        for rank, names in enumerate(sets):
-            different = sorted(names ^ sets[0])
-            if different:
-                here, there = (rank, 0) if different[0] in names else (0, rank)
-                raise RuntimeError(
-                    f"parameter '{different[0]}' {what} on rank {here} but not on rank {there}; "
-                    f"do the same on every rank"
-                )
-
-    @property
-    def to_reduce(self) -> set[str]:
-        """Names of the parameters whose true gradient has not been reduced in this step's buckets."""
-        return set(self.reports[0].void) | set(self.reports[0].replaced)
-
-    def used(self) -> list[bool]:
-        """For each parameter, whether any rank has a gradient for it."""
-        return [any(flags) for flags in zip(*(report.used for report in self.reports))]
+def _check_equal(names: Sequence[Sequence[str]], what: str) -> None:
+    for rank, own in enumerate(names):
+        different = sorted(set(own) ^ set(names[0]))
+        if different:
+            here, there = (rank, 0) if different[0] in own else (0, rank)
+            raise RuntimeError(
+                f"parameter '{different[0]}' {what} on rank {here} but not on rank {there}; do the same on every rank"
+            )
 
 
 @dataclass(frozen=True)
 class UnbucketedGradients:
-    """Reduces gradients of a assignment one by one. Every rank calls the same methods with the same indices.
+    """Reduces gradients one by one. Every rank calls the same methods with the same indices.
 
     Attributes:
-        assignment, wire: the parameters, and how tensors reach the other ranks.
+        assignment: the parameters.
+        communicator: how tensors reach the other ranks.
         done: takes the name of each parameter that is reduced.
     """
 
     assignment: BucketAssignment
-    wire: Communicator
+    communicator: Communicator
     done: list[str]
 
     def reduce(self, index: int) -> None:
         """Reduces one dense gradient; a missing one counts as zero."""
         parameter = self.assignment.parameters[index]
-        self.wire.leave_own_part(parameter)
+        self.communicator.leave_own_part(parameter)
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         reduced = self._reduced(index, gradient)
         dims = self.assignment.densified.get(index)
@@ -115,48 +104,40 @@ class UnbucketedGradients:
                     parameter.grad.add_(reduced)
 
     def reduce_sparse(self, indices: Sequence[int]) -> None:
-        """Gathers sparse gradients, in the order of the indices; a missing one counts as empty."""
+        """Gathers sparse gradients; a missing one counts as empty."""
         for index in sorted(indices):
             parameter = self.assignment.parameters[index]
             sparse_dim = self.assignment.sparse[index]
-            self.wire.leave_own_part(parameter)
+            self.communicator.leave_own_part(parameter)
             gradient = parameter.grad
             if gradient is None:
                 gradient = empty_sparse_like(parameter, sparse_dim)
             elif gradient.layout is torch.strided:
                 gradient = gradient.to_sparse(sparse_dim)
-            parameter.grad = self.wire.reduce_sparse(index, gradient)
+            parameter.grad = self.communicator.reduce_sparse(index, gradient)
             self.done.append(self.assignment.names[index])
 
     def _reduced(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         self.done.append(self.assignment.names[index])
-        return self.wire.reduce_single(index, gradient)
+        return self.communicator.reduce_single(index, gradient)
 
 
 # Gradients that were changed by hand while they were in flight.
 #
-# Between ``backward()`` and ``synchronize()`` a gradient may be on its way. One that was replaced by another tensor, or
-# dropped, can still be reduced again, if all ranks did the same; one that was changed in place cannot be told from what the
-# allreduce wrote.
+# One that was replaced by another tensor, or dropped, can still be reduced again, if all ranks did the same; one that was
+# changed in place cannot be distinguished from what the allreduce wrote.
 
 
-@dataclass(frozen=True)
-class ModifiedGradients:
-    """Parameters whose ``grad`` is not the view into their bucket for a reason that the reducer knows.
+def find_changes(
+    assignment: BucketAssignment, late: Set[int], diverted: Set[int], cleared: Set[int]
+) -> tuple[list[int], str | None]:
+    """The parameters whose gradient was replaced or dropped in flight, and an error if one was changed in place.
 
-    Attributes:
-        late: a late part lies there.
-        diverted: it was taken away, to make room for a late part.
-        cleared: it had been dropped or replaced by hand when a further gradient came.
+    Args:
+        late: parameters whose ``grad`` is a late part.
+        diverted: parameters whose ``grad`` was taken away, to make room for a late part.
+        cleared: parameters whose ``grad`` had been dropped or replaced by hand when a further gradient came.
     """
-
-    late: Set[int]
-    diverted: Set[int]
-    cleared: Set[int]
-
-
-def find_changes(assignment: BucketAssignment, hidden: ModifiedGradients) -> tuple[list[int], str | None]:
-    """The parameters whose gradient was replaced or dropped in flight, and an error if one was changed in place."""
     replaced: list[int] = []
     error = None
     for bucket in assignment.buckets:
@@ -169,17 +150,17 @@ def find_changes(assignment: BucketAssignment, hidden: ModifiedGradients) -> tup
                 f"(one of '{first}' to '{last}'); to clip, call hvd_ckpt.clip_grad_norm_ in place of torch's; for other changes "
                 f"call optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
             )
-        replaced.extend(entry.index for entry in bucket.entries if _is_replaced(entry, bucket, hidden))
+        for entry in bucket.entries:
+            index, gradient = entry.index, entry.parameter.grad
+            if entry.is_home() or index in late:
+                changed = index in cleared
+            elif gradient is None:
+                changed = index in cleared or (entry.filled and index not in diverted)
+            else:
+                same_kind = (
+                    entry.parameter.dtype is bucket.dtype
+                )  # else the model was converted, and its gradients moved
+                changed = index in cleared or bool(entry.numel and same_kind and not entry.holds(gradient))
+            if changed:
+                replaced.append(index)
     return replaced, error
-
-
-def _is_replaced(entry: GradientEntry, bucket: Bucket, hidden: ModifiedGradients) -> bool:
-    if entry.index in hidden.cleared:
-        return True
-    if entry.is_home() or entry.index in hidden.late:
-        return False
-    gradient = entry.parameter.grad
-    if gradient is None:
-        return entry.filled and entry.index not in hidden.diverted
-    same_kind = entry.parameter.dtype is bucket.dtype  # else the model was converted, and its gradients moved
-    return bool(entry.numel) and same_kind and not entry.holds(gradient)

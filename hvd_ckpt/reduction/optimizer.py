@@ -16,9 +16,9 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
 from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
+from hvd_ckpt.reduction.accumulation import forget_sums
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from
 from hvd_ckpt.reduction.communicator import adasum_step
-from hvd_ckpt.reduction.ownership import forget_sums
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.stats import ReductionStats
 
@@ -273,7 +273,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return self._reducer.state_dict() if self._reducer is not None else {}
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state saved by this rank, so that training goes on bit for bit; drops all gradients. On every rank.
+        """Loads a state saved by this rank, so that training resumes bit for bit; drops all gradients. On every rank.
 
         Raises:
             ValueError: the state does not belong to this model.

@@ -27,18 +27,11 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction.accumulation import AccumulationCounts, GradientHooks
+from hvd_ckpt.reduction.accumulation import AccumulationCounts, GradientHooks, TurnTaker
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, Work
-from hvd_ckpt.reduction.late import (
-    ModifiedGradients,
-    Report,
-    Resynchronization,
-    UnbucketedGradients,
-    find_changes,
-)
-from hvd_ckpt.reduction.ownership import TurnTaker
+from hvd_ckpt.reduction.late import Report, UnbucketedGradients, check_reports, find_changes
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 
@@ -160,7 +153,7 @@ class Reducer(TurnTaker):
             bucket.gather()
 
     def _watch_sums(self) -> None:
-        """Hears of gradients before more is added to what is summed already, where this rank must not bring it again."""
+        """Watches gradients before more is added to what is summed already, where this rank must not bring it again."""
         if self._communicator.sums_once and not self._communicator.is_leader:
             self._departed.update(range(len(self.assignment.parameters)))
 
@@ -200,8 +193,7 @@ class Reducer(TurnTaker):
     def _synchronize(self) -> None:
         assignment = self.assignment
         self._hooks.attach()
-        hidden = ModifiedGradients(self._late, self._diverted, self._cleared)
-        replaced, self._report.error = find_changes(assignment, hidden)
+        replaced, self._report.error = find_changes(assignment, self._late, self._diverted, self._cleared)
         self._report.wanted |= self._report.error is not None
         self._report.wanted |= bool(replaced) or len(assignment.parameters) != self._known
         flags = self._reduce_buckets()
@@ -349,24 +341,24 @@ class Reducer(TurnTaker):
 
     def _resynchronize(self, replaced: Sequence[int]) -> list[int]:
         """All ranks compare what has changed, and raise or continue together; returns the parameters in use."""
-        names, parameters = self.assignment.names, self.assignment.parameters
-        report = self._report
-        table = (ParameterFacts.of(name, parameter) for name, parameter in zip(names, parameters))
+        names, parameters, report = self.assignment.names, self.assignment.parameters, self._report
         report.table = [
-            dataclasses.replace(one, requires_grad=True) for one in table
-        ]  # ranks may freeze differently
+            dataclasses.replace(ParameterFacts.of(*pair), requires_grad=True)  # ranks may freeze differently
+            for pair in zip(names, parameters)
+        ]
         report.replaced = [names[index] for index in replaced]
         report.used = [parameter.grad is not None for parameter in parameters]
-        ranks = Resynchronization(self._communicator.gather(report, "resynchronization"))
-        ranks.check()
+        reports = self._communicator.gather(report, "resynchronization")
+        check_reports(reports)
         self._known = len(parameters)
-        used = ranks.used()
-        for index, name in enumerate(names):
-            if name in ranks.to_reduce:
-                if used[index]:
-                    self._unbucketed.reduce(index)
-                else:
-                    parameters[index].grad = None
+        used = [any(flags) for flags in zip(*(one.used for one in reports))]
+        for index in range(len(names)):  # true gradients that this step's buckets have not reduced
+            if names[index] not in (*report.void, *report.replaced):
+                continue
+            if used[index]:
+                self._unbucketed.reduce(index)
+            else:
+                parameters[index].grad = None
         self._make_buckets()
         return [index for index, flag in enumerate(used) if flag]
 

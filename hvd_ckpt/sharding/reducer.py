@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction.accumulation import GradientHooks
-from hvd_ckpt.reduction.ownership import TurnTaker, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.accumulation import GradientHooks, TurnTaker, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange

@@ -72,13 +72,11 @@ def test_without_a_terminal_long_work_prints_lines_all_the_same(
     assert set(told.splitlines()) == {"np=2, batch 16  1/3  0:00:00"}
 
 
-def test_an_unknown_command_is_named() -> None:
+def test_an_unknown_command_is_named_and_one_that_cannot_be_loaded_sends_to_the_doctor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     result = CliRunner().invoke(cli.main, ["divine"])
-    assert result.exit_code == 2
-    assert "'divine'" in result.output
-
-
-def test_a_command_that_cannot_be_loaded_sends_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert result.exit_code == 2 and "'divine'" in result.output
     monkeypatch.setitem(cli.COMMANDS, "absent", cli._Entry("hvd_ckpt.no_such_module", "absent", "Not there."))
     result = CliRunner().invoke(cli.main, ["absent"])
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Several hosts on one machine, for tests of what goes on between hosts.
+"""Several hosts on one machine, for tests of jobs over hosts.
 
 A host is a set of Linux namespaces: its own network (a virtual cable to a switch), name, processes, ``/dev/shm`` and
 ``/run``, with an sshd of its own; its files are this machine's. The hosts are called a, b, c, ... at 10.77.0.1 and up, know
@@ -8,20 +8,17 @@ each other by name, and root's ssh between them works without a word, by keys ma
         hosts.run("a", ["horovodrun", "-np", "2", "-H", "a:1,b:1", "python", "train.py"], timeout=100)
 
 Nothing of it is visible outside: the namespaces have no names, the switch lives in one too, and everything ends when the
-process that made it ends, however it ends (each host's first process waits for the end of its standard input). By hand::
+process that made it ends, however it ends (each host's first process waits for the end of its standard input). By hand, a shell
+on the first of three hosts::
 
-    python tests/helpers/hosts.py up 3
-    python tests/helpers/hosts.py run a ssh b hostname
-    python tests/helpers/hosts.py down
+    python tests/helpers/hosts.py 3 bash
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import shlex
 import shutil
 import signal
 import string
@@ -36,7 +33,6 @@ from types import TracebackType
 PROGRAMS = ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount", "bash")
 NETWORK = "10.77.0"
 FRAME = 1514  # bytes of a full Ethernet frame
-STATE = Path(tempfile.gettempdir()) / f"hvd-ckpt-hosts-{os.getuid()}.json"  # where the script finds its hosts
 SEARCH = os.pathsep.join(
     dict.fromkeys([str(Path(sys.executable).parent), *os.get_exec_path(), "/usr/sbin", "/sbin"])
 )
@@ -208,8 +204,8 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """Starts a command on a host, its output (text) in pipes. Signals go to :meth:`processes`, not to this one."""
         job = subprocess.Popen(
-            [*self._inside(name, "--all"), "env", "-C", str(folder or Path.cwd()), *map(str, command)],
-            env={**os.environ, "PATH": SEARCH, "HOME": str(self._folder / "home"), **(environment or {})},
+            self.command(name, command, folder),
+            env={**self.environment(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -218,6 +214,16 @@ class Hosts:
         )
         self._jobs.append(job)
         return job
+
+    def command(
+        self, name: str, command: Sequence[str | Path], folder: Path | str | None = None
+    ) -> list[str]:
+        """The command line that runs a command on a host, from outside."""
+        return [*self._inside(name, "--all"), "env", "-C", str(folder or Path.cwd()), *map(str, command)]
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables of what runs on a host."""
+        return {**os.environ, "PATH": SEARCH, "HOME": str(self._folder / "home")}
 
     def processes(self, name: str) -> dict[int, str]:
         """What runs on a host beside its sshd: command lines by process id (as seen, and killed, from outside)."""
@@ -389,67 +395,13 @@ def _end(job: subprocess.Popen[str]) -> None:
     job.wait()
 
 
-def _up(count: int) -> None:
-    """Makes hosts that stay after this process, held by a child of it."""
-    _down()
+def main(count: str, *command: str) -> int:
+    """Runs a command on the first of some hosts, which end with it."""
     if (reason := unavailable()) is not None:
         sys.exit(f"error: {reason}.")
-    command = [sys.executable, str(Path(__file__).resolve()), "hold", str(count)]
-    holder = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert holder.stdout is not None
-    if not holder.stdout.readline():
-        sys.exit("error: the hosts did not come up.")
-
-
-def _hold(count: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with Hosts(count) as hosts:
-        try:
-            STATE.write_text(json.dumps({"holder": os.getpid(), "hosts": hosts._roots}))
-            print("up", flush=True)
-            while True:
-                signal.pause()
-        finally:
-            STATE.unlink(missing_ok=True)
-
-
-def _down() -> None:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        holder = json.loads(STATE.read_text())["holder"]
-        os.kill(holder, signal.SIGTERM)
-        while STATE.exists() and Path(f"/proc/{holder}").exists():
-            time.sleep(0.05)
-    STATE.unlink(missing_ok=True)
-
-
-def _run(name: str, command: list[str]) -> None:
-    try:
-        root = json.loads(STATE.read_text())["hosts"][name]
-    except (FileNotFoundError, KeyError):
-        sys.exit(
-            f"error: there is no host {name!r}: make some with `python {shlex.quote(sys.argv[0])} up 3`."
-        )
-    inside = ["nsenter", "--target", str(root), "--all", "--", "env", "-C", str(Path.cwd()), *command]
-    os.execvpe("nsenter", inside, {**os.environ, "PATH": SEARCH})
-
-
-def main(arguments: list[str]) -> None:
-    match arguments:
-        case ["up", count] if count.isdigit():
-            _up(int(count))
-        case ["up"]:
-            _up(2)
-        case ["hold", count]:
-            _hold(int(count))
-        case ["down"]:
-            _down()
-        case ["run", name, _, *_]:
-            _run(name, arguments[2:])
-        case _:
-            sys.exit(f"usage: python {sys.argv[0]} up [COUNT] | down | run HOST COMMAND...")
+    with Hosts(int(count)) as hosts:
+        return subprocess.call(hosts.command("a", command), env=hosts.environment())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -131,24 +131,6 @@ def test_elastic_ranks_that_have_built_different_numbers_of_optimizers(
     del survivors
 
 
-@pytest.mark.ranks(mpi=(4,))
-def test_adasum_scaler_where_one_rank_has_no_gradients() -> None:
-    if not hc.mpi_enabled():
-        pytest.skip("Adasum needs MPI")
-    model = chain()
-    optimizer = wrap(model, op=hc.Adasum)
-    scaler = hc.GradScaler(init_scale=16.0)
-    for step in range(2):
-        optimizer.zero_grad()
-        if hc.rank() == 0:
-            scaler.scale(loss(model, step, 0)).backward()
-        else:
-            scaler.scale(torch.zeros(()))
-        scaler.step(optimizer)
-        scaler.update()
-    same_everywhere(model)
-
-
 class Polite(torch.optim.SGD):
     """An optimizer that extends the base class's methods."""
 

@@ -26,14 +26,3 @@ def test_distributed_optimizer_takes_horovods_arguments() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default
-    sharding = {
-        "shard",
-        "model",
-        "units",
-        "offload",
-        "offload_folder",
-        "wire",
-        "master_weights",
-        "elementwise",
-    }
-    assert set(ours) - set(theirs) == {"bucket_cap_mb", "keep_buckets"} | sharding
