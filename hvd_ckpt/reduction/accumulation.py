@@ -94,10 +94,10 @@ class AccumulationCounts:
 
 @dataclass
 class _Holders:
-    """The hooks that have a parameter, and those of them that it belongs to."""
+    """The reducers that have a parameter, and the one of them that it belongs to."""
 
-    owner: weakref.ref[GradientHooks] | None = None
-    every: list[weakref.ref[GradientHooks]] = field(default_factory=list)
+    owner: weakref.ref[OwningReducer] | None = None
+    every: list[weakref.ref[OwningReducer]] = field(default_factory=list)
 
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter
@@ -106,156 +106,57 @@ _holders: Any = WeakTensorKeyDictionary()  # by parameter
 def owner_of(parameter: torch.Tensor) -> Any | None:
     """The distributed optimizer that a parameter belongs to, or None."""
     holders = _holders.get(parameter)
-    hooks = None if holders is None or holders.owner is None else holders.owner()
-    return None if hooks is None else hooks.optimizer()
+    reducer = None if holders is None or holders.owner is None else holders.owner()
+    return None if reducer is None else reducer.optimizer()
 
 
-class GradientHooks:
-    """The hooks of one reducer on its parameters.
+class OwningReducer(ABC):
+    """A reducer, as far as it owns parameters and hears of their gradients.
 
-    Two per parameter: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates nothing),
-    one after.
+    Each parameter has two hooks: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates
+    nothing), one after.
 
     Args:
-        reducer: receives the events; held weakly, since hooks live as long as the parameters.
-        parameters: by index.
-        departed: the indices for which ``before_accumulation`` is called, kept by the reducer.
+        parameters: by index; kept, and may grow.
+        departed: the indices for which :meth:`before_accumulation` is called; kept, and may change.
 
     Attributes:
+        active: a gradient has arrived since the last synchronization.
         optimizer: weak reference to the optimizer, once :meth:`begin` has been called.
     """
 
-    def __init__(
-        self, reducer: TurnTaker, parameters: Sequence[torch.Tensor], departed: Container[int]
-    ) -> None:
+    _identity: int
+    _generation: int
+
+    def __init__(self, parameters: Sequence[torch.Tensor], departed: Container[int]) -> None:
+        self.active = False
         self.optimizer: Callable[[], Any] = lambda: None
-        self._reducer = weakref.ref(reducer)
-        self._departed = departed
-        self._parameters = parameters
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._hooked, self._departed_indices = parameters, departed
+        self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
         self._waiting: list[int] = []  # own parameters without hooks
         self._owners: dict[int, Any] = {}  # of parameters that belong to another optimizer: that one
 
     def begin(self, optimizer: Any) -> None:
-        """Makes all parameters this optimizer's own."""
+        """Makes all parameters this optimizer's own. To be called on every rank."""
         self.optimizer = weakref.ref(optimizer)
-        self.add(range(len(self._parameters)))
+        self.own(range(len(self._hooked)))
 
-    def add(self, indices: Iterable[int]) -> None:
+    def own(self, indices: Iterable[int]) -> None:
         """Makes the parameters, which are new here, this optimizer's own; a step of their owners' that has begun is dropped."""
         indices = list(indices)
-        owners: dict[GradientHooks, None] = {}
+        owners: dict[OwningReducer, None] = {}
         for index in indices:
-            parameter = self._parameters[index]
-            self._index_of[id(parameter)] = index
+            parameter = self._hooked[index]
+            self._number_of[id(parameter)] = index
             holders = _holders.setdefault(parameter, _Holders())
             holders.every = [one for one in holders.every if one() is not None] + [weakref.ref(self)]
             owner = None if holders.owner is None else holders.owner()
             if owner is not None:
                 owners[owner] = None
         for owner in owners:
-            owner._tell(lambda reducer: reducer.interrupt())
+            owner._interrupt()
         self._take(indices)
-
-    def owners(self) -> list[Any]:
-        """The optimizers that parameters of this one belong to, in an order that is the same on every rank; none as a rule."""
-        if not self._owners:
-            return []
-        distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
-        return sorted(distinct.values(), key=lambda optimizer: optimizer._identity)
-
-    def take_back(self) -> None:
-        """Makes the parameters that belong to other optimizers this one's own."""
-        taken, self._owners = self._owners, {}
-        self._take(sorted(taken))
-
-    def _take(self, indices: Iterable[int]) -> None:
-        losers: dict[GradientHooks, list[torch.Tensor]] = {}
-        for index in indices:
-            holders = _holders[self._parameters[index]]
-            holders.owner = weakref.ref(self)
-            self._waiting.append(index)
-            for reference in holders.every:
-                other = reference()
-                if other is not None and other is not self:
-                    losers.setdefault(other, []).append(self._parameters[index])
-        for other, parameters in losers.items():
-            other._lose(parameters, self.optimizer())
-        self.attach()
-
-    def _lose(self, parameters: Iterable[torch.Tensor], to: Any) -> None:
-        indices = [self._index_of[id(parameter)] for parameter in parameters]
-        for index in indices:
-            for handle in self._handles.pop(index, ()):
-                handle.remove()
-            self._owners[index] = to
-        gone = set(indices)
-        self._waiting = [index for index in self._waiting if index not in gone]
-        self._tell(lambda reducer: reducer.lose(indices))
-
-    def _tell(self, what: Callable[[TurnTaker], None]) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            what(reducer)
-
-    def attach(self) -> None:
-        """Hooks own parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
-        if not self._waiting:
-            return
-        frozen = []
-        for index in self._waiting:
-            parameter = self._parameters[index]
-            if not parameter.requires_grad:
-                frozen.append(index)
-                continue
-            self._handles[index] = [
-                parameter.register_hook(_before(self._reducer, index, self._departed)),  # type: ignore[no-untyped-call]
-                parameter.register_post_accumulate_grad_hook(_after(self._reducer, index)),  # type: ignore[no-untyped-call]
-            ]
-        self._waiting = frozen
-
-
-def _before(
-    reference: weakref.ref[TurnTaker], index: int, departed: Container[int]
-) -> Callable[[torch.Tensor], None]:
-    def hook(gradient: torch.Tensor) -> None:
-        if index in departed:  # all but late gradients end here
-            reducer = reference()
-            if reducer is not None:
-                reducer.before_accumulation(index)
-
-    return hook
-
-
-def _after(reference: weakref.ref[TurnTaker], index: int) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        reducer = reference()
-        if reducer is not None:
-            reducer.after_accumulation(index)
-
-    return hook
-
-
-class TurnTaker(ABC):
-    """A reducer, as far as it shares parameters with those of other optimizers."""
-
-    active: bool
-    _hooks: GradientHooks
-    _identity: int
-    _generation: int
-
-    def begin(self, optimizer: Any) -> None:
-        """Makes all parameters this optimizer's. To be called on every rank."""
-        self._hooks.begin(optimizer)
-
-    def interrupt(self) -> None:
-        """Another optimizer begins with parameters of this one: a step that has begun is dropped. To be called on every rank."""
-        if self.active:
-            self.abandon()
-        else:
-            identity, generation = self.naming
-            self.rename(identity, generation + 1)
 
     def take_turn(self) -> bool:
         """Takes back the parameters that another optimizer has been made or synchronized for since the last turn.
@@ -265,14 +166,73 @@ class TurnTaker(ABC):
         Returns:
             Whether there are any.
         """
-        owners = self._hooks.owners()
-        for owner in owners:
-            owner.give_way()
-        if owners:
-            self._hooks.take_back()
-        else:
+        if not self._owners:
             self.have_alone()
-        return bool(owners)
+            return False
+        distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
+        for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer._identity):
+            optimizer.give_way()
+        taken, self._owners = self._owners, {}
+        self._take(sorted(taken))
+        return True
+
+    def _interrupt(self) -> None:
+        """Another optimizer begins with parameters of this one: a step that has begun is dropped."""
+        if self.active:
+            self.abandon()
+        else:
+            self.rename(self._identity, self._generation + 1)
+
+    def _take(self, indices: Iterable[int]) -> None:
+        losers: dict[OwningReducer, list[torch.Tensor]] = {}
+        for index in indices:
+            holders = _holders[self._hooked[index]]
+            holders.owner = weakref.ref(self)
+            self._waiting.append(index)
+            for reference in holders.every:
+                other = reference()
+                if other is not None and other is not self:
+                    losers.setdefault(other, []).append(self._hooked[index])
+        for other, parameters in losers.items():
+            other._give(parameters, self.optimizer())
+        self.hook_parameters()
+
+    def _give(self, parameters: Iterable[torch.Tensor], to: Any) -> None:
+        indices = [self._number_of[id(parameter)] for parameter in parameters]
+        for index in indices:
+            for handle in self._handles.pop(index, ()):
+                handle.remove()
+            self._owners[index] = to
+        self._waiting = [index for index in self._waiting if index not in self._owners]
+        self.lose(indices)
+
+    def hook_parameters(self) -> None:
+        """Hooks own parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
+        frozen = []
+        for index in self._waiting:
+            parameter = self._hooked[index]
+            if parameter.requires_grad:
+                before, after = _hooks(weakref.ref(self), index, self._departed_indices)
+                self._handles[index] = [
+                    parameter.register_hook(before),  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+                ]
+            else:
+                frozen.append(index)
+        self._waiting = frozen
+
+    @property
+    def naming(self) -> tuple[int, int]:
+        """Identity and generation, as :meth:`rename` has set them."""
+        return self._identity, self._generation
+
+    def rename(self, identity: int, generation: int) -> None:
+        """Names this optimizer's tensors; the same on every rank."""
+        self._identity, self._generation = identity, generation
+        self._name_tensors(f"hvd_ckpt.{identity}.{generation}")
+
+    @abstractmethod
+    def _name_tensors(self, prefix: str) -> None: ...
 
     @abstractmethod
     def before_accumulation(self, index: int) -> None:
@@ -295,20 +255,27 @@ class TurnTaker(ABC):
         """Two turns in a row were this reducer's."""
 
     @abstractmethod
-    def abandon(self) -> None: ...
+    def abandon(self) -> None:
+        """Drops the step that has begun, and all gradients. To be called on every rank."""
 
-    @property
-    def naming(self) -> tuple[int, int]:
-        """Identity and generation, as :meth:`rename` has set them."""
-        return self._identity, self._generation
 
-    def rename(self, identity: int, generation: int) -> None:
-        """Names this optimizer's tensors; the same on every rank."""
-        self._identity, self._generation = identity, generation
-        self._name_tensors(f"hvd_ckpt.{identity}.{generation}")
+def _hooks(
+    reference: weakref.ref[OwningReducer], index: int, departed: Container[int]
+) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    """The two hooks of a parameter. They hold the reducer weakly, since they live as long as the parameter."""
 
-    @abstractmethod
-    def _name_tensors(self, prefix: str) -> None: ...
+    def before(gradient: torch.Tensor) -> None:
+        if index in departed:  # all but late gradients end here
+            reducer = reference()
+            if reducer is not None:
+                reducer.before_accumulation(index)
+
+    def after(parameter: torch.Tensor) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer.after_accumulation(index)
+
+    return before, after
 
 
 # Gradients that are sums over the ranks already: added up again, they would count once per rank.

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction.accumulation import AccumulationCounts, GradientHooks, TurnTaker
+from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, Work
@@ -35,7 +35,7 @@ from hvd_ckpt.reduction.late import Report, UnbucketedGradients, check_reports, 
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 
-class Reducer(TurnTaker):
+class Reducer(OwningReducer):
     """Reduces the gradients of all parameters of an assignment, once per call of :meth:`synchronize`.
 
     Args:
@@ -46,7 +46,6 @@ class Reducer(TurnTaker):
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
 
     Attributes:
-        active: a gradient has arrived since the last synchronization.
         notice: the next synchronization tells all ranks that one of them has something to say.
         noticed: whether any rank had a notice in the last synchronization.
     """
@@ -59,9 +58,10 @@ class Reducer(TurnTaker):
         sparse_as_dense: bool,
         keep_buckets: bool,
     ) -> None:
+        self._departed: set[int] = set()  # parameters whose bucket has left
+        super().__init__(assignment.parameters, self._departed)
         self.assignment = assignment
         self.stats = ReductionStats()
-        self.active = False
         self.notice = self.noticed = False
         self._communicator = communicator
         self.rename(identity, generation=0)
@@ -75,19 +75,13 @@ class Reducer(TurnTaker):
         self._diverted: set[int] = set()
         self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
         self._late_parts: dict[int, torch.Tensor] = {}
-        self._departed: set[int] = set()  # parameters whose bucket has left
         self._in_flight: list[Work] = []
         self._next = 0
         self._step = StepStats()
         self._report = Report()
-        self._hooks = GradientHooks(self, assignment.parameters, self._departed)
         self._watch_sums()
 
     # ---------------------------------------------------------------------------------- parameters come and go
-
-    def hook_parameters(self) -> None:
-        """Counts the gradients of parameters that have been unfrozen, too."""
-        self._hooks.attach()
 
     def add_parameters(self, named_parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Takes in parameters added to the optimizer; the ranks compare them at the next synchronization."""
@@ -95,7 +89,7 @@ class Reducer(TurnTaker):
             index = self.assignment.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
-                self._hooks.add([index])
+                self.own([index])
         self._watch_sums()
 
     # ---------------------------------------------------------------------------------- the backward pass
@@ -192,7 +186,7 @@ class Reducer(TurnTaker):
 
     def _synchronize(self) -> None:
         assignment = self.assignment
-        self._hooks.attach()
+        self.hook_parameters()
         replaced, self._report.error = find_changes(assignment, self._late, self._diverted, self._cleared)
         self._report.wanted |= self._report.error is not None
         self._report.wanted |= bool(replaced) or len(assignment.parameters) != self._known

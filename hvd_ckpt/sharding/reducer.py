@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction.accumulation import GradientHooks, TurnTaker, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.accumulation import OwningReducer, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
@@ -36,7 +36,7 @@ __all__ = ["ShardReducer"]
 USED, LATE = 1.0, 2.0
 
 
-class ShardReducer(TurnTaker):
+class ShardReducer(OwningReducer):
     """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
 
     Needs a name (:meth:`rename`) before the first step.
@@ -52,7 +52,6 @@ class ShardReducer(TurnTaker):
 
     Attributes:
         stats: what was launched when; groups are named by their position in the layout.
-        active: a gradient has arrived since the last synchronization.
         notice: the next synchronization tells all ranks that one of them has something to say.
         noticed: whether any rank had a notice in the last synchronization.
         used: of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`.
@@ -68,8 +67,9 @@ class ShardReducer(TurnTaker):
         passes: int,
         op: int,
     ) -> None:
+        watched = range(sys.maxsize if op == Sum and exchange.rank else 0)
+        super().__init__(layout.parameters, watched)
         self.stats = ReductionStats()
-        self.active = False
         self.notice = self.noticed = False
         self.used = [False] * len(layout.parameters)
         self._identity = self._generation = 0
@@ -86,14 +86,8 @@ class ShardReducer(TurnTaker):
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
         self._sums_once = op == Sum
-        watched = range(sys.maxsize if self._sums_once and exchange.rank else 0)
-        self._hooks = GradientHooks(self, layout.parameters, watched)
 
     # ---------------------------------------------------------------------------------- parameters come and go
-
-    def hook_parameters(self) -> None:
-        """Counts the gradients of parameters that have been unfrozen, too."""
-        self._hooks.attach()
 
     def set_passes(self, passes: int) -> None:
         """Another number of backward passes in a round, from the next step on. To be called on every rank."""
@@ -104,7 +98,7 @@ class ShardReducer(TurnTaker):
         fresh = range(len(self.used), len(self._layout.parameters))
         self.used.extend([False] * len(fresh))
         self._schedule.grow()
-        self._hooks.add(fresh)
+        self.own(fresh)
 
     # ---------------------------------------------------------------------------------- other optimizers of a parameter
 
@@ -195,7 +189,7 @@ class ShardReducer(TurnTaker):
 
     def _synchronize(self) -> None:
         schedule, parameters = self._schedule, self._layout.parameters
-        self._hooks.attach()
+        self.hook_parameters()
         count, groups = len(parameters), self._layout.groups
         pending = [index for index in range(count) if parameters[index].grad is not None]
         unsteady = bool(pending) or schedule.position < self._agreed

@@ -111,10 +111,7 @@ def slowed_by() -> str | None:
 
 
 class Hosts:
-    """`count` hosts, up from the start of the ``with`` block to its end.
-
-    Args:
-        count: how many, from 1 to 26.
+    """Some hosts, from 1 to 26, up from the start of the ``with`` block to its end.
 
     Attributes:
         names: "a", "b", ...
@@ -125,9 +122,7 @@ class Hosts:
         RuntimeError: they cannot be made here (:func:`unavailable` says why beforehand), or one did not come up.
     """
 
-    def __init__(self, count: int = 2) -> None:
-        if not 1 <= count <= len(string.ascii_lowercase):
-            raise ValueError(f"{count} hosts: give a number from 1 to 26.")
+    def __init__(self, count: int) -> None:
         self.names = tuple(string.ascii_lowercase[:count])
         self.addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(self.names, 1)}
         self._processes: dict[str, subprocess.Popen[str]] = {}  # the first one of each host, and the switch's
@@ -167,25 +162,17 @@ class Hosts:
     def run(
         self,
         name: str,
-        command: Sequence[str | Path],
+        command: Sequence[str],
         *,
         timeout: float,
         environment: Mapping[str, str] | None = None,
-        folder: Path | str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host and waits for it.
-
-        Args:
-            name: of the host.
-            command: the program and its arguments.
-            timeout: seconds; past it, everything that runs on the hosts is killed.
-            environment: variables beside those of this process.
-            folder: to run in; this process's if None.
+        """Runs a command on a host and waits for it, as :meth:`start`; past ``timeout`` seconds, all on the hosts is killed.
 
         Raises:
             subprocess.TimeoutExpired: with the output so far.
         """
-        job = self.start(name, command, environment=environment, folder=folder)
+        job = self.start(name, command, environment=environment)
         try:
             output, errors = job.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -195,16 +182,15 @@ class Hosts:
         return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
     def start(
-        self,
-        name: str,
-        command: Sequence[str | Path],
-        *,
-        environment: Mapping[str, str] | None = None,
-        folder: Path | str | None = None,
+        self, name: str, command: Sequence[str], *, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts a command on a host, its output (text) in pipes. Signals go to :meth:`processes`, not to this one."""
+        """Starts a command on a host, its output (text) in pipes. Signals go to :meth:`processes`, not to this one.
+
+        Args:
+            environment: variables beside those of this process.
+        """
         job = subprocess.Popen(
-            self.command(name, command, folder),
+            self.command(name, command),
             env={**self.environment(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -215,11 +201,9 @@ class Hosts:
         self._jobs.append(job)
         return job
 
-    def command(
-        self, name: str, command: Sequence[str | Path], folder: Path | str | None = None
-    ) -> list[str]:
+    def command(self, name: str, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on a host, from outside."""
-        return [*self._inside(name, "--all"), "env", "-C", str(folder or Path.cwd()), *map(str, command)]
+        return [*self._inside(name, "--all"), "env", "-C", str(Path.cwd()), *command]
 
     def environment(self) -> dict[str, str]:
         """The environment variables of what runs on a host."""
