@@ -72,7 +72,7 @@ def results(path_without_ssh: str, tmp_path_factory: pytest.TempPathFactory) -> 
     log.write_text(
         "[1/2] c++ a.cc\n  a.cc:3:1: error: one today\n  b.cc:1:1: error: two\nerror: subprocess-exited-with-error\n"
     )
-    return run_forked(IMPORTS, cases)
+    return run_forked(IMPORTS, cases, seconds=400)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,6 @@ def test_what_is_installed_and_works(healthy: dict[str, Any]) -> None:
     assert healthy["torch"]["cuda_available"] is torch.cuda.is_available()
     assert healthy["horovod"]["version"] == "0.28.1"
     assert healthy["problems"] == []
-
     for name, controller in healthy["controllers"].items():
         assert controller["works"] or not healthy["horovod"][name], controller["reason"]
         if controller["works"]:

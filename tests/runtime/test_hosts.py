@@ -98,7 +98,7 @@ def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one
     if launcher != "gloo" and not (answer := probe("mpi")).works:
         pytest.skip(f"MPI does not work here: {answer.reason}")
     run = tmp_path / "run"
-    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "5")
+    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "15")
     alive = [word for pair in ALIVE.items() for word in ("-mca", *pair)] if program == "mpirun" else []
     slow_down(hosts)
     job = hosts.start("a", [program, *alive, *options], environment=ENVIRONMENT)

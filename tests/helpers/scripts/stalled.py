@@ -40,7 +40,7 @@ for step in range(100_000):
     if CASE == "orphans":
         time.sleep(0.05)
     elif step == AT_STEP:
-        hc.init(stall_timeout=3)
+        hc.init(stall_timeout=5)
         if CASE == "alone":
             watchdog.NOTICE_SECONDS = 1.0
         if hc.rank() == 1:
