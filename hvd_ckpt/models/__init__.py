@@ -4,16 +4,15 @@ Each model's module gives an ``nn.Sequential`` whose children are the blocks, cu
 ``list(model)`` is what ``checkpoint_sequential`` splits. One tensor flows from block to block, or a tuple of them. Where blocks
 also share arguments, such as a mask, the model is a ``Chain``, which hands these to every block and recomputes by itself if asked.
 
-    chain            Chain: shared keyword arguments, ``checkpoint_interval``
+    chain            Chain: shared keyword arguments, ``checkpoint_interval``; WrappedChain: a model of ``transformers``
     densenet, resnet, vnet, lstm, gpt
                      models written here, from their papers
     bert, xlnet, gpt2
                      models of ``transformers`` as chains; bert has RoBERTa too
-    wrapped          what these share
     hugging_face     the same from a configuration or a local folder
-    sizes            of DenseNets and ResNets by depth, and what those of a transformer must be
+    sizes            of DenseNets and ResNets by depth, and checks of sizes
     catalog          names for the commands: which kind of data a model is for, how it is built, its options
-    batch            Batch: inputs, targets and shared arguments of some samples
+    batch            Batch: inputs, targets and shared arguments of samples
     objectives       loss, metrics and weight of a batch, by kind of data
 
 Import the module you need: nothing is imported here, so that a model's own requirements (``transformers``, say) are only met by

@@ -8,15 +8,15 @@ that is the same for all of them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+from torch import Tensor, nn
+from transformers import BertForMaskedLM, PreTrainedModel, RobertaForMaskedLM
 from transformers.masking_utils import create_bidirectional_mask
 
+from hvd_ckpt.models.chain import HeadBlock, LayerBlock, WrappedChain
 from hvd_ckpt.models.sizes import check_sizes
-from hvd_ckpt.models.wrapped import HeadBlock, WrappedChain
 
 __all__ = ["BertChain", "bert", "roberta"]
 
@@ -28,22 +28,9 @@ class EmbeddingsBlock(nn.Module):
         super().__init__()
         self.embeddings = embeddings
 
-    def forward(self, tokens: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> torch.Tensor:
-        hidden: torch.Tensor = self.embeddings(tokens, token_type_ids=token_type_ids)
+    def forward(self, tokens: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        hidden: Tensor = self.embeddings(tokens, token_type_ids=token_type_ids)
         return hidden
-
-
-class EncoderBlock(nn.Module):
-    """One encoder layer: hidden states in, hidden states out, (batch, length, width) both."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """``attention_mask`` is true, or 0, where a position (dimension 2) sees another (3): what the chain makes of its own."""
-        output: torch.Tensor = self.layer(hidden, attention_mask)
-        return output
 
 
 class BertChain(WrappedChain):
@@ -63,15 +50,12 @@ class BertChain(WrappedChain):
         body: Any = model.base_model
         blocks: OrderedDict[str, nn.Module] = OrderedDict(embeddings=EmbeddingsBlock(body.embeddings))
         for index, layer in enumerate(body.encoder.layer):
-            blocks[f"encoder{index}"] = EncoderBlock(layer)
+            blocks[f"encoder{index}"] = LayerBlock(layer)
         blocks["head"] = HeadBlock(model.cls if isinstance(model, BertForMaskedLM) else model.lm_head)
         super().__init__(model, blocks, checkpoint_interval)
 
     def prepare(
-        self,
-        tokens: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
+        self, tokens: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Token numbers, mask (0 hides a position) and token types (which of two sentences), (batch, length) each."""
         mask = create_bidirectional_mask(
@@ -80,9 +64,10 @@ class BertChain(WrappedChain):
         return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
 
 
-def bert(
+def _masked_model(
+    kind: type[PreTrainedModel],
     *,
-    vocabulary: int = 30522,
+    vocabulary: int,
     length: int = 128,
     width: int = 128,
     heads: int = 4,
@@ -92,9 +77,10 @@ def bert(
     attention: str = "sdpa",
     checkpoint_interval: int = 0,
 ) -> BertChain:
-    """A BERT, small by default; BERT-base is ``length=512, width=768, heads=12, layers=12``.
+    """A randomly initialized model, small by default; the base models are ``length=512, width=768, heads=12, layers=12``.
 
     Args:
+        kind: its class.
         vocabulary: different tokens.
         length: the longest sequence, in tokens.
         width: features of a hidden state.
@@ -103,75 +89,40 @@ def bert(
         dropout: of hidden states and attention alike.
         padding: the token whose embedding stays zero.
         attention: ``"sdpa"`` (fused) or ``"eager"``.
-        checkpoint_interval: blocks in each recomputed segment; 0 keeps everything.
+        checkpoint_interval: blocks in each recomputed segment; 0 recomputes nothing.
 
     Raises:
         ValueError: for sizes that fit no transformer.
     """
-    config = BertConfig(
-        **_sizes(vocabulary, length, width, heads, layers, dropout, padding, attention),
-        max_position_embeddings=length,
+    check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
+    if (
+        kind is RobertaForMaskedLM
+    ):  # numbers positions from ``padding + 1`` on, and gives padding the position ``padding``
+        special = {
+            "max_position_embeddings": length + padding + 1,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+        }
+    else:
+        special = {"max_position_embeddings": length}
+    make: Any = kind.config_class
+    config = make(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=padding,
+        attn_implementation=attention,
+        **special,
     )
-    return BertChain(BertForMaskedLM(config).train(), checkpoint_interval)
+    return BertChain(kind(config).train(), checkpoint_interval)
 
 
-def roberta(
-    *,
-    vocabulary: int = 50265,
-    length: int = 128,
-    width: int = 128,
-    heads: int = 4,
-    layers: int = 4,
-    dropout: float = 0.1,
-    padding: int = 1,
-    attention: str = "sdpa",
-    checkpoint_interval: int = 0,
-) -> BertChain:
-    """A RoBERTa, small by default; RoBERTa-base is ``length=512, width=768, heads=12, layers=12``.
+bert = partial(_masked_model, BertForMaskedLM, vocabulary=30522)
+"""A BERT: :func:`_masked_model` with the published vocabulary."""
 
-    Options are those of :func:`bert`. RoBERTa numbers positions from ``padding + 1`` on and gives padding the position ``padding``,
-    so its table of positions is that much longer than a sequence.
-
-    Raises:
-        ValueError: for sizes that fit no transformer.
-    """
-    config = RobertaConfig(
-        **_sizes(vocabulary, length, width, heads, layers, dropout, padding, attention),
-        max_position_embeddings=length + padding + 1,
-        type_vocab_size=1,
-        layer_norm_eps=1e-5,
-    )
-    return BertChain(RobertaForMaskedLM(config).train(), checkpoint_interval)
-
-
-def _sizes(
-    vocabulary: int,
-    length: int,
-    width: int,
-    heads: int,
-    layers: int,
-    dropout: float,
-    padding: int,
-    attention: str,
-) -> dict[str, Any]:
-    """The checked settings that the configurations of both share."""
-    check_sizes(
-        vocabulary=vocabulary,
-        length=length,
-        width=width,
-        heads=heads,
-        layers=layers,
-        dropout=dropout,
-        attention=attention,
-    )
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-        "pad_token_id": padding,
-        "attn_implementation": attention,
-    }
+roberta = partial(_masked_model, RobertaForMaskedLM, vocabulary=50265, padding=1)
+"""A RoBERTa: :func:`_masked_model` with the published vocabulary and padding."""

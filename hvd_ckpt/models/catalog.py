@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -121,7 +121,7 @@ def find(name: str) -> Entry:
     """The entry of a name, or of a folder of a Hugging Face model.
 
     Raises:
-        ValueError: there is none (says the nearest right name), or the folder is none of such a model.
+        ValueError: no model has that name (says the nearest one that a model has), or the folder does not hold such a model.
     """
     entry = _entries().get(name)
     if entry is not None:
@@ -173,73 +173,62 @@ def limits(model: nn.Module) -> Limits:
     return Limits(config.vocab_size, length)
 
 
-_ENCODERS: dict[str, dict[str, Any]] = {
+_Sizes = dict[str, tuple[int, dict[str, Any]]]  # name: (length in tokens, options)
+_LENGTH = 128  # where nothing says otherwise
+
+_ENCODERS: _Sizes = {
     # BERT's: Turc et al., "Well-read students learn better" (2019), table 1; large of Devlin et al., "BERT" (2018), section 3.
     # Of RoBERTa and XLNet, base and large were published.
-    "tiny": {"width": 128, "layers": 2, "heads": 2},
-    "mini": {"width": 256, "layers": 4, "heads": 4},
-    "small": {"width": 512, "layers": 4, "heads": 8},
-    "medium": {"width": 512, "layers": 8, "heads": 8},
-    "base": {"width": 768, "layers": 12, "heads": 12},
-    "large": {"width": 1024, "layers": 24, "heads": 16},
+    "tiny": (_LENGTH, {"width": 128, "layers": 2, "heads": 2}),
+    "mini": (_LENGTH, {"width": 256, "layers": 4, "heads": 4}),
+    "small": (_LENGTH, {"width": 512, "layers": 4, "heads": 8}),
+    "medium": (_LENGTH, {"width": 512, "layers": 8, "heads": 8}),
+    "base": (_LENGTH, {"width": 768, "layers": 12, "heads": 12}),
+    "large": (_LENGTH, {"width": 1024, "layers": 24, "heads": 16}),
 }
-
-_GPT2: dict[str, dict[str, Any]] = {
+_GPT2: _Sizes = {
     # Radford et al., "Language models are unsupervised multitask learners" (2019), table 2; heads as in their published models.
-    "tiny": {"width": 128, "layers": 2, "heads": 2},  # not theirs
-    "small": {"width": 768, "layers": 12, "heads": 12},
-    "medium": {"width": 1024, "layers": 24, "heads": 16},
-    "large": {"width": 1280, "layers": 36, "heads": 20},
-    "xl": {"width": 1600, "layers": 48, "heads": 25},
+    "tiny": (_LENGTH, {"width": 128, "layers": 2, "heads": 2}),  # not theirs
+    "small": (_LENGTH, {"width": 768, "layers": 12, "heads": 12}),
+    "medium": (_LENGTH, {"width": 1024, "layers": 24, "heads": 16}),
+    "large": (_LENGTH, {"width": 1280, "layers": 36, "heads": 20}),
+    "xl": (_LENGTH, {"width": 1600, "layers": 48, "heads": 25}),
 }
-
-_GPT: dict[str, tuple[int, dict[str, Any]]] = {
+_GPT: _Sizes = {
     # lite: GPT-3 Small of Brown et al., "Language models are few-shot learners" (2020), table 2.1, with its context.
     "tiny": (128, {"width": 128, "layers": 4, "heads": 4}),
     "mini": (256, {"width": 256, "layers": 12, "heads": 8}),
     "lite": (2048, {"width": 768, "layers": 12, "heads": 12}),
 }
-
-_LSTM: dict[str, tuple[int, dict[str, Any]]] = {
+_LSTM: _Sizes = {
     # Zaremba et al., "Recurrent neural network regularization" (2014), section 4.1; lengths are those that it unrolls.
     "small": (20, {"width": 200, "layers": 2, "dropout": 0.0}),
     "medium": (35, {"width": 650, "layers": 2, "dropout": 0.5}),
     "large": (35, {"width": 1500, "layers": 2, "dropout": 0.65}),
 }
 
-_LENGTH = 128  # of sequences where nothing says otherwise
-
 
 @cache
 def _entries() -> dict[str, Entry]:
-    return {entry.name: entry for entry in _all_entries()}
-
-
-def _all_entries() -> Iterable[Entry]:
-    for family, kind, function in (
-        ("bert", "masked", "bert.bert"),
-        ("roberta", "masked", "bert.roberta"),
-        ("xlnet", "permutation", "xlnet.xlnet"),
-    ):
-        for size, shape in _ENCODERS.items():
-            yield Entry(f"{family}-{size}", kind, function, preset=shape, data={"length": _LENGTH})
-    for size, shape in _GPT2.items():
-        yield Entry(f"gpt2-{size}", "causal", "gpt2.gpt2", preset=shape, data={"length": _LENGTH})
-    for size, (length, shape) in _GPT.items():
-        yield Entry(f"gpt-{size}", "causal", "gpt.gpt", preset=shape, data={"length": length})
-    for size, (length, shape) in _LSTM.items():
-        yield Entry(
-            f"lstm-{size}", "causal", "lstm.lstm_language_model", preset=shape, data={"length": length}
+    entries = [
+        Entry(f"{family}-{size}", kind, function, preset=options, data={"length": length})
+        for family, kind, function, sizes in (
+            ("bert", "masked", "bert.bert", _ENCODERS),
+            ("roberta", "masked", "bert.roberta", _ENCODERS),
+            ("xlnet", "permutation", "xlnet.xlnet", _ENCODERS),
+            ("gpt2", "causal", "gpt2.gpt2", _GPT2),
+            ("gpt", "causal", "gpt.gpt", _GPT),
+            ("lstm", "causal", "lstm.lstm_language_model", _LSTM),
         )
-    for depth, dense in DENSENETS.items():
-        yield _of_images(f"densenet-{depth}", "densenet.densenet", depth, dense.large_images)
-    for depth, residual in sorted(RESNETS.items()):
-        yield _of_images(f"resnet-{depth}", "resnet.resnet", depth, residual.large_images)
-    yield Entry("vnet", "volumes", "vnet.vnet", data={"pixels": 32})
-
-
-def _of_images(name: str, function: str, depth: int, large: bool) -> Entry:
-    return Entry(name, "images", function, (depth,), data={"pixels": 64 if large else 32})
+        for size, (length, options) in sizes.items()
+    ]
+    large = {("densenet", depth): shape.large_images for depth, shape in DENSENETS.items()}
+    large |= {("resnet", depth): shape.large_images for depth, shape in sorted(RESNETS.items())}
+    for (family, depth), large_images in large.items():
+        data = {"pixels": 64 if large_images else 32}
+        entries.append(Entry(f"{family}-{depth}", "images", f"{family}.{family}", (depth,), data=data))
+    entries.append(Entry("vnet", "volumes", "vnet.vnet", data={"pixels": 32}))
+    return {entry.name: entry for entry in entries}
 
 
 def _of_folder(name: str) -> Entry:

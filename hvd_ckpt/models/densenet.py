@@ -21,7 +21,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from hvd_ckpt.models.sizes import DENSENETS, DenseNetShape
+from hvd_ckpt.models.resnet import imagenet_stem, initialize
+from hvd_ckpt.models.sizes import DENSENETS, DenseNetShape, at_least_1, check_dropout
 from hvd_ckpt.recompute import checkpoint
 
 __all__ = ["DenseNet", "densenet"]
@@ -122,14 +123,16 @@ class DenseNet(nn.Sequential):
     def __init__(
         self, shape: DenseNetShape, channels: int, classes: int, dropout: float = 0.0, efficient: bool = False
     ) -> None:
-        if channels < 1 or classes < 1:
-            raise ValueError(f"channels and classes must be at least 1, got {channels} and {classes}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        at_least_1(channels=channels, classes=classes)
+        check_dropout(dropout)
         layer_class = EfficientDenseLayer if efficient else DenseLayer
         transition_class = EfficientTransition if efficient else Transition
         classifier_class = EfficientClassifier if efficient else Classifier
-        chain: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(shape, channels))
+        if shape.large_images:
+            stem = imagenet_stem(channels, shape.initial)
+        else:
+            stem = nn.Conv2d(channels, shape.initial, kernel_size=3, padding=1, bias=False)
+        chain: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
         maps = shape.initial
         for block, layers in enumerate(shape.blocks, start=1):
             if block > 1:
@@ -140,7 +143,7 @@ class DenseNet(nn.Sequential):
                 maps += shape.growth
         chain["classifier"] = classifier_class(maps, classes)
         super().__init__(chain)
-        self.apply(_initialize)
+        self.apply(initialize)
 
 
 def densenet(
@@ -186,22 +189,3 @@ def _narrow(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.T
 def _as_tuple(features: Features) -> tuple[torch.Tensor, ...]:
     """The first layer of a dense block gets a tensor; a tuple of one is never passed on, since a chain may unpack it."""
     return (features,) if isinstance(features, torch.Tensor) else features
-
-
-def _stem(shape: DenseNetShape, channels: int) -> nn.Module:
-    if not shape.large_images:
-        return nn.Conv2d(channels, shape.initial, kernel_size=3, padding=1, bias=False)
-    return nn.Sequential(
-        nn.Conv2d(channels, shape.initial, kernel_size=7, stride=2, padding=3, bias=False),
-        nn.BatchNorm2d(shape.initial),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-    )
-
-
-def _initialize(module: nn.Module) -> None:
-    """He et al. (2015) for convolutions, as the paper does."""
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight)
-    elif isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)

@@ -110,7 +110,7 @@ def gpt(
         layers: decoder layers.
         dropout: of embeddings, attention and what a layer adds.
         tied: the head's weights are the token embeddings, as in GPT-2 and GPT-3.
-        checkpoint_interval: blocks in each recomputed segment; 0 keeps everything.
+        checkpoint_interval: blocks in each recomputed segment; 0 recomputes nothing.
 
     Weights are those of GPT-2 at the start: normal with a deviation of 0.02, divided by the square root of the number of residual
     connections where a layer adds to the hidden states; biases are zero.
@@ -118,14 +118,7 @@ def gpt(
     Raises:
         ValueError: heads do not divide the width, another size is below 1, or the dropout is outside [0, 1).
     """
-    check_sizes(
-        vocabulary=vocabulary,
-        length=length,
-        width=width,
-        heads=heads,
-        layers=layers,
-        dropout=dropout,
-    )
+    check_sizes(vocabulary, width, heads, layers, dropout, length)
     embedding = Embedding(vocabulary, length, width, dropout)
     head = nn.Linear(width, vocabulary, bias=False)
     chain: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)

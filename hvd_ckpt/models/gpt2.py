@@ -6,12 +6,12 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.masking_utils import create_causal_mask
 
+from hvd_ckpt.models.chain import HeadBlock, LayerBlock, WrappedChain
 from hvd_ckpt.models.sizes import check_sizes
-from hvd_ckpt.models.wrapped import HeadBlock, WrappedChain
 
 __all__ = ["GPT2Chain", "gpt2"]
 
@@ -25,26 +25,14 @@ class EmbeddingsBlock(nn.Module):
         self.positions = positions
         self.dropout = dropout
 
-    def forward(self, tokens: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        hidden = self.tokens(tokens) + self.positions(positions)
+    def forward(self, tokens: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        hidden = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)[None]
+        )
         if token_type_ids is not None:  # types are tokens, too
             hidden = hidden + self.tokens(token_type_ids)
-        result: torch.Tensor = self.dropout(hidden)
+        result: Tensor = self.dropout(hidden)
         return result
-
-
-class DecoderBlock(nn.Module):
-    """One decoder layer: hidden states in, hidden states out, (batch, length, width) both."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """``attention_mask`` is what the chain makes of its own; None hides what comes later, and nothing else."""
-        output: torch.Tensor = self.layer(hidden, attention_mask=attention_mask)
-        return output
 
 
 class GPT2Chain(WrappedChain):
@@ -66,22 +54,16 @@ class GPT2Chain(WrappedChain):
             embeddings=EmbeddingsBlock(body.wte, body.wpe, body.drop)
         )
         for index, layer in enumerate(body.h):
-            blocks[f"decoder{index}"] = DecoderBlock(layer)
+            blocks[f"decoder{index}"] = LayerBlock(layer)
         blocks["head"] = HeadBlock(nn.Sequential(OrderedDict(norm=body.ln_f, scores=model.lm_head)))
         super().__init__(model, blocks, checkpoint_interval)
 
     def prepare(
-        self,
-        tokens: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
+        self, tokens: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Token numbers, mask (0 hides a position) and token types, (batch, length) each."""
         mask = create_causal_mask(
-            self.transformers_model.config,
-            self._like_hidden(tokens),
-            attention_mask,
-            past_key_values=None,
+            self.transformers_model.config, self._like_hidden(tokens), attention_mask, past_key_values=None
         )
         return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
 
@@ -99,28 +81,12 @@ def gpt2(
 ) -> GPT2Chain:
     """A GPT-2, small by default; GPT-2 small is ``length=1024, width=768, heads=12, layers=12``.
 
-    Args:
-        vocabulary: different tokens.
-        length: the longest sequence, in tokens.
-        width: features of a hidden state.
-        heads: attention heads of a layer.
-        layers: decoder layers.
-        dropout: of embeddings, attention and what a layer adds.
-        attention: ``"sdpa"`` (fused) or ``"eager"``.
-        checkpoint_interval: blocks in each recomputed segment; 0 keeps everything.
+    Options are those of :mod:`hvd_ckpt.models.bert`; ``dropout`` is that of embeddings, attention and what a layer adds.
 
     Raises:
         ValueError: for sizes that fit no transformer.
     """
-    check_sizes(
-        vocabulary=vocabulary,
-        length=length,
-        width=width,
-        heads=heads,
-        layers=layers,
-        dropout=dropout,
-        attention=attention,
-    )
+    check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=length,

@@ -7,7 +7,6 @@ and weights safetensors, code and pickles are left alone, and nothing is downloa
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,54 +17,25 @@ from hvd_ckpt.text import one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hvd_ckpt.models.wrapped import WrappedChain
+    from hvd_ckpt.models.chain import WrappedChain
 
 __all__ = ["from_config", "from_folder", "kind_of_folder"]
 
-
-@dataclass(frozen=True)
-class ModelType:
-    """The conversion of one of the model types of ``transformers``.
-
-    Attributes:
-        model: its class there, with a language-model head.
-        config: the class of its configuration there.
-        module, chain: the module of this folder that has the chain, and its class.
-        kind: what it learns: "masked", "permutation" or "causal".
-    """
-
-    model: str
-    config: str
-    module: str
-    chain: str
-    kind: str
-
-
-MODEL_TYPES: dict[str, ModelType] = {
-    "bert": ModelType("BertForMaskedLM", "BertConfig", "bert", "BertChain", "masked"),
-    "roberta": ModelType("RobertaForMaskedLM", "RobertaConfig", "bert", "BertChain", "masked"),
-    "xlnet": ModelType("XLNetLMHeadModel", "XLNetConfig", "xlnet", "XLNetChain", "permutation"),
-    "gpt2": ModelType("GPT2LMHeadModel", "GPT2Config", "gpt2", "GPT2Chain", "causal"),
+# The class in transformers with a language-model head, the module and class of its chain, and its objective.
+MODEL_TYPES = {
+    "bert": ("BertForMaskedLM", "bert", "BertChain", "masked"),
+    "roberta": ("RobertaForMaskedLM", "bert", "BertChain", "masked"),
+    "xlnet": ("XLNetLMHeadModel", "xlnet", "XLNetChain", "permutation"),
+    "gpt2": ("GPT2LMHeadModel", "gpt2", "GPT2Chain", "causal"),
 }
-
-MOST = 1 << 24
-MOST_LAYERS = 4096
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-PARTS = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
-TOKENIZER = (  # beside which a configuration still stands alone
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
+MOST, MOST_LAYERS = 1 << 24, 1 << 12  # a few digits in a file may ask for more than a machine holds
+CONFIG, WEIGHTS, PARTS = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = {  # beside which a configuration still stands alone
+    "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     "vocab.txt",
-)
+}  # fmt: skip
 # Which code runs the model is for this machine to say: a name here may stand for code that would be downloaded.
-CODE = ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config")
+CODE = ("auto_map", "attn_implementation", "quantization_config")
 
 
 def from_config(config: PreTrainedConfig, *, checkpoint_interval: int = 0) -> WrappedChain:
@@ -74,9 +44,8 @@ def from_config(config: PreTrainedConfig, *, checkpoint_interval: int = 0) -> Wr
     Raises:
         ValueError: for a model type other than bert, roberta, xlnet and gpt2, or a configuration that no chain can be made from.
     """
-    model_type = _supported(config.model_type, "The configuration")
-    model = getattr(import_module("transformers"), model_type.model)(config)
-    return _chain(model_type, model, checkpoint_interval)
+    kind, chain = _classes(_supported(config.model_type, "The configuration"))
+    return chain(kind(config).train(), checkpoint_interval)  # type: ignore[no-any-return]
 
 
 def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0) -> WrappedChain:
@@ -89,22 +58,25 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
         ValueError: a file is damaged, the model type is not bert, roberta, xlnet or gpt2, or the weights are another model's.
     """
     folder = Path(folder)
-    options = _options(folder)
-    _check_sizes(options, folder / CONFIG)
-    model_type = _supported(options.pop("model_type", None), f"{folder / CONFIG}")
-    random_start = not _has_weights(folder)
-    transformers = import_module("transformers")
-    kind = getattr(transformers, model_type.model)
+    options = _read_config(folder)
+    for name, value in options.items():
+        most = MOST_LAYERS if "layer" in name and "dim" not in name else MOST
+        if isinstance(value, int) and abs(value) > most:
+            raise ValueError(
+                f"{folder / CONFIG} is damaged: {name} is {shown(value)}, and may be {most} at most."
+            )
+    kind, chain = _classes(_supported(options.pop("model_type", None), f"{folder / CONFIG}"))
+    options = {
+        name: value for name, value in options.items() if name not in CODE and not name.startswith("_")
+    }
+    has_weights = _has_weights(folder)
     try:
-        config = getattr(transformers, model_type.config).from_dict(
-            {name: value for name, value in options.items() if name not in CODE and not name.startswith("_")}
-        )
-        model = kind(config) if random_start else None
-    except Exception as error:  # whatever transformers makes of values that no configuration can have
-        raise ValueError(f"{folder / CONFIG} describes no {kind.__name__}: {_one_line(error)}") from error
-    if model is None:
-        model = _load(kind, config, folder)
-    return _chain(model_type, model, checkpoint_interval)
+        config = kind.config_class.from_dict(options)
+        model = _load(kind, config, folder) if has_weights else kind(config)
+    except Exception as error:  # of safetensors, of JSON, of values and shapes: all mean the same here
+        reason = one_line(" ".join(str(error).split()))
+        raise ValueError(f"{folder} cannot be loaded as a {kind.__name__}: {reason}") from error
+    return chain(model.train(), checkpoint_interval)  # type: ignore[no-any-return]
 
 
 def kind_of_folder(folder: str | os.PathLike[str]) -> str:
@@ -113,86 +85,66 @@ def kind_of_folder(folder: str | os.PathLike[str]) -> str:
     Raises:
         FileNotFoundError, ValueError: as :func:`from_folder`, of the configuration.
     """
-    folder = Path(folder)
-    return _supported(_options(folder).get("model_type"), f"{folder / CONFIG}").kind
+    return MODEL_TYPES[_supported(_read_config(Path(folder)).get("model_type"), f"{Path(folder) / CONFIG}")][
+        -1
+    ]
 
 
-def _check_sizes(options: dict[str, Any], path: Path) -> None:
-    """A few digits in a file may ask for more than a machine can hold, or for layers without an end."""
-    for name, value in options.items():
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _most(name):
-            raise ValueError(
-                f"{path} is damaged: {name} is {shown(value)}, and may be {_most(name)} at most."
-            )
-
-
-def _most(name: str) -> int:
-    """Of a number in a configuration; what counts layers is one of a few."""
-    return MOST_LAYERS if "layer" in name and "dim" not in name else MOST
-
-
-def _supported(model_type: Any, where: str) -> ModelType:
+def _supported(model_type: Any, where: str) -> str:
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
             f"{where} is for a model of type {shown(model_type)}: supported are {', '.join(MODEL_TYPES)}."
         )
-    return MODEL_TYPES[model_type]
+    return model_type
 
 
-def _chain(model_type: ModelType, model: Any, checkpoint_interval: int) -> WrappedChain:
-    kind = getattr(import_module(f"hvd_ckpt.models.{model_type.module}"), model_type.chain)
-    chain: WrappedChain = kind(model.train(), checkpoint_interval)
-    return chain
+def _classes(model_type: str) -> tuple[Any, Any]:
+    model, module, chain, _ = MODEL_TYPES[model_type]
+    return getattr(import_module("transformers"), model), getattr(
+        import_module(f"hvd_ckpt.models.{module}"), chain
+    )
 
 
-def _options(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {folder}: name one that transformers' save_pretrained wrote."
-        )
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} has no {CONFIG}: name a folder that transformers' save_pretrained wrote."
         )
-    try:
-        options = read_json(path, "name a folder that save_pretrained wrote", "restore it from a copy")
-    except Wrong as error:
-        raise ValueError(f"{path} is damaged: {error}.") from error
+    options = _read(path)
     if not isinstance(options, dict):
         raise ValueError(f"{path} is damaged: it holds a {type(options).__name__} instead of an object.")
     return options
 
 
+def _read(path: Path) -> Any:
+    try:
+        return read_json(path, "name a folder that save_pretrained wrote", "restore it from a copy")
+    except Wrong as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+
+
 def _has_weights(folder: Path) -> bool:
-    others = sorted(path.name for path in folder.iterdir() if path.name not in (CONFIG, *TOKENIZER))
-    if ADAPTER in others:
-        raise ValueError(
-            f"{folder} holds an adapter ({ADAPTER}) to another model: merge them and save the whole."
-        )
+    """Whether there are weights; if not, there is no other file either than those of a tokenizer."""
+    others = sorted({path.name for path in folder.iterdir()} - {CONFIG, *TOKENIZER})
+    if "adapter_config.json" in others:
+        raise ValueError(f"{folder} holds an adapter to another model: merge them and save the whole.")
     if PARTS in others:
-        try:
-            parts = set(
-                read_json(folder / PARTS, "save the model again", "save the model again")[
-                    "weight_map"
-                ].values()
-            )
-        except (Wrong, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / PARTS} is damaged: {_one_line(error)}.") from error
-        for part in parts:
-            if not isinstance(part, str) or part not in others or not part.endswith(".safetensors"):
+        parts = _read(folder / PARTS)
+        names = parts.get("weight_map") if isinstance(parts, dict) else None
+        if not isinstance(names, dict):
+            raise ValueError(f"{folder / PARTS} is damaged: it has no weight_map.")
+        for part in names.values():
+            if part not in others or not part.endswith(".safetensors"):
                 raise ValueError(
                     f"{folder / PARTS} names {part!r}, which is not a safetensors file of the folder."
                 )
-        return True
-    if WEIGHTS in others:
-        return True
-    if others:
+    elif others and WEIGHTS not in others:
         raise FileNotFoundError(
             f"{folder} has no {WEIGHTS}, only {', '.join(others[:5])}: save the model with save_pretrained, which writes "
             f"one (pickles are not loaded), or leave {CONFIG} and tokenizer files alone in the folder for a random start."
         )
-    return False
+    return bool(others)
 
 
 def _load(kind: Any, config: Any, folder: Path) -> Any:
@@ -209,20 +161,13 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # of safetensors, of JSON, of shapes: all mean the same here
-        raise ValueError(f"The weights in {folder} cannot be loaded: {_one_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     if found["missing_keys"]:
-        raise ValueError(
-            f"The weights in {folder} are not those of a {kind.__name__}: {min(found['missing_keys'])} is missing."
-        )
+        raise ValueError(f"{min(found['missing_keys'])} is missing in its weights.")
     return model
-
-
-def _one_line(error: Exception) -> str:
-    return one_line(" ".join(str(error).split()))

@@ -4,7 +4,7 @@ Zaremba, Sutskever, Vinyals, "Recurrent Neural Network Regularization" (2014): a
 between and after them, but never along the sequence, and a decoder. Their medium model for Penn Treebank (10,000 words) has
 ``width=650, dropout=0.5``, the large one ``width=1500, dropout=0.65``, both two layers.
 
-One tensor flows through the chain. Every sequence of a batch therefore starts from a state of zeros, where the paper goes on
+One tensor flows through the chain. Every sequence of a batch therefore starts from a state of zeros, where the paper starts
 from the last state of the sequence before.
 """
 
@@ -14,6 +14,8 @@ from collections import OrderedDict
 
 import torch
 from torch import nn
+
+from hvd_ckpt.models.sizes import at_least_1, check_dropout
 
 __all__ = ["lstm_language_model"]
 
@@ -48,12 +50,8 @@ def lstm_language_model(
     Raises:
         ValueError: for ``dropout`` outside [0, 1); vocabulary, width or layers below 1.
     """
-    if min(vocabulary, width, layers) < 1:
-        raise ValueError(
-            f"vocabulary, width and layers must be at least 1, got {vocabulary}, {width} and {layers}"
-        )
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    at_least_1(vocabulary=vocabulary, width=width, layers=layers)
+    check_dropout(dropout)
     words = nn.Embedding(vocabulary, width)
     nn.init.uniform_(words.weight, -(width**-0.5), width**-0.5)
     chain: OrderedDict[str, nn.Module] = OrderedDict(embedding=nn.Sequential(words, nn.Dropout(dropout)))

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.models.sizes import RESNETS, ResNetShape
+from hvd_ckpt.models.sizes import RESNETS, ResNetShape, at_least_1
 
-__all__ = ["ResNet", "resnet"]
+__all__ = ["ResNet", "imagenet_stem", "initialize", "resnet"]
 
 EXPANSION = 4  # a bottleneck unit gives 4 times the maps of its 3x3 convolution
 
@@ -96,8 +96,7 @@ class ResNet(nn.Sequential):
     """
 
     def __init__(self, shape: ResNetShape, channels: int, classes: int) -> None:
-        if channels < 1 or classes < 1:
-            raise ValueError(f"channels and classes must be at least 1, got {channels} and {classes}")
+        at_least_1(channels=channels, classes=classes)
         build, expansion = _UNITS[shape.unit]
         chain: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(shape, channels))
         maps = shape.maps
@@ -112,7 +111,7 @@ class ResNet(nn.Sequential):
             *activation, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(maps, classes)
         )
         super().__init__(chain)
-        self.apply(_initialize)
+        self.apply(initialize)
 
 
 def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
@@ -172,21 +171,26 @@ def _projection(maps: int, made: int, stride: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(maps, made, 1, stride, bias=False), nn.BatchNorm2d(made))
 
 
+def imagenet_stem(channels: int, maps: int) -> nn.Module:
+    """A 7x7 convolution and pooling: a quarter of the resolution is left."""
+    return nn.Sequential(
+        nn.Conv2d(channels, maps, kernel_size=7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(maps),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+    )
+
+
 def _stem(shape: ResNetShape, channels: int) -> nn.Module:
     if shape.large_images:
-        return nn.Sequential(
-            nn.Conv2d(channels, shape.maps, kernel_size=7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(shape.maps),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-        )
+        return imagenet_stem(channels, shape.maps)
     convolution = nn.Conv2d(channels, shape.maps, kernel_size=3, padding=1, bias=False)
     if shape.unit == "preactivated":  # the first unit normalizes and activates
         return convolution
     return nn.Sequential(convolution, nn.BatchNorm2d(shape.maps), nn.ReLU(inplace=True))
 
 
-def _initialize(module: nn.Module) -> None:
+def initialize(module: nn.Module) -> None:
     """He et al. ("Delving Deep into Rectifiers", 2015) for convolutions, as the papers do."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight)

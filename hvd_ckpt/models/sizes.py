@@ -1,17 +1,25 @@
-"""Sizes of models: the numbers of published DenseNets and ResNets, and what those of a transformer must be; imports no PyTorch."""
+"""Sizes of models: the numbers of published DenseNets and ResNets, and what sizes must be; imports no PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ATTENTION", "DENSENETS", "RESNETS", "DenseNetShape", "ResNetShape", "check_sizes"]
+__all__ = [
+    "ATTENTION",
+    "DENSENETS",
+    "RESNETS",
+    "DenseNetShape",
+    "ResNetShape",
+    "at_least_1",
+    "check_dropout",
+    "check_sizes",
+]
 
 ATTENTION = ("sdpa", "eager")
 """Implementations of attention: fused, or one operation after the other."""
 
 
 def check_sizes(
-    *,
     vocabulary: int,
     width: int,
     heads: int,
@@ -20,21 +28,31 @@ def check_sizes(
     length: int = 1,
     attention: str = "sdpa",
 ) -> None:
-    """Refuses what no transformer can be built from.
+    """Validates the sizes of a transformer.
 
     Raises:
-        ValueError: heads do not divide the width, another size is below 1, the dropout is outside [0, 1), or the attention is none
-            of :data:`ATTENTION`.
+        ValueError: heads do not divide the width, another size is below 1, the dropout is outside [0, 1), or the attention is not
+            one of :data:`ATTENTION`.
     """
-    for name, value in (("vocabulary", vocabulary), ("length", length), ("layers", layers), ("heads", heads)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if width < 1 or width % heads:
+    at_least_1(vocabulary=vocabulary, length=length, layers=layers, heads=heads, width=width)
+    if width % heads:
         raise ValueError(f"width must be a multiple of heads, got width={width} and heads={heads}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    check_dropout(dropout)
     if attention not in ATTENTION:
         raise ValueError(f"attention must be one of {', '.join(map(repr, ATTENTION))}, got {attention!r}")
+
+
+def at_least_1(**sizes: int) -> None:
+    """Raises ValueError, with its name, for a size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_dropout(dropout: float) -> None:
+    """Raises ValueError for a probability outside [0, 1)."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
 
 
 @dataclass(frozen=True)

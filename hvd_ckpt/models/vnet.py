@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hvd_ckpt.models.sizes import at_least_1
+
 __all__ = ["NORMS", "VNet", "vnet"]
 
 DOWN = (2, 3, 3, 3)  # convolutions in each stage of the way down, after the first stage's one (figure 2)
@@ -131,10 +133,7 @@ class VNet(nn.Sequential):
     """
 
     def __init__(self, channels: int, classes: int, width: int, norm: str) -> None:
-        if min(channels, classes, width) < 1:
-            raise ValueError(
-                f"channels, classes and width must be at least 1, got {channels}, {classes} and {width}"
-            )
+        at_least_1(channels=channels, classes=classes, width=width)
         if width % channels:
             raise ValueError(
                 f"width must be a multiple of channels, got width={width} and channels={channels}"

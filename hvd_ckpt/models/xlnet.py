@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import XLNetConfig, XLNetLMHeadModel
 
+from hvd_ckpt.models.chain import WrappedChain
 from hvd_ckpt.models.sizes import check_sizes
-from hvd_ckpt.models.wrapped import WrappedChain
 
 __all__ = ["XLNetChain", "xlnet"]
 
@@ -159,18 +159,12 @@ def xlnet(
 ) -> XLNetChain:
     """An XLNet, small by default; XLNet-base is ``width=768, heads=12, layers=12``. Sequences may be of any length.
 
-    Args:
-        vocabulary: different tokens.
-        width: features of a hidden state.
-        heads: attention heads of a layer.
-        layers: layers.
-        dropout: of hidden states and attention alike.
-        checkpoint_interval: blocks in each recomputed segment; 0 keeps everything.
+    Options are those of :mod:`hvd_ckpt.models.bert`.
 
     Raises:
         ValueError: for sizes that fit no transformer.
     """
-    check_sizes(vocabulary=vocabulary, width=width, heads=heads, layers=layers, dropout=dropout)
+    check_sizes(vocabulary, width, heads, layers, dropout)
     config = XLNetConfig(
         vocab_size=vocabulary, d_model=width, n_layer=layers, n_head=heads, d_inner=4 * width, dropout=dropout
     )

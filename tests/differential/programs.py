@@ -314,51 +314,39 @@ def draw(seed: int, ranks: int) -> Program:
 
 def simpler(program: Program) -> Iterator[Program]:
     """Programs with one thing less, the largest first."""
-    change = dataclasses.replace
-    steps = program.steps
-    for at in reversed(range(len(steps))):
-        if len(steps) > 1:
-            fewer = steps[:at] + steps[at + 1 :]
-            yield change(program, steps=fewer, resume=min(program.resume, len(fewer) - 1))
-    if program.resume:
-        yield change(program, resume=0)
+    change, steps = dataclasses.replace, program.steps
+
+    def with_step(at: int, *new: Step) -> Program:
+        changed = (*steps[:at], *new, *steps[at + 1 :])
+        return change(program, steps=changed, resume=min(program.resume, len(changed) - 1))
+
+    for at in reversed(range(len(steps) if len(steps) > 1 else 0)):
+        yield with_step(at)
     for name in program.options:
         yield change(program, options={key: value for key, value in program.options.items() if key != name})
-    for name, value in (
-        *(("stage", stage) for stage in range(program.stage)),
-        ("scaler", False),
-        ("embedding", ""),
-        ("optimizer", "sgd"),
-        ("shared", False),
-    ):
+    plain = {"resume": 0, "scaler": False, "embedding": "", "optimizer": "sgd", "shared": False}
+    for name, value in [*(("stage", stage) for stage in range(program.stage)), *plain.items()]:
         if getattr(program, name) != value:
             yield change(program, **{name: value})
     for at, segment in enumerate(program.segments):
-
-        def with_segment(at: int, **changes: Any) -> Program:
-            segments = list(program.segments)
-            segments[at] = change(segments[at], **changes)
-            return change(program, segments=tuple(segments))
-
-        if segment.recompute != "keep":
-            yield with_segment(at, recompute="keep")
-        for number, block in enumerate(segment.blocks):
-            if block != Block("linear"):
-                blocks = (*segment.blocks[:number], Block("linear"), *segment.blocks[number + 1 :])
-                yield with_segment(at, blocks=blocks)
+        blocks = segment.blocks
+        simple = [change(segment, recompute="keep")] + [
+            change(segment, blocks=(*blocks[:number], Block("linear"), *blocks[number + 1 :]))
+            for number in range(len(blocks))
+        ]
+        for new in simple:
+            if new != segment:
+                yield change(program, segments=(*program.segments[:at], new, *program.segments[at + 1 :]))
     for at, step in enumerate(steps):
-
-        def with_step(at: int, **changes: Any) -> Program:
-            return change(program, steps=(*steps[:at], change(steps[at], **changes), *steps[at + 1 :]))
-
-        for number in range(len(step.events)):
-            yield with_step(at, events=step.events[:number] + step.events[number + 1 :])
-        if step.how != "step":
-            yield with_step(at, how="step")
-        if step.clear != "none":
-            yield with_step(at, clear="none")
-        if any(len(rank) > 1 for rank in step.passes):
-            yield with_step(at, passes=tuple(rank[:-1] for rank in step.passes))
-        plain = tuple(tuple(change(one, kind="plain", trap=None) for one in rank) for rank in step.passes)
-        if plain != step.passes:
-            yield with_step(at, passes=plain)
+        events, passes = step.events, step.passes
+        yield from (
+            with_step(at, change(step, events=events[:n] + events[n + 1 :])) for n in range(len(events))
+        )
+        for changes in (
+            {"how": "step"},
+            {"clear": "none"},
+            {"passes": tuple(rank[:-1] if len(rank) > 1 else rank for rank in passes)},
+            {"passes": tuple(tuple(change(one, kind="plain", trap=None) for one in rank) for rank in passes)},
+        ):
+            if change(step, **changes) != step:  # type: ignore[arg-type]
+                yield with_step(at, change(step, **changes))  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ rank, in a second run that is resumed after a random step, and without recomputa
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import os
 import pickle
 import pprint
@@ -15,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +28,9 @@ sys.path[:0] = [str(HERE), *SHARED]
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--worker"]:
+        work(Path(sys.argv[2]), sys.argv[3], [int(seed) for seed in sys.argv[4:]])
+        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,7 +104,8 @@ class Job:
                 str(self.ranks),
                 f"--{self.controller}",
                 sys.executable,
-                str(HERE / "worker.py"),
+                __file__,
+                "--worker",
             ]
             command += [str(log), "-" if program is None else str(given), *map(str, seeds)]
             path = os.pathsep.join([*SHARED, os.environ.get("PYTHONPATH", "")])
@@ -164,6 +172,42 @@ class Job:
                     )
                     break
         pprint.pprint(program, width=140)
+
+
+def work(log: Path, given: str, seeds: list[int]) -> None:
+    """One rank of a job: checks the programs of seeds, or a pickled one, and adds lines to the log (rank 0)."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    import torch
+    from checking import check
+    from programs import draw
+
+    import hvd_ckpt as hc
+
+    def tell(line: str) -> None:
+        if hc.rank() == 0:
+            with open(log, "a") as file:
+                file.write(f"{line}\n")
+
+    hc.init()
+    torch.set_num_threads(1)
+    gc.freeze()  # programs collect garbage often
+    for program in (
+        [pickle.loads(Path(given).read_bytes())]
+        if given != "-"
+        else (draw(seed, hc.size()) for seed in seeds)
+    ):
+        tell(f"begin {program.seed}")
+        try:
+            failures = check(program)
+        except BaseException:
+            with open(f"{log}.{hc.rank()}", "w") as file:
+                traceback.print_exc(file=file)
+            os._exit(1)
+        for failure in failures:
+            tell(f"fail {failure}")
+        tell(f"end {program.seed}")
 
 
 if __name__ == "__main__":
