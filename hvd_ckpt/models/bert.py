@@ -33,6 +33,10 @@ class EmbeddingsBlock(nn.Module):
         return hidden
 
 
+class EncoderBlock(LayerBlock):
+    """One encoder layer; plan files name blocks by their classes."""
+
+
 class BertChain(WrappedChain):
     """A ``transformers.BertForMaskedLM`` or ``RobertaForMaskedLM`` as a chain: embeddings, encoder layers, head.
 
@@ -50,7 +54,7 @@ class BertChain(WrappedChain):
         body: Any = model.base_model
         blocks: OrderedDict[str, nn.Module] = OrderedDict(embeddings=EmbeddingsBlock(body.embeddings))
         for index, layer in enumerate(body.encoder.layer):
-            blocks[f"encoder{index}"] = LayerBlock(layer)
+            blocks[f"encoder{index}"] = EncoderBlock(layer)
         blocks["head"] = HeadBlock(model.cls if isinstance(model, BertForMaskedLM) else model.lm_head)
         super().__init__(model, blocks, checkpoint_interval)
 
@@ -95,16 +99,11 @@ def _masked_model(
         ValueError: for sizes that fit no transformer.
     """
     check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
-    if (
-        kind is RobertaForMaskedLM
-    ):  # numbers positions from ``padding + 1`` on, and gives padding the position ``padding``
-        special = {
-            "max_position_embeddings": length + padding + 1,
-            "type_vocab_size": 1,
-            "layer_norm_eps": 1e-5,
-        }
-    else:
-        special = {"max_position_embeddings": length}
+    special: dict[str, Any] = {"max_position_embeddings": length}
+    if kind is RobertaForMaskedLM:
+        # Positions are numbered from ``padding + 1`` on, and padding has the position ``padding``.
+        special["max_position_embeddings"] += padding + 1
+        special |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
     make: Any = kind.config_class
     config = make(
         vocab_size=vocabulary,

@@ -35,6 +35,10 @@ class EmbeddingsBlock(nn.Module):
         return result
 
 
+class DecoderBlock(LayerBlock):
+    """One decoder layer; plan files name blocks by their classes."""
+
+
 class GPT2Chain(WrappedChain):
     """A ``transformers.GPT2LMHeadModel`` as a chain: embeddings, decoder layers, norm and head.
 
@@ -54,7 +58,7 @@ class GPT2Chain(WrappedChain):
             embeddings=EmbeddingsBlock(body.wte, body.wpe, body.drop)
         )
         for index, layer in enumerate(body.h):
-            blocks[f"decoder{index}"] = LayerBlock(layer)
+            blocks[f"decoder{index}"] = DecoderBlock(layer)
         blocks["head"] = HeadBlock(nn.Sequential(OrderedDict(norm=body.ln_f, scores=model.lm_head)))
         super().__init__(model, blocks, checkpoint_interval)
 

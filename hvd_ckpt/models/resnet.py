@@ -15,7 +15,7 @@ is kept for the backward pass grows with the depth, and of a thousand equal unit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -67,15 +67,8 @@ class PreactivatedUnit(nn.Module):
         super().__init__()
         made = EXPANSION * inner
         self.activation = nn.Sequential(nn.BatchNorm2d(maps), nn.ReLU(inplace=True))
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(maps, inner, kernel_size=1, stride=stride, bias=False),
-            nn.BatchNorm2d(inner),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(inner, inner, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(inner),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(inner, made, kernel_size=1, bias=False),
-        )
+        layers = _convolutions((maps, inner, 1, stride), (inner, inner, 3, 1), (inner, made, 1, 1))
+        self.convolutions = nn.Sequential(*layers[:-2])
         self.projection = nn.Conv2d(maps, made, 1, stride, bias=False) if made != maps else None
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -97,14 +90,15 @@ class ResNet(nn.Sequential):
 
     def __init__(self, shape: ResNetShape, channels: int, classes: int) -> None:
         at_least_1(channels=channels, classes=classes)
-        build, expansion = _UNITS[shape.unit]
+        expansion = 1 if shape.unit == "basic" else EXPANSION
+        build = PreactivatedUnit if shape.unit == "preactivated" else partial(_unit, shape)
         chain: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(shape, channels))
         maps = shape.maps
         for stage, units in enumerate(shape.units):
             inner = shape.maps << stage
             for unit in range(units):
                 stride = 2 if stage > 0 and unit == 0 else 1
-                chain[f"stage{stage + 1}_unit{unit + 1}"] = build(shape, maps, inner, stride)
+                chain[f"stage{stage + 1}_unit{unit + 1}"] = build(maps, inner, stride)
                 maps = expansion * inner
         activation = [nn.BatchNorm2d(maps), nn.ReLU(inplace=True)] if shape.unit == "preactivated" else []
         chain["classifier"] = nn.Sequential(
@@ -125,50 +119,34 @@ def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
     return ResNet(RESNETS[depth], channels, classes)
 
 
-def _basic(shape: ResNetShape, maps: int, made: int, stride: int) -> nn.Module:
-    convolutions = nn.Sequential(
-        nn.Conv2d(maps, made, kernel_size=3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(made),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(made, made, kernel_size=3, padding=1, bias=False),
-        nn.BatchNorm2d(made),
-    )
-    if maps != made and not shape.large_images:
-        return Unit(convolutions, PaddedShortcut(maps, made))
-    return Unit(convolutions, _projection(maps, made, stride))
+def _convolutions(*sizes: tuple[int, int, int, int]) -> list[nn.Module]:
+    """Convolutions of (maps in, maps out, kernel, stride), a norm and an activation after each."""
+    layers: list[nn.Module] = []
+    for maps, made, kernel, stride in sizes:
+        layers.append(nn.Conv2d(maps, made, kernel, stride, padding=kernel // 2, bias=False))
+        layers += [nn.BatchNorm2d(made), nn.ReLU(inplace=True)]
+    return layers
 
 
-def _bottleneck(shape: ResNetShape, maps: int, inner: int, stride: int) -> nn.Module:
-    """The 3x3 convolution halves the resolution, not the first 1x1 as in 2015, which leaves three pixels of four unseen."""
-    made = EXPANSION * inner
-    convolutions = nn.Sequential(
-        nn.Conv2d(maps, inner, kernel_size=1, bias=False),
-        nn.BatchNorm2d(inner),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(inner, inner, kernel_size=3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(inner),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(inner, made, kernel_size=1, bias=False),
-        nn.BatchNorm2d(made),
-    )
-    return Unit(convolutions, _projection(maps, made, stride))
+def _unit(shape: ResNetShape, maps: int, inner: int, stride: int) -> Unit:
+    """A basic or bottleneck unit.
 
-
-def _preactivated(shape: ResNetShape, maps: int, inner: int, stride: int) -> nn.Module:
-    return PreactivatedUnit(maps, inner, stride)
-
-
-_UNITS: dict[str, tuple[Callable[[ResNetShape, int, int, int], nn.Module], int]] = {
-    "basic": (_basic, 1),
-    "bottleneck": (_bottleneck, EXPANSION),
-    "preactivated": (_preactivated, EXPANSION),
-}
-
-
-def _projection(maps: int, made: int, stride: int) -> nn.Module:
+    The 3x3 convolution of a bottleneck halves the resolution, not the first 1x1 as in 2015, which leaves three pixels of four
+    unseen.
+    """
+    if shape.unit == "basic":
+        made = inner
+        layers = _convolutions((maps, inner, 3, stride), (inner, inner, 3, 1))
+    else:
+        made = EXPANSION * inner
+        layers = _convolutions((maps, inner, 1, 1), (inner, inner, 3, stride), (inner, made, 1, 1))
     if maps == made:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(maps, made, 1, stride, bias=False), nn.BatchNorm2d(made))
+        shortcut: nn.Module = nn.Identity()
+    elif shape.unit == "basic" and not shape.large_images:
+        shortcut = PaddedShortcut(maps, made)
+    else:
+        shortcut = nn.Sequential(nn.Conv2d(maps, made, 1, stride, bias=False), nn.BatchNorm2d(made))
+    return Unit(nn.Sequential(*layers[:-1]), shortcut)
 
 
 def imagenet_stem(channels: int, maps: int) -> nn.Module:

@@ -45,7 +45,7 @@ class Run:
         noise: seed of a random change of every reduced gradient, by a unit in the last place of its largest element; 0: none.
 
     Attributes:
-        seen: what each step has given: losses, and how often each bucket left.
+        seen: the losses of each step.
         late: gradients that came after their bucket had left, or were reduced in more than one round.
     """
 

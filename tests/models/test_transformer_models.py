@@ -203,17 +203,6 @@ def test_parts_of_a_chain_take_what_the_whole_has_prepared():
         chain(x, scale=1.0, mask=None)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "xlnet"])
-def test_what_the_mask_hides_changes_nothing(name):
-    chain = build(name, dropout=0.0)
-    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[:, :3] = 0
-    tokens, shown = random_tokens(), mask.bool()
-    other = tokens.where(shown, 7)
-    assert torch.equal(chain(tokens, attention_mask=mask)[shown], chain(other, attention_mask=mask)[shown])
-    assert not torch.equal(chain(tokens)[shown], chain(other)[shown])
-
-
 def test_plan_for_two_streams_changes_no_bit(quick_planner):
     chain = build("xlnet", layers=2)
     tokens, shared = random_tokens(), shared_arguments("xlnet")
