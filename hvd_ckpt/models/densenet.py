@@ -60,11 +60,8 @@ class EfficientDenseLayer(Bottleneck):
     """All features of the dense block so far in, a tuple of them and the new ones, (batch, growth, height, width), out."""
 
     def forward(self, features: Features) -> tuple[torch.Tensor, ...]:
-        taken = _as_tuple(features)
-        added = _narrow(self, taken)
-        for module in list(self)[_NARROWING:]:
-            added = module(added)
-        return (*taken, added)
+        features = _as_tuple(features)
+        return (*features, _run(self, features))
 
 
 class Transition(nn.Sequential):
@@ -83,10 +80,7 @@ class EfficientTransition(Transition):
     """All features of a dense block in, one tensor out."""
 
     def forward(self, features: Features) -> torch.Tensor:
-        narrowed = _narrow(self, _as_tuple(features))
-        for module in list(self)[_NARROWING:]:
-            narrowed = module(narrowed)
-        return narrowed
+        return _run(self, _as_tuple(features))
 
 
 class Classifier(nn.Sequential):
@@ -167,22 +161,21 @@ def densenet(
     return DenseNet(DENSENETS[depth], channels, classes, dropout, efficient)
 
 
-_NARROWING = 3  # modules at the start of a dense layer or a transition: norm, activation, 1x1 convolution
-
-
-def _narrow(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Concatenation, norm, activation and 1x1 convolution, of which only the last one's output is kept.
+def _run(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Runs a dense layer or a transition, and keeps no output of its concatenation, norm and activation.
 
     The convolution belongs to the region so that its input does too; a recomputation ends when all that was saved in it is
     there again, which is before the convolution would run.
     """
-    norm, activation, convolution = list(block)[:_NARROWING]
+    norm, activation, convolution, *others = block
 
     def narrow(*features: torch.Tensor) -> torch.Tensor:
         narrowed: torch.Tensor = convolution(activation(norm(torch.cat(features, dim=1))))
         return narrowed
 
     result: torch.Tensor = checkpoint(narrow, *features, preserve_rng_state=False)  # nothing in it is random
+    for module in others:
+        result = module(result)
     return result
 
 
