@@ -102,39 +102,23 @@ class ImageArrays(Images):
         source: an .npz file with ``images`` and ``labels``, or the two arrays. Images are of shape (N, H, W), (N, H, W, C) or
             (N, C, H, W) with 1, 3 or 4 channels, of any type; labels (N,) are whole numbers from 0.
         pixels: of a side, to which images are scaled; by default as they are.
-        channels: images of one channel are repeated for as many; by default as they are.
         seed: of the split.
 
     Raises:
         ValueError: the file is missing or no such file, or arrays do not fit; one sentence.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        pixels: int | None = None,
-        *,
-        channels: int | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:
         images, labels, name = load_arrays(source, "images")
         if labels.ndim != 1:
             raise ValueError(f"{name}: labels are of shape {labels.shape}, give one for each image")
         self._array = _channels_first(images, name)
-        found = self._array.shape[1]
-        if channels is not None and found not in (1, channels):
-            raise ValueError(f"{name}: images have {found} channels, which cannot become {channels}")
-        if pixels is None and self._array.shape[2] != self._array.shape[3]:
+        _, channels, height, width = self._array.shape
+        if pixels is None and height != width:
             raise ValueError(
                 f"{name}: images are of shape {images.shape}, not square: say to how many pixels to scale them"
             )
-        super().__init__(
-            labels.astype(numpy.int64),
-            channels or found,
-            int(labels.max()) + 1,
-            pixels or self._array.shape[2],
-            seed,
-        )
+        super().__init__(labels.astype(numpy.int64), channels, int(labels.max()) + 1, pixels or height, seed)
 
     def _images(self, which: Integers) -> Tensor:
         images = torch.from_numpy(self._array[which].astype(numpy.float32))
@@ -142,7 +126,7 @@ class ImageArrays(Images):
             images = functional.interpolate(
                 images, (self.pixels, self.pixels), mode="bilinear", align_corners=False, antialias=True
             )
-        return images.expand(-1, self.channels, -1, -1)
+        return images
 
     def _statistics(self, which: Integers) -> tuple[Any, Any]:
         return channel_statistics(self._array, which)
@@ -153,15 +137,14 @@ class Digits(ImageArrays):
 
     Args:
         pixels: of a side.
-        channels: the one channel is repeated for as many.
         seed: of the split.
     """
 
-    def __init__(self, pixels: int = 32, *, channels: int | None = None, seed: int = 0) -> None:
+    def __init__(self, pixels: int = 32, *, seed: int = 0) -> None:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        super().__init__((digits.images, digits.target), pixels, channels=channels, seed=seed)
+        super().__init__((digits.images, digits.target), pixels, seed=seed)
 
 
 class ImageFolder(Images):
@@ -173,7 +156,6 @@ class ImageFolder(Images):
     Args:
         folder: the folder.
         pixels: of a side.
-        channels: 3 for red, green and blue, or 1 for grey.
         seed: of the split.
 
     Attributes:
@@ -184,16 +166,7 @@ class ImageFolder(Images):
             cannot be decoded.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        pixels: int,
-        *,
-        channels: int = 3,
-        seed: int = 0,
-    ) -> None:
-        if channels not in (1, 3):
-            raise ValueError(f"{channels} channels: images of a folder have 3, or 1 in grey")
+    def __init__(self, folder: str | os.PathLike[str], pixels: int, *, seed: int = 0) -> None:
         try:
             found = {
                 path.name: _image_files(path)
@@ -212,23 +185,21 @@ class ImageFolder(Images):
         self.class_names = list(found)
         self._files = [file for files in found.values() for file in files]
         labels = numpy.repeat(numpy.arange(len(found)), [len(files) for files in found.values()])
-        super().__init__(labels, channels, len(found), pixels, seed)
+        super().__init__(labels, 3, len(found), pixels, seed)
 
     def _images(self, which: Integers) -> Tensor:
         decoded = numpy.stack([self._decode(self._files[number]) for number in which])
-        images = torch.from_numpy(decoded).float() / 255
-        return images.unsqueeze(1) if self.channels == 1 else images.movedim(3, 1).contiguous()
+        return (torch.from_numpy(decoded).float() / 255).movedim(3, 1).contiguous()
 
     def _statistics(self, which: Integers) -> tuple[Any, Any]:
-        mean, deviation = (torch.tensor(values) for values in PHOTOGRAPHS)
-        return (mean, deviation) if self.channels == 3 else (mean.mean()[None], deviation.mean()[None])
+        return PHOTOGRAPHS
 
     def _decode(self, file: Path) -> NDArray[numpy.uint8]:
         from PIL import Image, ImageOps
 
         try:
             with Image.open(file, formats=FORMATS) as image:
-                upright = ImageOps.exif_transpose(image).convert("RGB" if self.channels == 3 else "L")
+                upright = ImageOps.exif_transpose(image).convert("RGB")
                 return numpy.asarray(
                     ImageOps.fit(upright, (self.pixels, self.pixels), Image.Resampling.BILINEAR)
                 )

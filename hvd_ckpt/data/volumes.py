@@ -27,6 +27,8 @@ from hvd_ckpt.models.batch import Batch
 
 __all__ = ["Ellipsoids", "VolumeArrays", "open_volumes"]
 
+NOISE = 0.5  # its standard deviation
+
 
 def open_volumes(
     source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0
@@ -52,27 +54,23 @@ class Ellipsoids:
         pixels: of a side.
         samples: how many there are.
         seed: of all of them.
-        noise: its standard deviation.
 
     Raises:
-        ValueError: cubes of less than 4 pixels, no samples, or noise below 0.
+        ValueError: cubes of less than 4 pixels, or no samples.
     """
 
     channels = 1
     classes = 2
 
-    def __init__(self, pixels: int = 32, *, samples: int = 1024, seed: int = 0, noise: float = 0.5) -> None:
+    def __init__(self, pixels: int = 32, *, samples: int = 1024, seed: int = 0) -> None:
         if pixels < 4:
             raise ValueError(f"volumes of {pixels} pixels: give 4 at least")
         if samples < 1:
             raise ValueError(f"a data set of {samples} volumes: give one at least")
-        if not noise >= 0:
-            raise ValueError(f"noise of {noise}: give 0 or more")
         self.pixels = pixels
         self._samples = samples
         self._first = 0
         self._seed = check_seed(seed)
-        self._noise = noise
         # Centres of the voxels in a cube from -1 to 1.
         along = (2 * numpy.arange(pixels, dtype=numpy.float32) + 1) / pixels - 1
         self._places = numpy.stack(numpy.meshgrid(along, along, along, indexing="ij")).reshape(3, -1)
@@ -89,7 +87,7 @@ class Ellipsoids:
         for volume, label, random in zip(volumes, labels, drawn):
             label[:] = self._inside(random)
             random.standard_normal(out=volume, dtype=numpy.float32)
-            volume *= self._noise
+            volume *= NOISE
             volume += label
             volume -= volume.mean()
             volume /= volume.std()

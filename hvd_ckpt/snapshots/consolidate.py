@@ -6,9 +6,8 @@ import errno
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,16 +20,8 @@ from hvd_ckpt.snapshots.tensors import save_weights
 __all__ = ["Consolidated", "consolidate"]
 
 
-@dataclass(frozen=True)
-class Consolidated:
-    """The result of :func:`consolidate`.
-
-    Attributes:
-        step: training steps taken.
-        ranks: that wrote the snapshot.
-        tensors: in the file.
-        bytes: of the file.
-    """
+class Consolidated(NamedTuple):
+    """The result of :func:`consolidate`: training steps taken, ranks that wrote the snapshot, tensors and bytes of the file."""
 
     step: int
     ranks: int

@@ -20,11 +20,11 @@ from hvd_ckpt.snapshots.schema import (
     MODEL,
     REPLICATED,
     FileEntry,
+    Manifest,
     RankShards,
     ShardMetadata,
     TensorMetadata,
     merged,
-    new_manifest,
     rank_file,
     shard_file,
     weights_file,
@@ -243,8 +243,8 @@ def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Wa
                     raise Wrong(not_shared(f"rank {rank} on host {manifest.host} wrote '{path}', and {seen}"))
             files.update(manifest.files)
         sharding = merged([manifest.shards for manifest in ranks])
-        manifest_of_all = new_manifest(step, len(ranks), files, ranks[0].aliases, sharding)
-        save_bytes(temporary / MANIFEST, manifest_of_all.encode())
+        whole = Manifest.of(step, len(ranks), files, ranks[0].aliases, sharding)
+        save_bytes(temporary / MANIFEST, whole.encode())
         sync_folder(temporary)
         put_in_place(temporary, temporary.parent / name_of(step), warn)
         return None

@@ -8,7 +8,6 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from torch import Tensor
 
 from hvd_ckpt.snapshots.folder import SnapshotError
 
@@ -32,10 +31,11 @@ def seed_of_rank(seed: int, step: int) -> int:
 
 def random_state() -> dict[str, Any]:
     """All of this process's random states, as a state dict that a snapshot can hold."""
+    name, table, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": _with_tensors(np.random.get_state(legacy=False)),
+        "numpy": (name, torch.from_numpy(table), *rest),
         "python": random.getstate(),
     }
 
@@ -60,25 +60,12 @@ def set_random_state(state: Any) -> None:
 
 
 def _set(state: Any) -> None:
-    numbers = _with_arrays(state["numpy"])
-    # NumPy's generator would read beyond its table.
-    if numbers["bit_generator"] == "MT19937" and not 0 <= numbers["state"]["pos"] <= 624:
-        raise ValueError(f"the position {numbers['state']['pos']} is not in a table of 624 numbers")
+    name, table, position, *rest = state["numpy"]
+    if not 0 <= position <= len(table):  # NumPy would read beyond its table
+        raise ValueError(f"the position {position} is not in a table of {len(table)} numbers")
     random.setstate(state["python"])
-    np.random.set_state(numbers)
+    np.random.set_state((name, table.numpy(), position, *rest))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), state["cuda"]):
             torch.cuda.set_rng_state(one, device)
-
-
-def _with_tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_tensors(one) for key, one in value.items()}
-    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-
-
-def _with_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_arrays(one) for key, one in value.items()}
-    return value.numpy() if isinstance(value, Tensor) else value

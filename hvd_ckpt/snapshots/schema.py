@@ -45,7 +45,6 @@ __all__ = [
     "TensorMetadata",
     "files_of",
     "merged",
-    "new_manifest",
     "overlap",
     "rank_file",
     "shard_file",
@@ -252,6 +251,34 @@ class Manifest(Strict):
         return self
 
     @classmethod
+    def of(
+        cls,
+        step: int,
+        ranks: int,
+        files: Mapping[str, FileEntry],
+        aliases: Mapping[str, str],
+        sharding: Sharding | None,
+    ) -> Manifest:
+        """A manifest of now, by this process.
+
+        Raises:
+            pydantic.ValidationError: the files or shards are not those of so many ranks.
+        """
+        modules: dict[str, Any] = {"torch": torch, "numpy": np, "horovod": horovod}
+        versions = {name: str(module.__version__) for name, module in modules.items()}
+        return cls(
+            format="hvd_ckpt snapshot",
+            version=1,
+            step=step,
+            ranks=ranks,
+            time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            libraries={"python": platform.python_version(), **versions},
+            files=dict(sorted(files.items())),
+            aliases=dict(aliases),
+            sharding=sharding,
+        )
+
+    @classmethod
     def parse(cls, content: bytes) -> Manifest:
         """The manifest in the content of its file.
 
@@ -276,37 +303,6 @@ class Manifest(Strict):
         if len(text) > MAX_BYTES:
             raise Wrong(f"the manifest would be larger than {MAX_BYTES >> 20} MiB: tie fewer weights")
         return text
-
-
-def new_manifest(
-    step: int,
-    ranks: int,
-    files: Mapping[str, FileEntry],
-    aliases: Mapping[str, str],
-    sharding: Sharding | None,
-) -> Manifest:
-    """A manifest of now, by this process.
-
-    Raises:
-        pydantic.ValidationError: the files or shards are not those of so many ranks.
-    """
-    libraries = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": str(np.__version__),
-        "horovod": str(horovod.__version__),
-    }
-    return Manifest(
-        format="hvd_ckpt snapshot",
-        version=1,
-        step=step,
-        ranks=ranks,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        libraries=libraries,
-        files=dict(sorted(files.items())),
-        aliases=dict(aliases),
-        sharding=sharding,
-    )
 
 
 def rank_file(rank: int) -> str:

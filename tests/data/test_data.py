@@ -285,8 +285,8 @@ def test_digits_are_divided_and_standardised_by_those_trained_on() -> None:
     assert len({image.numpy().tobytes() for image in (*batch.inputs[0], *validation.inputs[0])}) == 1797
     assert batch.targets.dtype == torch.int64 and set(batch.targets.tolist()) == set(range(10))
     assert same(Digits(8, seed=1).split(0.2)[0].batch([3], [0]), training.batch([3], [0]))
-    large = Digits(16, channels=3).batch([0, 7], [0, 0]).inputs[0]
-    assert large.shape == (2, 3, 16, 16) and large.dtype == torch.float32
+    large = Digits(16).batch([0, 7], [0, 0]).inputs[0]
+    assert large.shape == (2, 1, 16, 16) and large.dtype == torch.float32
 
 
 def test_image_arrays_come_in_every_layout(tmp_path: Path) -> None:
@@ -296,8 +296,7 @@ def test_image_arrays_come_in_every_layout(tmp_path: Path) -> None:
     first = ImageArrays((numpy.moveaxis(images, 3, 1), labels))
     assert same(last.batch([1, 4], [0, 0]), first.batch([1, 4], [0, 0]))
     assert (last.channels, last.classes) == (3, 3)
-    grey = ImageArrays((images[..., 0], labels), 12, channels=3).batch([0], [0]).inputs[0]
-    assert grey.shape == (1, 3, 12, 12) and torch.equal(grey[:, 0], grey[:, 2])
+    assert ImageArrays((images[..., 0], labels), 12).batch([0], [0]).inputs[0].shape == (1, 1, 12, 12)
     for wrong, says in (
         ({"labels": labels[:4]}, "labels"),
         ({"labels": labels - 1}, "-1"),
@@ -333,7 +332,6 @@ def test_a_folder_of_images_has_a_class_for_each_folder(tmp_path: Path) -> None:
     assert torch.allclose(
         batch.inputs[0][1, :, 0, 0], torch.tensor([(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225])
     )
-    assert ImageFolder(folder, 8, channels=1).batch([0], [0]).inputs[0].shape == (1, 1, 8, 8)
     (folder / "blue" / "3.jpg").write_bytes(b"no image")
     assert "3.jpg" in message(ValueError, lambda: data.batch([0], [0]))
     (folder / "green").mkdir()

@@ -145,7 +145,7 @@ class DenseNetOnDigits(Workload):
 
         self._densenet = densenet
         self._depth, pixels, self._images = self.sizes[scale]
-        self._digits = Digits(pixels, channels=1, seed=seed)
+        self._digits = Digits(pixels, seed=seed)
         self._order = numpy.random.default_rng(seed).permutation(len(self._digits))
         self.model_line = f"DenseNet-{self._depth}, {self._images} images of {pixels} x {pixels} per rank"
 
