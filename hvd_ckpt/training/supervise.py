@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import math
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -41,7 +40,7 @@ NOT_AGAIN = (2, 126, 127)  # exit statuses of an invalid setting or command
 LONGEST_PAUSE = 30.0  # seconds
 LEFT_OVER_SECONDS = 10.0  # for ranks to end after their launcher: horovodrun gives them 5
 LAUNCHER_SECONDS = 15.0  # for a launcher to end after a signal: horovodrun takes 10
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.1  # between two looks for a signal and for the end of the job
 REPEATED_SECONDS = 1.0
 PARENT_DEATH_SIGNAL, CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
@@ -113,7 +112,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 _empty(commands.run)
             restarts += 1
             _say(f"{ended}; restart {restarts} of {max_restarts} {_start_of(origin)}")
-            number = signals.pause(0.0 if restarts == 1 else min(2.0 ** (restarts - 2), LONGEST_PAUSE))
+            number = signals.wait(0.0 if restarts == 1 else min(2.0 ** (restarts - 2), LONGEST_PAUSE))
             if number is not None:
                 return _stopped(number)
 
@@ -140,7 +139,7 @@ class _Job:
         """
         stop = _Stop(self._run, self._process.pid, grace)
         while self._process.poll() is None:
-            stop.advance(signals.wait(LOOK_SECONDS if stop.wanted else None))
+            stop.advance(signals.wait(LOOK_SECONDS))
         self._end_left_over(stop.seconds_to_end if stop.wanted else LEFT_OVER_SECONDS)
         if stop.wanted:
             _remove(self._run / STOP_FILE)
@@ -339,7 +338,7 @@ def _snapshots_of(run: Path) -> set[tuple[Path, int]]:
 
 
 class _Signals:
-    """Waits for signals that ask for a stop; one that is ignored already, as under nohup, stays ignored.
+    """Notes signals that ask for a stop; one that is ignored already, as under nohup, stays ignored.
 
     Attributes:
         first: the first that came.
@@ -350,13 +349,9 @@ class _Signals:
         self._come: list[int] = []
 
     def __enter__(self) -> Self:
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        os.set_blocking(self._writing, False)
-        self._waker = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._handlers = {
-            number: signal.signal(number, self._note)
-            for number in (*SIGNALS, signal.SIGCHLD)
+            number: signal.signal(number, lambda number, _: self._come.append(number))
+            for number in SIGNALS
             if signal.getsignal(number) != signal.SIG_IGN
         }
         return self
@@ -364,30 +359,15 @@ class _Signals:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._waker)
-        os.close(self._reading)
-        os.close(self._writing)
 
-    def _note(self, number: int, frame: object) -> None:
-        if number != signal.SIGCHLD:
-            self._come.append(number)
-
-    def wait(self, seconds: float | None) -> int | None:
-        """Waits for a signal, for a child to end (returns None), or for the time to pass (returns None)."""
-        if not self._come:
-            select.select([self._reading], [], [], seconds)
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._reading, 4096)
-        if not self._come:
-            return None
+    def wait(self, seconds: float) -> int | None:
+        """Waits for a signal, or for the time to pass (returns None)."""
+        limit = time.monotonic() + seconds
+        while not self._come:
+            left = limit - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(left, LOOK_SECONDS))
         number = self._come.pop(0)
         self.first = self.first or number
         return number
-
-    def pause(self, seconds: float) -> int | None:
-        """Waits for a signal, or for the time to pass (returns None)."""
-        limit = time.monotonic() + seconds
-        while True:
-            number = self.wait(max(limit - time.monotonic(), 0))
-            if number is not None or time.monotonic() >= limit:
-                return number

@@ -9,17 +9,15 @@ import re
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 from rich.console import Console
 from snapshot_files import file_size_limit
 from torch import nn
 
-from hvd_ckpt.heartbeat import elapsed
 from hvd_ckpt.training import logs, progress
 from hvd_ckpt.training.optim import Schedule, build_optimizer, optimizer_names
-from hvd_ckpt.training.plots import COLORS, loss_plot
+from hvd_ckpt.training.plots import loss_plot
 from hvd_ckpt.training.report import Meter
 
 
@@ -232,15 +230,6 @@ def test_meter_weighs_losses_and_leaves_excluded_time_out():
     assert math.isnan(empty["loss"]) and math.isnan(empty["rate"])
 
 
-def test_formats():
-    peak, kind = progress.peak_memory()
-    assert kind == "resident set" and 0.9 * psutil.Process().memory_info().rss < peak
-    times = [elapsed(value) for value in (59.6, 3723, 360_000, math.nan)]
-    assert times == ["0:01:00", "1:02:03", "100:00:00", "?"]
-    rates = [progress.quantity(value, "x/s") for value in (0.5, 999.9, 12_345, 4e15, math.nan)]
-    assert rates == ["0.5 x/s", "1k x/s", "12.3k x/s", "4e+03T x/s", "nan x/s"]
-
-
 RECORD = {
     "step": 20, "kind": "train", "loss": 2.34567, "lr": 3e-4, "rate": 12_345.0, "unit": "tokens", "memory": 3 << 29,
     "memory_of": "resident set", "seconds": 10.0, "clipped": 0.25,
@@ -303,24 +292,6 @@ def write_log(path, losses, evaluations=()):
 
 def draw(log, folder):
     loss_plot({"run": log}, folder / "loss.png")
-
-
-def shown(path, color):
-    """Pixels of about that colour."""
-    from matplotlib.image import imread
-
-    wanted = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    return int((abs(imread(path)[..., :3] - wanted).max(-1) < 0.02).sum())
-
-
-def test_runs_that_coincide_are_both_seen(tmp_path):
-    losses = [5 - 0.04 * step for step in range(80)]
-    losses[5:7] = math.nan, math.inf
-    one = write_log(tmp_path / "one", losses, (40, 80))
-    path = tmp_path / "loss.png"
-    loss_plot({"one": one, "two": one}, path)
-    light = "#8cbedd"  # the first colour, see-through on white
-    assert shown(path, light) > 300 and shown(path, COLORS[1]) > 300
 
 
 def test_no_loss_to_draw(tmp_path):
