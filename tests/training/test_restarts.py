@@ -139,7 +139,7 @@ def test_a_signal_asks_for_a_stop_and_ends_the_restarts(name: str, tmp_path: Pat
 def test_a_job_that_cannot_be_asked_is_told_by_a_signal(
     begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "LAUNCHER_SECONDS", 0.3)
+    monkeypatch.setattr(supervision, "LAUNCHER_SECONDS", 2.0)
     begin = "touch $RUN/config.yaml;" if begun else ""
     note = "trap 'test -e $RUN/stop && echo asked >>$RUN/../notes; exit 0' TERM"
     job = Job(tmp_path, f"{begin} {note}; kill -TERM $PPID; sleep 20 & wait; exit 1")
