@@ -13,7 +13,7 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvd_ckpt.torch_private import disable_current_modes
@@ -31,45 +31,36 @@ class Phase(enum.Enum):
 class Frame:
     """Values that one checkpointed call hands from its first pass to its recomputations."""
 
-    __slots__ = ("stash",)
-
     def __init__(self) -> None:
         self.stash: list[Any] = []
 
-    def enter(self, phase: Phase) -> _Entry:
+    @contextlib.contextmanager
+    def enter(self, phase: Phase) -> Iterator[None]:
         """A context in which this frame is the innermost one of the calling thread."""
-        return _Entry(self, phase)
+        _thread.stack.append(_Entry(self, phase))
+        try:
+            yield
+        finally:
+            _thread.stack.pop()
 
 
+@dataclass
 class _Entry:
-    """One run of a frame's function. A recomputation reads the stash from its start, so the cursor lives
-    here."""
+    """One run of a frame's function. A recomputation reads the stash from its start on."""
 
-    __slots__ = ("cursor", "frame", "phase")
-
-    def __init__(self, frame: Frame, phase: Phase) -> None:
-        self.frame = frame
-        self.phase = phase
-        self.cursor = 0
-
-    def __enter__(self) -> None:
-        _thread.stack.append(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _thread.stack.pop()
+    frame: Frame
+    phase: Phase
+    cursor: int = 0
 
     def read(self) -> Any:
-        if self.cursor >= len(self.frame.stash):
+        stash = self.frame.stash
+        if self.cursor >= len(stash):
             raise RuntimeError(
                 f"A recomputation asked for {self.cursor + 1} value(s) that its first pass should have computed, but the "
-                f"first pass computed {len(self.frame.stash)}: the checkpointed function must do the same work each "
-                "time it runs."
+                f"first pass computed {len(stash)}: the checkpointed function must do the same work each time it runs."
             )
-        value = self.frame.stash[self.cursor]
         self.cursor += 1
-        return value
+        return stash[self.cursor - 1]
 
 
 class _Thread(threading.local):

@@ -33,6 +33,9 @@ class BudgetError(ValueError):
         self.smallest = smallest
         self.nearest = nearest
 
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int, Plan | None]]:
+        return type(self), (str(self), self.smallest, self.nearest)
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -16,8 +16,9 @@ forward in order and then backward in reverse order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Block:
     forward_seconds: float
     forward_working: int
     joins_next: bool = False
+
+    def with_costs(self, change: Callable[[Choice], dict[str, Any]]) -> Block:
+        """The block with some costs of each choice changed."""
+        return replace(self, choices=tuple(replace(choice, **change(choice)) for choice in self.choices))
 
 
 @dataclass(frozen=True)

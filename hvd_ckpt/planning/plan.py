@@ -26,6 +26,7 @@ from hvd_ckpt.planning.policy import (
     Text,
     apply_policy,
     apply_to_chain,
+    base_class,
     expect_autocast,
     remove_policy,
 )
@@ -200,38 +201,30 @@ class Plan:
             PlanError: a block is missing in the model or is another one.
         """
         modules = dict(model.named_modules())
+        misfit = f"The plan does not fit this {type(model).__name__}:"
         for block in self.blocks:
             missing = [name for name in block.members if name not in modules]
             if missing:
-                raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: it has no module '{missing[0]}'. Make a plan for this "
-                    "model."
-                )
+                raise PlanError(f"{misfit} it has no module '{missing[0]}'. Make a plan for this model.")
             members = [modules[name] for name in block.members]
             kind = kind_of(members)
             if kind != block.kind:
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: block '{block.name}' is of class {kind}, the plan was "
-                    f"made for {block.kind}."
+                    f"{misfit} block '{block.name}' is of class {kind}, the plan was made for {block.kind}."
                 )
-            for number, (shape, planned) in enumerate(
-                zip_longest(parameter_shapes(members), block.parameters)
-            ):
+            shapes = zip_longest(parameter_shapes(members), block.parameters)
+            for number, (shape, planned) in enumerate(shapes):
                 if shape != planned:
                     have, want = (
                         "no such parameter" if one is None else list(one) for one in (shape, planned)
                     )
                     raise PlanError(
-                        f"The plan does not fit this {type(model).__name__}: parameter {number} of block '{block.name}' has the "
-                        f"shape {have}, the plan was made for {want}."
+                        f"{misfit} parameter {number} of block '{block.name}' has the shape {have}, the plan was made for {want}."
                     )
         for container in self._containers():
-            if type(modules[container]).forward is not nn.Sequential.forward and not hasattr(
-                modules[container], "_hvd_ckpt_items"
-            ):
+            if base_class(modules[container]).forward is not nn.Sequential.forward:
                 raise PlanError(
-                    f"The plan does not fit this {type(model).__name__}: '{container or 'the model'}' is not a plain "
-                    "nn.Sequential, whose children the plan runs in segments."
+                    f"{misfit} '{container or 'the model'}' is not a plain nn.Sequential, whose children the plan runs in segments."
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:

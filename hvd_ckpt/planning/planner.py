@@ -11,7 +11,6 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -230,12 +229,7 @@ class Planner:
         kept = sum(block.choices[0].kept for block in self._chain[1:-1])
         rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
         self._chain = [
-            replace(
-                block,
-                choices=tuple(
-                    replace(choice, seconds=choice.seconds + rate * choice.kept) for choice in block.choices
-                ),
-            )
+            block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self._chain
         ]
 

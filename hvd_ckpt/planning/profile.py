@@ -249,7 +249,10 @@ class Profile:
                 for index in range(max(min(indices), 0), max(indices)):
                     # Where the gradients meet, their sum is a third one.
                     waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
-        return [_holding(block, extra) if extra else block for block, extra in zip(inner, waiting)]
+        return [
+            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra})  # type: ignore[misc]
+            for block, extra in zip(inner, waiting)
+        ]
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with what runs before and behind it, from one step that keeps as little as possible."""
@@ -264,7 +267,13 @@ class Profile:
         begin, after, behind = _ends(marks)
         alone = sum(block.choices[choice].seconds for block, choice in zip(inner, leanest))
         if 0 < seconds < alone:  # by themselves, blocks ran slower than they do in a step
-            inner = [_paced(block, seconds / alone) for block in inner]
+            pace = seconds / alone
+            inner = [
+                dataclasses.replace(block, forward_seconds=pace * block.forward_seconds).with_costs(
+                    lambda choice: {"seconds": pace * choice.seconds}
+                )
+                for block in inner
+            ]
         rest = max(seconds - alone, 0.0)
         before_block = Block(
             (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
@@ -362,18 +371,6 @@ def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
 
     walk(items, 0)
     return found
-
-
-def _holding(block: Block, extra: int) -> Block:
-    choices = tuple(
-        dataclasses.replace(choice, backward_peak=choice.backward_peak + extra) for choice in block.choices
-    )
-    return dataclasses.replace(block, choices=choices)
-
-
-def _paced(block: Block, pace: float) -> Block:
-    choices = tuple(dataclasses.replace(choice, seconds=pace * choice.seconds) for choice in block.choices)
-    return dataclasses.replace(block, choices=choices, forward_seconds=pace * block.forward_seconds)
 
 
 def _device(model: nn.Module, args: tuple[Any, ...]) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -14,7 +13,6 @@ from hvd_ckpt.planning.plan import Plan
 __all__ = ["on_rank_0"]
 
 Limit = int | float | str | None
-_Answer = tuple[str, Any, int, Plan | None]
 
 
 def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device) -> Plan:
@@ -25,44 +23,42 @@ def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device
     """
     if not hvd.is_initialized() or hvd.size() == 1:
         return make(budget)
-    local: tuple[str, str] | tuple[str, Limit]
+    limit = _smallest_of_all(budget, device)
+    answer: Plan | Exception | None = None
+    if hvd.rank() == 0:
+        try:
+            answer = make(limit)
+        except (BudgetError, ValueError) as error:
+            answer = error if isinstance(error, BudgetError) else ValueError(str(error))
+        except Exception as error:  # the other ranks wait for an answer
+            answer = RuntimeError(f"planning failed on rank 0: {type(error).__name__}: {error}")
+    result: Plan | Exception = hvd.broadcast_object(answer, root_rank=0, name="hvd_ckpt.plan")
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _smallest_of_all(budget: Limit, device: torch.device) -> Limit:
+    """The smallest budget of all ranks, if they are in bytes; else the one that all have.
+
+    Raises:
+        ValueError: a rank's budget is invalid, or the ranks ask for different kinds; on every rank.
+    """
+    local: Limit | ValueError = budget
     try:
         wanted = parse_budget(budget)
-        in_bytes = wanted.kind in ("bytes", "device")
-        local = ("bytes", wanted.bytes(0, 0, device)) if in_bytes else ("other", budget)
+        if wanted.kind in ("bytes", "device"):
+            local = wanted.bytes(0, 0, device)
     except ValueError as error:
-        local = ("error", str(error))
-    everyone = hvd.allgather_object(local)
-    for rank, (kind, value) in enumerate(everyone):
-        if kind == "error":
-            raise ValueError(f"rank {rank}: {value}")
-    answer: _Answer = _answer(make, everyone) if hvd.rank() == 0 else ("", "", 0, None)
-    kind, value, smallest, nearest = hvd.broadcast_object(answer, root_rank=0)
-    if kind == "plan":
-        result: Plan = value
-        return result
-    if kind == "budget":
-        raise BudgetError(value, smallest, nearest)
-    raise ValueError(value) if kind == "value" else RuntimeError(f"planning failed on rank 0: {value}")
-
-
-def _answer(make: Callable[[Limit], Plan], everyone: list[tuple[str, Limit]]) -> _Answer:
-    limits = [value for kind, value in everyone if kind == "bytes"]
-    others = {str(value) for kind, value in everyone if kind == "other"}
-    if others and (limits or len(others) > 1):
-        values = ", ".join(sorted(others | {str(limit) for limit in limits}))
-        return (
-            "value",
-            f"budget: ranks asked for different kinds of budget: {values}. Give all the same.",
-            0,
-            None,
-        )
-    limit: Limit = min(limits) if limits else everyone[0][1]  # type: ignore[type-var]
-    try:
-        return "plan", make(limit), 0, None
-    except BudgetError as error:
-        return "budget", str(error), error.smallest, error.nearest
-    except ValueError as error:
-        return "value", str(error), 0, None
-    except Exception as error:  # the other ranks wait for an answer
-        return "error", f"{type(error).__name__}: {error}", 0, None
+        local = ValueError(str(error))
+    everyone = hvd.allgather_object(local, name="hvd_ckpt.plan.budget")
+    for rank, one in enumerate(everyone):
+        if isinstance(one, ValueError):
+            raise ValueError(f"rank {rank}: {one}")
+    if all(isinstance(one, int) for one in everyone):
+        smallest: int = min(everyone)
+        return smallest
+    if len(set(map(str, everyone))) > 1:
+        values = ", ".join(sorted(set(map(str, everyone))))
+        raise ValueError(f"budget: ranks asked for different kinds of budget: {values}. Give all the same.")
+    return budget

@@ -1,4 +1,9 @@
-"""``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass."""
+"""``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass.
+
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016). The recomputation itself is
+PyTorch's (:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once
+(running statistics, collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,7 @@ from hvd_ckpt.recompute.function import checkpoint_reentrant
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import disable_dynamo, pytree
 
-__all__ = [
-    "checkpoint",
-    "is_checkpointing",
-    "is_recomputing",
-]
-
-# ``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass.
-#
-# Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016). The recomputation itself is
-# PyTorch's (:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once
-# (running statistics, collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
-
+__all__ = ["checkpoint", "is_checkpointing", "is_recomputing"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -117,11 +111,15 @@ def run_checkpointed(
             # right if the function has a parameter hidden somewhere.
             return function(*args, **kwargs)
         return checkpoint_reentrant(Region(function, found), options.preserve_rng_state, args, kwargs)
+    region, names, positional = Region(function, found), tuple(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        return region(*values[:positional], **dict(zip(names, values[positional:])))
+
     # Keyword tensors go by position, as PyTorch saves only those with the graph (and checks that nobody
     # changes them).
-    names = tuple(kwargs)
     return torch.utils.checkpoint.checkpoint(
-        _by_position(Region(function, found), len(args), names),
+        run if names else region,
         *args,
         *kwargs.values(),
         use_reentrant=False,
@@ -131,13 +129,3 @@ def run_checkpointed(
         debug=options.debug,
         early_stop=options.early_stop,
     )
-
-
-def _by_position(region: Region, positional: int, names: tuple[str, ...]) -> Callable[..., Any]:
-    if not names:
-        return region
-
-    def run(*values: Any) -> Any:
-        return region(*values[:positional], **dict(zip(names, values[positional:])))
-
-    return run

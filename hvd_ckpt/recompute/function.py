@@ -1,4 +1,15 @@
-"""``CheckpointFunction`` and PyTorch's reentrant checkpoint: recomputation as one autograd node with any inputs and results."""
+"""Recomputation as one autograd node: ``CheckpointFunction``, and PyTorch's reentrant checkpoint for any arguments and results.
+
+In PyTorch's reentrant variant each region adds to the gradients of its parameters by itself, so a parameter
+that several regions use is accumulated once per region. ``CheckpointFunction`` has the parameters among its inputs and
+returns their gradients like those of any other input; autograd adds them up and every parameter's gradient is final
+when it is first touched. The idea, the name and the call are those of the pytorch-checkpoint project (csrhddlam).
+
+PyTorch's reentrant checkpoint takes positional tensors only, drops the gradients of the parameters when no input
+requires one, and hands zeros instead of nothing to the parameters behind an output that nobody used. Here arguments and
+results may be nested structures with tensors anywhere in them, and gradients come out as they would without
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +26,6 @@ from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
 from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type, pytree
-
-# ``CheckpointFunction``: recomputation as one autograd node that has the parameters among its inputs.
-#
-# In PyTorch's reentrant variant each region adds to the gradients of its parameters by itself, so a parameter
-# that several regions use is accumulated once per region. Here the recomputation returns the parameters'
-# gradients like those of any other input; autograd adds them up and every parameter's gradient is final when it
-# is first touched. The idea, the name and the call are those of the pytorch-checkpoint project (csrhddlam).
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -205,14 +209,6 @@ def _check_all_listed(outputs: Sequence[torch.Tensor], ends: set[Node]) -> None:
                 "after its inputs."
             )
         pending.extend(following for following, _ in node.next_functions if following is not None)
-
-
-# PyTorch's reentrant checkpoint, for any arguments and results.
-#
-# PyTorch's own takes positional tensors only, drops the gradients of the parameters when no input requires one,
-# and hands zeros instead of nothing to the parameters behind an output that nobody used. Here arguments and
-# results may be nested structures with tensors anywhere in them, and gradients come out as they would without
-# recomputation.
 
 
 def checkpoint_reentrant(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
@@ -29,10 +30,6 @@ __all__ = [
     "random_context",
     "version_of",
 ]
-
-# Where kept tensors are until the backward pass.
-#
-# Autograd holds in place of a kept tensor what :meth:`Keeper.keep` gives back, and asks it for the tensor with ``get()``.
 
 
 class Keeper:
@@ -222,38 +219,15 @@ def autocast_context(state: AutocastState) -> Callable[[], AbstractContextManage
 
 def attention_context() -> Callable[[], AbstractContextManager[Any]]:
     """A context in which attention may use the kernels that it may use now: each saves other tensors."""
-    kernels = torch.backends.cuda  # the switches count on every device
-    switches = (
-        kernels.enable_flash_sdp,
-        kernels.enable_mem_efficient_sdp,
-        kernels.enable_math_sdp,
-        kernels.enable_cudnn_sdp,
-    )
-
-    states: tuple[Callable[[], bool], ...] = (
-        kernels.flash_sdp_enabled,
-        kernels.mem_efficient_sdp_enabled,
-        kernels.math_sdp_enabled,
-        kernels.cudnn_sdp_enabled,
-    )
-
-    def enabled() -> tuple[bool, ...]:
-        return tuple(bool(switch()) for switch in states)
-
-    then = enabled()
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        now = enabled()
-        for switch, on in zip(switches, then):
-            switch(on)
-        try:
-            yield
-        finally:
-            for switch, on in zip(switches, now):
-                switch(on)
-
-    return context
+    switches: Any = torch.backends.cuda  # they count on every device
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: switches.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: switches.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: switches.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: switches.cudnn_sdp_enabled(),
+    }
+    allowed = [kernel for kernel, on in enabled.items() if on]
+    return lambda: sdpa_kernel(allowed)
 
 
 def random_context(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -264,16 +238,11 @@ def random_context(device: torch.device) -> Callable[[], AbstractContextManager[
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        now = torch.get_rng_state()
-        other_now = None if accelerator is None else accelerator.get_rng_state(device)
-        torch.set_rng_state(cpu)
-        if accelerator is not None:
-            accelerator.set_rng_state(other, device)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(now)
+        devices = [] if accelerator is None else [device]
+        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else device.type):
+            torch.set_rng_state(cpu)
             if accelerator is not None:
-                accelerator.set_rng_state(other_now, device)
+                accelerator.set_rng_state(other, device)
+            yield
 
     return context

@@ -133,16 +133,12 @@ def _names(code: CodeType) -> set[str]:
     return names
 
 
-# A checkpointed function as PyTorch gets to see it: its first call is the first pass, every later one a
-# recomputation.
-#
-# Both of PyTorch's checkpoint variants, and this library's own :class:`CheckpointFunction`, call a function
-# once in the forward pass and again for the backward pass. Wrapping the function is therefore all that is
-# needed to know which run is which; the caller's own ``context_fn`` and ``debug`` stay free for the caller.
-
-
 class Region:
-    """One checkpointed call of ``function``, which can reach what ``found`` lists."""
+    """One checkpointed call of ``function``, which can reach what ``found`` lists.
+
+    PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for
+    the backward pass, so wrapping it is enough to know which run is which: the first call is the first pass.
+    """
 
     def __init__(self, function: Callable[..., Any], found: Reach) -> None:
         self.function = function

@@ -335,15 +335,12 @@ class Holder:
     key: int
     view: View | None = None
 
+    def get(self) -> Tensor:
+        """The tensor, computed again if it is not there."""
+        tensor = self.group.root().take(self.call, self.key)
+        return tensor if self.view is None else self.view.apply(tensor)
 
-def unpack(packed: Any) -> Tensor:
+
+def unpack(packed: Holder | Plain | Kept | Packed | Compressed) -> Tensor:
     """The tensor for what was packed."""
-    if isinstance(packed, (Plain, Kept)):
-        return packed.get()
-    if isinstance(packed, Compressed):
-        return packed.restore()
-    if isinstance(packed, Packed):
-        return packed.get()
-    assert isinstance(packed, Holder)
-    tensor = packed.group.root().take(packed.call, packed.key)
-    return tensor if packed.view is None else packed.view.apply(tensor)
+    return packed.restore() if isinstance(packed, Compressed) else packed.get()

@@ -54,13 +54,8 @@ def checkpoint_sequential(
     An error that the first layer of a segment raises in a first pass is raised again with a message that names
     the segment and its layers.
     """
-    layers = _layers(functions)
-    if not inputs and "input" in shared:  # PyTorch's name for the only input
-        inputs = (shared.pop("input"),)
-    parts = _cut(layers, split(len(layers), segments), shared)
     options = Options(use_reentrant, preserve_rng_state)
-    recomputed = len(parts) - 1 if keep_last else len(parts)
-    return _run(parts, recomputed, inputs, shared, options)
+    return _run(_layers(functions), segments, keep_last, options, inputs, shared)
 
 
 def split(layers: int, segments: int | Sequence[int]) -> list[int]:
@@ -127,14 +122,8 @@ class CheckpointSequential(nn.Sequential):
         Options(use_reentrant, preserve_rng_state)
 
     def forward(self, *inputs: Any, **shared: Any) -> Any:
-        layers: list[Layer] = list(self)
-        if not inputs and "input" in shared:
-            inputs = (shared.pop("input"),)
-        parts = _cut(layers, split(len(layers), self.segments), shared)
-        recomputed = 0
-        if torch.is_grad_enabled():
-            recomputed = len(parts) - 1 if self.keep_last else len(parts)
-        return _run(parts, recomputed, inputs, shared, Options(self.use_reentrant, self.preserve_rng_state))
+        options = Options(self.use_reentrant, self.preserve_rng_state)
+        return _run(list(self), self.segments, self.keep_last, options, inputs, shared)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # a part of the chain has other segments, so it is a plain one
@@ -146,16 +135,20 @@ class CheckpointSequential(nn.Sequential):
 
 
 def _run(
-    parts: Sequence[_Segment],
-    recomputed: int,
+    layers: Sequence[Layer],
+    segments: int | Sequence[int],
+    keep_last: bool,
+    options: Options,
     inputs: tuple[Any, ...],
     shared: dict[str, Any],
-    options: Options,
 ) -> Any:
+    if not inputs and "input" in shared:  # PyTorch's name for the only input
+        inputs = (shared.pop("input"),)
+    parts = _cut(layers, split(len(layers), segments), shared)
     result: Any = None
-    for index, part in enumerate(parts):
+    for part in parts:
         keywords = {name: value for name, value in shared.items() if name in part.accepted_names}
-        kept = index >= recomputed
+        kept = keep_last and part is parts[-1]
         result = part(*inputs, **keywords) if kept else run_checkpointed(part, inputs, keywords, options)
         inputs = _as_arguments(result)
     return result
