@@ -22,16 +22,6 @@ def is_undisturbed() -> bool:
     return bool(getattr(_thread, "undisturbed", False))
 
 
-@contextlib.contextmanager
-def _without_communication() -> Iterator[None]:
-    before = is_undisturbed()
-    _thread.undisturbed = True
-    try:
-        yield
-    finally:
-        _thread.undisturbed = before
-
-
 def now(device: torch.device) -> float:
     """Seconds on a clock that waits for what the device has been given to do."""
     if device.type == "cuda":
@@ -63,8 +53,10 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _without_communication():
+    inside = is_undisturbed()
+    with torch.random.fork_rng(devices=devices):
         try:
+            _thread.undisturbed = True
             for module in model.modules():
                 for name, parameter in list(module._parameters.items()):
                     if parameter is None:
@@ -85,6 +77,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                     )  # a recurrent module keeps a list of them, too
             yield
         finally:
+            _thread.undisturbed = inside
             for module, name, parameter in originals:
                 setattr(module, name, parameter)
             with torch.no_grad():

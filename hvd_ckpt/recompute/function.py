@@ -64,9 +64,8 @@ class CheckpointFunction(torch.autograd.Function):
         _check(function, n, args)
         ctx.set_materialize_grads(False)
         ctx.n = n
-        ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
-        ctx.constants = [None if is_tensor else arg for arg, is_tensor in zip(args, ctx.is_tensor)]
-        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+        tensors, ctx.with_tensors = _apart(args)
+        ctx.save_for_backward(*tensors)
         ctx.environment = _Environment(args[:n])
         ctx.region = Region(function, reach(function, args[:n]))
         ctx.checked = False
@@ -80,15 +79,11 @@ class CheckpointFunction(torch.autograd.Function):
                 "CheckpointFunction gives no gradients of gradients (create_graph=True): use checkpoint(function, "
                 "*args, use_reentrant=False), which does."
             )
-        tensors = iter(ctx.saved_tensors)
-        args = [
-            next(tensors) if is_tensor else constant
-            for is_tensor, constant in zip(ctx.is_tensor, ctx.constants)
-        ]
+        args = ctx.with_tensors(ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
         inputs = [
-            arg.detach().requires_grad_(wanted) if is_tensor else arg
-            for arg, is_tensor, wanted in zip(args[: ctx.n], ctx.is_tensor, needed)
+            arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else arg
+            for arg, wanted in zip(args[: ctx.n], needed)
         ]
         with ctx.environment.restored(), torch.enable_grad():
             outputs = ctx.region(*inputs)
@@ -124,6 +119,18 @@ class CheckpointFunction(torch.autograd.Function):
         for index, gradient in zip(wanted, found):
             result[2 + index] = gradient
         return tuple(result)
+
+
+def _apart(values: Sequence[Any]) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], list[Any]]]:
+    """The tensors among some values, and a function that gives the values with other tensors in their place."""
+    is_tensor = [isinstance(value, torch.Tensor) for value in values]
+    others = [None if tensor else value for value, tensor in zip(values, is_tensor)]
+
+    def with_tensors(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        remaining = iter(tensors)
+        return [next(remaining) if tensor else other for other, tensor in zip(others, is_tensor)]
+
+    return [value for value in values if isinstance(value, torch.Tensor)], with_tensors
 
 
 class _Environment:
@@ -232,9 +239,7 @@ class _FlatRun:
 
     def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._constants = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, self._is_tensor)]
+        self.tensors, self._with_tensors = _apart(leaves)
         self._region = region
         # The first pass gets the caller's own containers, so that what the function does to them is seen by
         # the caller.
@@ -253,12 +258,7 @@ class _FlatRun:
             args, kwargs = self._first_pass
             leaves, self.result_structure = pytree.tree_flatten(self._region(*args, **kwargs))
             return tuple(leaves)
-        remaining = iter(tensors)
-        leaves = [
-            next(remaining) if is_tensor else constant
-            for is_tensor, constant in zip(self._is_tensor, self._constants)
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        args, kwargs = pytree.tree_unflatten(self._with_tensors(tensors), self._structure)
         results, _ = pytree.tree_flatten(self._region(*args, **kwargs))
         return self._only_wanted(results, tensors)
 

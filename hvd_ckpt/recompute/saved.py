@@ -146,7 +146,9 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
         return None
     if flat.dtype is torch.bool:
         bits = flat.view(torch.uint8)
-        return (_pack_bool(bits.numpy()) if bits.device.type == "cpu" else _pack_on_device(bits)), 1
+        if bits.device.type == "cpu":
+            return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little")), 1
+        return _pack_on_device(bits), 1
     same_bits = flat.view(_SAME_BITS[flat.element_size()])
     step = max(flat.numel() // _SAMPLE, 1)
     patterns = set(same_bits[::step].tolist()) - {0}
@@ -166,10 +168,6 @@ def _some_pattern(same_bits: torch.Tensor) -> int:
     """A pattern that is not zero, if any element has one: the least or the greatest has."""
     least, greatest = same_bits.aminmax()
     return int(least) or int(greatest) or 1
-
-
-def _pack_bool(bits: NDArray[np.uint8]) -> torch.Tensor:
-    return torch.from_numpy(np.packbits(bits, bitorder="little"))
 
 
 def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
@@ -223,18 +221,12 @@ def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
     sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
     for values in (sample, flat):
         least, greatest = (int(bound) for bound in values.aminmax())
-        narrow = _narrowest(least, greatest)
-        if narrow is None or narrow.itemsize >= flat.element_size():
+        fitting = [
+            one for one in _NARROW if torch.iinfo(one).min <= least and greatest <= torch.iinfo(one).max
+        ]
+        if not fitting or fitting[0].itemsize >= flat.element_size():
             return None
-    return flat.to(narrow)
-
-
-def _narrowest(least: int, greatest: int) -> torch.dtype | None:
-    for dtype in _NARROW:
-        bounds = torch.iinfo(dtype)
-        if bounds.min <= least and greatest <= bounds.max:
-            return dtype
-    return None
+    return flat.to(fitting[0])
 
 
 def _shorten(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

@@ -83,17 +83,13 @@ def test_impossible_budget_is_an_error_on_every_rank():
     assert len(set(everywhere(error.smallest))) == 1
 
 
-def test_text_that_only_the_last_rank_gets_wrong():
-    last = hc.size() - 1
-    budget = "six" if hc.rank() == last else "6GiB"
+@pytest.mark.parametrize(
+    ("budgets", "said"), [(("6GiB", "six"), "'six'"), (("0.5x", "6GiB"), "different kinds of budget")]
+)
+def test_budgets_that_do_not_go_together(budgets, said):
+    budget = budgets[0] if hc.rank() == 0 else budgets[1]
     error = raised_everywhere(ValueError, lambda: hc.plan(Model(), sample(), budget=budget))
-    assert "'six'" in str(error)
-
-
-def test_ranks_that_ask_for_different_kinds_of_budget():
-    budget = "0.5x" if hc.rank() == 0 else "6GiB"
-    error = raised_everywhere(ValueError, lambda: hc.plan(Model(), sample(), budget=budget))
-    assert "different kinds of budget" in str(error)
+    assert said in str(error)
 
 
 def test_failure_on_rank_0_is_an_error_on_every_rank():
