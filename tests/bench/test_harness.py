@@ -20,10 +20,8 @@ from hvd_ckpt.bench.harness.jobs import (
     Process,
     RankJob,
     error_line,
-    load_json,
     run_job,
     run_rank,
-    save_json,
 )
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report, Table
@@ -78,15 +76,6 @@ def test_a_job_gives_the_result_of_each_rank_in_order(tmp_path: Path) -> None:
 def test_an_error_on_one_rank_is_the_error_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="ArithmeticError: planted .status .*log.txt"):
         run_job(Job(tmp_path / "job", 2, broken=1), Result, "gloo", 60)
-
-
-def test_dataclasses_survive_their_files(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2, ("x",), broken=None)
-    save_json(job, job.file)
-    assert Job.load(job.file) == job
-    result = Result(1, {"a": Inner(-math.inf)})
-    save_json(result, tmp_path / "result")
-    assert load_json(Result, tmp_path / "result") == result
 
 
 def test_a_process_ends_with_everything_that_it_started(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ Listener = Callable[[str, Event], object]
 
 
 class ComparisonError(Exception):
-    """The comparison cannot be made at all; the message says why in one line."""
+    """A comparison is not possible; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)

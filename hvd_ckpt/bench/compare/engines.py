@@ -135,7 +135,7 @@ class OneProcess(Engine):
     rank, size = 0, 1
 
     def start(self, folder: Path) -> None:
-        """There is nobody to join."""
+        """Nothing: there are no other ranks."""
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         return model, optimizer
@@ -327,7 +327,7 @@ class DDPFindUnused(DDP):
 
 
 class DDPStatic(DDP):
-    """The same, told that the graph never changes."""
+    """The same, with the promise that the graph never changes."""
 
     title = "DDP static_graph"
     options: ClassVar[dict[str, Any]] = {"static_graph": True}

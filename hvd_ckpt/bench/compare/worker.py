@@ -10,7 +10,6 @@ that are left (see :mod:`.launch`).
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import json
 import os
@@ -44,7 +43,6 @@ __all__ = [
     "LeftOut",
     "Worker",
     "folder_name",
-    "make_plan",
     "run_forked",
     "run_reference",
     "work",
@@ -173,21 +171,36 @@ class Worker:
         )
 
     def _plan(self, cell: Cell, first: bool) -> Callable[[nn.Module], object]:
-        """The preparation of a model: where the cell has a budget, the first training plans, and later ones read that plan."""
+        """The preparation of a model: where the cell has a budget, the first training plans, and later ones read that plan.
+
+        So a plan that leaves a trace in the model, or that does not survive its file, shows up as weights that are off or runs that
+        differ.
+        """
         budget = find_variant(cell.variant).budget
         if budget is None:
             return lambda model: None
         file = self._job.plan_file(cell.workload)
         if not first:
             return Plan.load(file).apply
-        return functools.partial(
-            make_plan,
-            workload=self._workloads[cell.workload],
-            engine=self._engine,
-            settings=self._settings,
-            budget=budget,
-            file=file,
-        )
+        engine, workload = self._engine, self._workloads[cell.workload]
+
+        def prepare(model: nn.Module) -> None:
+            """Plans for each rank's first batch on the model that is about to be trained, wrapped and all."""
+            batch = workload.batches(engine.rank, engine.size, 0)[0].to(torch.device(self._settings.device))
+            options = {
+                "kwargs": batch.shared,
+                "loss": lambda output: workload.loss(output, batch.targets),
+                "autocast": AUTOCAST.get(self._settings.precision),
+            }
+            try:
+                plan = engine.plan(model, *batch.inputs, budget=budget, **options)
+            except ValueError as error:  # on every rank
+                raise LeftOut(str(error)) from error
+            if engine.rank == 0:
+                plan.save(file)
+            plan.apply(model)
+
+        return prepare
 
     def _outcome(self, cell: Cell, trained: Trained) -> dict[str, object]:
         """This rank's result beside the reference: hashes, differences, losses."""
@@ -203,39 +216,6 @@ class Worker:
             **{f"buffer_{name}": value for name, value in zip(names, buffers_apart, strict=True)},
             "losses": trained.losses,
         }
-
-
-def make_plan(
-    model: nn.Module,
-    workload: Workload,
-    engine: Engine,
-    settings: Settings,
-    budget: str,
-    file: Path,
-) -> None:
-    """Plans for each rank's first batch on the model that is about to be trained, wrapped and all; every rank calls it.
-
-    Rank 0 writes the plan to ``file``, which every later training of the cell reads. So a plan that leaves a trace in the model, or
-    that does not survive its file, shows up as weights that are off or runs that differ.
-
-    Raises:
-        LeftOut: on every rank, where no chain is found in the model or no plan stays within the budget.
-    """
-    batch = workload.batches(engine.rank, engine.size, 0)[0].to(torch.device(settings.device))
-
-    def loss(output: Any) -> torch.Tensor:
-        return workload.loss(output, batch.targets)
-
-    autocast = AUTOCAST.get(settings.precision)
-    try:
-        plan = engine.plan(
-            model, *batch.inputs, kwargs=batch.shared, loss=loss, budget=budget, autocast=autocast
-        )
-    except ValueError as error:
-        raise LeftOut(str(error)) from error
-    if engine.rank == 0:
-        plan.save(file)
-    plan.apply(model)
 
 
 def _hashes(trained: Trained) -> dict[str, str]:

@@ -44,7 +44,7 @@ def newest_good(run: Path) -> int:
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
-    """What differs between two runs in their snapshots of a step and in the losses of their logs; empty if nothing does.
+    """The differences between two runs in their snapshots of a step and in the losses of their logs.
 
     Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, each rank's random
     states and buffers, and the logged losses, with each step once and in order.

@@ -228,7 +228,7 @@ class _Killer:
         return PHASES[2] if "manifest.json" in written else PHASES[1] if written else PHASES[0]
 
     def _left(self, write: int) -> tuple[str | None, int]:
-        """What is wrong with the newest good snapshot, and the number of its write."""
+        """The fault of the newest good snapshot, if any, and the number of its write."""
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:

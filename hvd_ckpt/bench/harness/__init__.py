@@ -11,7 +11,7 @@ A benchmark is a command, a worker that runs on every rank, and a function that 
 A command and its worker, whole::
 
     @dataclass(frozen=True)
-    class Job(RankJob):                       # fields: what the ranks are told
+    class Job(RankJob):                       # fields: the settings of the ranks
         worker = "hvd_ckpt.bench.thing"       # the module that the ranks run
         steps: int
 
@@ -29,6 +29,6 @@ A command and its worker, whole::
         table = Table(("step ms",), [(f"{quartiles(slowest(rank.seconds for rank in ranks)).median:.1f}",)])
         run.finish(Report("A thing, timed", machine_facts(), [table], results=[...]), success=True)
 
-    if __name__ == "__main__":                # on each rank; an error is told to the launcher
+    if __name__ == "__main__":                # on each rank; the launcher hears of an error
         run_rank(Job, measure)                # measure(job) -> Result
 """

@@ -1,4 +1,4 @@
-"""Jobs: ranks that a launcher starts together on this machine, what they are told, and what each of them answers.
+"""Jobs: ranks that a launcher starts together on this machine, with their settings and the result of each.
 
 A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, ``rank0.json``, ``rank1.json``, ... with the results.
 """

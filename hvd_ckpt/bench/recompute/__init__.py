@@ -1,4 +1,4 @@
-"""What recomputation costs and saves: this library's plans beside no recomputation and everything else that recomputes.
+"""Memory and time of recomputation: this library's plans beside no recomputation and everything else that recomputes.
 
 methods  no recomputation, what PyTorch offers, and a DenseNet checkpointed in its layers
 peers       other projects

@@ -213,7 +213,7 @@ def _budgets(budgets: Sequence[str], peers: Sequence[Entry]) -> Iterator[tuple[s
 
 
 def _identity(plan: Plan) -> object:
-    """What a plan does, without its budget and costs."""
+    """The identity of a plan: its schedule, without budget and costs."""
     return plan.items, [dataclasses.replace(block, kept_bytes=0, added_seconds=0.0) for block in plan.blocks]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from hvd_ckpt.bench.harness.jobs import reason
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios
 from hvd_ckpt.bench.harness.workloads import Workload
+from hvd_ckpt.measure import now
 from hvd_ckpt.memory import measure_peak
 
 __all__ = ["BITWISE", "Bench", "Entry", "Forward", "predicted_peak", "twin"]
@@ -166,11 +166,9 @@ class Bench:
             import hvd_ckpt as hc
 
             hc.barrier()
-        self._synchronize()
-        start = time.perf_counter()
+        start = now(self.device)
         self._step(forward)
-        self._synchronize()
-        return time.perf_counter() - start
+        return now(self.device) - start
 
     def _prepare(self) -> None:
         torch.manual_seed(SEED)
@@ -180,8 +178,7 @@ class Bench:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+            parameter.grad.zero_()
 
     def _step(self, forward: Forward) -> torch.Tensor:
         loss = self.loss(forward(self.inputs))
@@ -192,8 +189,7 @@ class Bench:
 
     def _compare(self, loss: torch.Tensor) -> tuple[str, bool]:
         gradients = [_gradient(parameter) for parameter in self._parameters]
-        differences = []
-        worst = 0.0
+        differences, worst = [], 0.0
         for what, ours, theirs in (("loss", [loss], [self._loss]), ("gradients", gradients, self._gradients)):
             if not all(torch.equal(one, other) for one, other in zip(ours, theirs)):
                 distance = _distance(ours, theirs)
@@ -202,10 +198,6 @@ class Bench:
         if not all(torch.equal(buffer, after) for (buffer, _), after in zip(self._buffers, self._after)):
             differences.append("running statistics")
         return ", ".join(differences) or BITWISE, worst <= TOLERANCE
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def predicted_peak(workload: Workload) -> int:

@@ -35,7 +35,7 @@ __all__ = ["FAMILIES", "KEEP", "OURS", "Method", "methods", "segment_counts"]
 
 KEEP, OURS = "keep", "ours"
 FAMILIES = (KEEP, "sequential", "blocks", "layers", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
-"""What ``--methods`` takes, in the order of the tables."""
+"""The values of ``--methods``, in the order of the tables."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FRACTIONS = (0.7, 0.5, 0.3, 0.15)  # budgets of the other planners, in their own measure

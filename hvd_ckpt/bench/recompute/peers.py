@@ -138,7 +138,7 @@ class Ckptplan:
 
 
 def _bytes_kept(model: nn.Sequential, inputs: torch.Tensor) -> list[int]:
-    """What is still allocated after each block's forward pass, its output included."""
+    """Bytes that are still allocated after each block's forward pass, its output included."""
     kept = []
     hidden = inputs
     for block in model:

@@ -81,7 +81,7 @@ def configurations(stages: Collection[int], peers: Collection[str]) -> list[Conf
 
 @dataclass(frozen=True)
 class Training:
-    """What all configurations train: micro-batches of one sample, with Adam in float32.
+    """The training that all configurations do: micro-batches of one sample, with Adam in float32.
 
     Attributes:
         model: its sizes.

@@ -204,7 +204,7 @@ class Results:
         return Table(MEMORY_COLUMNS, rows, "Memory of a rank, MiB", left=MEMORY_COLUMNS[:2])
 
     def remarks(self) -> list[str]:
-        """What is missing, and why."""
+        """Missing results, and the reasons."""
         missing = [f"{one.title}: left out: {one.failure}" for one in self.all if one.failure]
         return missing + ([f"No times: {self.failure}"] if self.failure is not None else [])
 
