@@ -15,7 +15,7 @@ from torch import nn
 
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.harness.workloads import workload
-from hvd_ckpt.bench.recompute.case import Case, merged, run_case
+from hvd_ckpt.bench.recompute.case import Case, RecomputeJob, merged, run_case
 from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, predicted_peak, twin
 from hvd_ckpt.bench.recompute.report import method_table, plan_table, remarks
 
@@ -38,9 +38,9 @@ def installed(*names: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", ["gpt", "lstm"])
-def test_methods_compute_the_same(name: str) -> None:
+def test_methods_compute_the_same(name: str, tmp_path: Path) -> None:
     families = (*TORCH, *installed("torch_remat", "ckptplan"))
-    case = run_case(workload(name, "quick"), CPU, families, (), rounds=1)
+    case = run_case(RecomputeJob(tmp_path, 1, name, "quick", None, families, (), 1), CPU)
     assert {entry.family for entry in case.entries} == {"keep", *families}
     assert {entry.name: entry.failure or entry.same for entry in case.entries} == {
         entry.name: BITWISE for entry in case.entries
@@ -52,8 +52,10 @@ def test_methods_compute_the_same(name: str) -> None:
     )
 
 
-def test_a_densenet_is_checkpointed_in_its_layers_and_batch_norms_that_run_twice_are_found() -> None:
-    case = run_case(workload("densenet", "quick"), CPU, ("blocks", "layers"), (), rounds=1)
+def test_a_densenet_is_checkpointed_in_its_layers_and_batch_norms_that_run_twice_are_found(
+    tmp_path: Path,
+) -> None:
+    case = run_case(RecomputeJob(tmp_path, 1, "densenet", "quick", None, ("blocks", "layers"), (), 1), CPU)
     assert {entry.name: entry.failure or entry.same for entry in case.entries} == {
         "no recomputation": BITWISE,
         "checkpoint every block": "running statistics",

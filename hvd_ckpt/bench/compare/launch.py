@@ -150,7 +150,7 @@ class Launcher:
         job.save()
         ranks: _Forked | _Launched
         if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
-            command = jobs.rank_command(job.worker, job.file, job.size, "mpi")
+            command = jobs.launch_command(job.size, "mpi", job.worker, job.file)
             ranks = _Launched(command, job.log_file, self._environment)
         else:
             ranks = _Forked(

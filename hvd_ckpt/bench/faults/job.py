@@ -11,13 +11,12 @@ import os
 import re
 import secrets
 import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 
-from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, rank_environment
+from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, launch_command, rank_environment
 from hvd_ckpt.launchers import RANK_VARIABLES
 
 __all__ = [
@@ -83,8 +82,7 @@ class TrainJob(Process):
     def __init__(self, size: int, controller: str, arguments: list[str], log_file: Path) -> None:
         self.log_file = log_file
         self.token = secrets.token_hex(8)
-        launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}"]
-        command = [*launcher, sys.executable, "-m", "hvd_ckpt.cli.main", "train", *arguments]
+        command = launch_command(size, controller, "hvd_ckpt.cli.main", "train", *arguments)
         super().__init__(command, log_file, {**rank_environment(1), MARK: self.token})
 
     @property

@@ -29,8 +29,18 @@ from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.probe import launcher_environment
 
 __all__ = [
-    "JobError", "Process", "RankJob", "end_processes", "error_line", "load_json", "rank_command", "rank_environment", "reason",
-    "run_job", "run_rank", "save_json",
+    "JobError",
+    "Process",
+    "RankJob",
+    "end_processes",
+    "error_line",
+    "launch_command",
+    "load_json",
+    "rank_environment",
+    "reason",
+    "run_job",
+    "run_rank",
+    "save_json",
 ]  # fmt: skip
 
 GRACE_SECONDS = 10.0  # for a launcher to end its ranks after SIGTERM
@@ -107,10 +117,10 @@ def rank_environment(threads: int | None = None) -> dict[str, str]:
     return launcher_environment() | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
 
 
-def rank_command(module: str, file: Path, size: int, controller: str) -> list[str]:
-    """The command that starts ``python -m module file`` on ``size`` ranks of this machine."""
+def launch_command(size: int, controller: str, module: str, *arguments: object) -> list[str]:
+    """The command that starts ``python -m module arguments`` on ``size`` ranks of this machine."""
     launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}"]
-    return [*launcher, sys.executable, "-m", module, str(file)]
+    return [*launcher, sys.executable, "-m", module, *map(str, arguments)]
 
 
 def run_job(
@@ -137,7 +147,7 @@ def run_job(
     """
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
-    command = rank_command(job.worker, job.file, job.size, controller)
+    command = launch_command(job.size, controller, job.worker, job.file)
     with Process(command, job.log_file, variables) as process:
         status = process.wait(timeout)
     if status is None:

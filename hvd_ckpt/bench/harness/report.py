@@ -5,7 +5,10 @@ the facts of the machine to print beside a measured number.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
+import os
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +24,11 @@ from hvd_ckpt.json_file import write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-import importlib.metadata
-import os
-import platform
 
-__all__ = [
-    "Report",
-    "Table",
-    "machine_facts",
-    "plain",
-    "save_figure",
-]
+__all__ = ["Report", "Table", "machine_facts", "plain", "save_figure"]
+
+PACKAGES = ("torch", "horovod", "transformers")
+PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
 
 
 @dataclass
@@ -126,9 +123,8 @@ class Report:
     def print(self, console: Console) -> None:
         """Prints the tables, the remarks and the facts."""
         for table in self.tables:
-            if not table.printed:
-                continue
-            console.print(table.for_terminal())
+            if table.printed:
+                console.print(table.for_terminal())
         for line in (*self.remarks, *(f"{name}: {value}" for name, value in self.facts.items())):
             console.print(line, highlight=False, markup=False)
         if self.conclusion:
@@ -192,10 +188,6 @@ def save_figure(figure: Figure, file: Path) -> str:
     FigureCanvasAgg(figure)
     figure.savefig(file, dpi=110, bbox_inches="tight")
     return file.name
-
-
-PACKAGES = ("torch", "horovod", "transformers")
-PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
 
 
 def machine_facts(threads: int | None = None) -> dict[str, str]:

@@ -58,6 +58,11 @@ class Case:
     failure: str | None = None
     left_out: str | None = None
 
+    @classmethod
+    def of(cls, job: RecomputeJob) -> Case:
+        """The case of a job, before there are results."""
+        return cls(job.workload.title, job.name, job.size, job.size * job.workload.batch)
+
     @property
     def keep(self) -> Entry:
         """No recomputation."""
@@ -118,29 +123,13 @@ class RecomputeJob(RankJob):
 
 
 def run_case(
-    workload: Workload,
-    device: torch.device,
-    families: Sequence[str],
-    budgets: Sequence[str],
-    rounds: int,
-    listener: Callable[[str], object] = lambda what: None,
-    ranks: int = 1,
+    job: RecomputeJob, device: torch.device, listener: Callable[[str], object] = lambda what: None
 ) -> Case:
-    """Measure a workload; on several ranks all call it alike.
-
-    Args:
-        workload: what is trained.
-        device: where.
-        families: which methods; no recomputation is always one.
-        budgets: of this library's plans, beside the methods' peaks.
-        rounds: timed steps of each.
-        listener: hears what is done next.
-        ranks: that train together.
-    """
-    case = Case(workload.title, workload.name, ranks, ranks * workload.batch)
-    bench = Bench(workload, device, distributed=ranks > 1)
+    """Measure a workload; on several ranks all call it alike. ``listener`` hears what is done next."""
+    case, workload = Case.of(job), job.workload
+    bench = Bench(workload, device, distributed=job.size > 1)
     try:
-        for method in methods(workload, len(bench.model), (KEEP, *families)):
+        for method in methods(workload, len(bench.model), (KEEP, *job.families)):
             listener(method.name)
             entry = Entry(method.name, method.family)
             needed = case.entries[0].peak_bytes or 0 if case.entries else 0
@@ -148,12 +137,12 @@ def run_case(
             case.entries.append(entry)
             if method.family == KEEP:
                 gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
-        if OURS in families:
+        if OURS in job.families:
             try:
-                case.plans, case.answers = _make_plans(bench, budgets, case.entries, listener)
+                case.plans, case.answers = _make_plans(bench, job.budgets, case.entries, listener)
             except Exception as error:  # the methods' figures are worth having all the same
                 case.failure = f"this library cannot plan: {reason(error)}"
-        bench.time_rounds([*case.entries, *case.plans], rounds, listener)
+        bench.time_rounds([*case.entries, *case.plans], job.rounds, listener)
     finally:
         gc.unfreeze()
     return case
@@ -241,8 +230,7 @@ def measure(job: RecomputeJob) -> Case:
     import hvd_ckpt as hc
 
     hc.init()
-    cpu = torch.device("cpu")
-    return run_case(job.workload, cpu, job.families, job.budgets, job.rounds, ranks=hc.size())
+    return run_case(job, torch.device("cpu"))
 
 
 if __name__ == "__main__":

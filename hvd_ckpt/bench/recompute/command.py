@@ -40,9 +40,7 @@ SHARE = 0.8  # of the free memory that a step may take
 )
 @count_option("--rounds", help="Timed steps of each, in turn.", default=ROUNDS, quick=QUICK_ROUNDS)
 @click.option("--np", "ranks", default="1", show_default=True, help="Numbers of ranks that train together.")
-@click.option(
-    "--batches", default=None, help="Samples of a step, over all ranks.  [default: by workload, on each rank]"
-)
+@click.option("--batches", help="Samples of a step, over all ranks.  [default: by workload, on each rank]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
 @job_options
@@ -108,7 +106,7 @@ def recompute(
             job = RecomputeJob(
                 jobs / f"{name}-np{size}-{count}", size, name, scale, batch, families, wishes, count_of_rounds
             )
-            case = Case(job.workload.title, name, size, size * job.workload.batch)
+            case = Case.of(job)
             if batch is not None and place.type == "cpu":
                 case.left_out = _too_large(job)
             if case.left_out is not None:
@@ -119,10 +117,7 @@ def recompute(
                 except JobError as error:
                     case.failure = str(error)
             else:
-                case = run_case(
-                    job.workload, place, families, wishes, count_of_rounds,
-                    lambda part: progress.show(f"{what}: {part}"),  # noqa: B023  # called at once
-                )  # fmt: skip
+                case = run_case(job, place, lambda part: progress.show(f"{what}: {part}"))  # noqa: B023  # called at once
             cases.append(case)
             run.save(make_report(cases, facts, settings))  # a long run that is ended leaves what it has found
     run.finish(make_report(cases, facts, settings), all(case.sound for case in cases))
