@@ -223,7 +223,7 @@ def reduce(
     controllers: str,
     workloads: str,
     engines: str,
-    pairs: int | None,
+    pairs: int,
     steps: int | None,
     quick: bool,
     timeout: float,
@@ -241,16 +241,15 @@ def reduce(
     counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
     carriers = [check_controller(name) for name in split_names("--controller", controllers, ("gloo", "mpi"))]
     names = split_names("--workloads", workloads, WORKLOADS)
-    rounds = pairs or (QUICK_PAIRS if quick else PAIRS)
     settings: dict[str, Any] = {"engines": chosen, "sizes": counts, "controllers": carriers}
-    settings |= {"workloads": names, "pairs": rounds, "steps": steps}
+    settings |= {"workloads": names, "pairs": pairs, "steps": steps}
     cases: list[Case] = []
-    with run.progress(len(chosen) * len(counts) * len(carriers) * rounds) as progress:
+    with run.progress(len(chosen) * len(counts) * len(carriers) * pairs) as progress:
         for size, controller in itertools.product(counts, carriers):
             group = [Case(name, size, controller) for name in names]
             cases += group
-            for pair, engine in alternating(chosen, rounds):
-                progress.start(f"{size} ranks over {controller}, pair {pair + 1} of {rounds}, {engine}")
+            for pair, engine in alternating(chosen, pairs):
+                progress.start(f"{size} ranks over {controller}, pair {pair + 1} of {pairs}, {engine}")
                 if engine in group[0].failures:  # left out from its first failure on
                     continue
                 name = f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")

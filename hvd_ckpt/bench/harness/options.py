@@ -126,9 +126,7 @@ def bench_command(
             function(BenchRun(full_name, output, width), **options)
 
         default = f"runs/{full_name.replace(' ', '-')}-<time>"
-        option = click.option(
-            "--output", metavar="FOLDER", default=None, help=f"For the report.  [default: {default}]"
-        )
+        option = click.option("--output", metavar="FOLDER", help=f"For the report.  [default: {default}]")
         return click.command(name, cls=OneLineErrors)(option(command))
 
     return decorate
@@ -136,15 +134,19 @@ def bench_command(
 
 def quick_option(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The flag ``--quick``."""
-    return click.option("--quick", is_flag=True, help=help)
+    return click.option("--quick", is_flag=True, is_eager=True, help=help)
 
 
 def count_option(
     *names: str, help: str, default: int, quick: int
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option for a number from 1 whose default depends on ``--quick``; the command gets None where it is not given."""
+    """An option for a number from 1 whose default depends on ``--quick``."""
+
+    def choose(context: click.Context, option: click.Parameter, value: int | None) -> int:
+        return value or (quick if context.params["quick"] else default)
+
     shown = f"{help}  [default: {default}; with --quick {quick}]"
-    return click.option(*names, type=click.IntRange(1), default=None, help=shown)
+    return click.option(*names, type=click.IntRange(1), callback=choose, help=shown)
 
 
 def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def recompute(
     workloads: str,
     methods: str,
     budgets: str,
-    rounds: int | None,
+    rounds: int,
     ranks: str,
     batches: str | None,
     device: str,
@@ -85,7 +85,6 @@ def recompute(
         if size > 1 and place.type != "cpu":
             raise BadArgument(f"--np: {size} ranks train on the CPU only, give --np 1 for {device}")
     carrier = check_controller(controller) if max(sizes) > 1 else ""
-    count_of_rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     scale = "quick" if quick else place.type
     cases: list[Case] = []
 
@@ -93,7 +92,7 @@ def recompute(
         **machine_facts(),
         "device": _describe(place),
         "threads": str(torch.get_num_threads()),
-        "rounds": str(count_of_rounds),
+        "rounds": str(rounds),
     }
     settings = {"workloads": names, "methods": families, "budgets": wishes, "np": sizes, "sizes": scale}
     plan = list(itertools.product(names, sizes, counts))
@@ -104,7 +103,7 @@ def recompute(
             progress.start(what)
             batch = None if count is None else count // size
             job = RecomputeJob(
-                jobs / f"{name}-np{size}-{count}", size, name, scale, batch, families, wishes, count_of_rounds
+                jobs / f"{name}-np{size}-{count}", size, name, scale, batch, families, wishes, rounds
             )
             case = Case.of(job)
             if batch is not None and place.type == "cpu":

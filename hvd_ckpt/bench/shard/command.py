@@ -43,7 +43,11 @@ FOR_WIRE = ({"width": 128, "layers": 4, "heads": 4, "length": 64}, 1, 1.0)
     help="What is split: 1 optimizer state, 2 gradients, 3 parameters.",
 )
 @click.option("--peers", default=PEERS, show_default=True, help=f"Other engines, or {NOBODY}.")
-@count_option("--accumulate", help="Micro-batches of a step.", default=PASSES, quick=QUICK_PASSES)
+@click.option(
+    "--accumulate",
+    type=click.IntRange(1),
+    help=f"Micro-batches of a step.  [default: {PASSES}; with --quick {QUICK_PASSES}, with --wire 1]",
+)
 @count_option("--rounds", help="Timed steps of each.", default=ROUNDS, quick=QUICK_ROUNDS)
 @click.option("--text", metavar="FILE", help="Training text.  [default: the source text of Python's library]")
 @click.option(
@@ -60,14 +64,14 @@ FOR_WIRE = ({"width": 128, "layers": 4, "heads": 4, "length": 64}, 1, 1.0)
 @job_options
 def shard(
     run: BenchRun,
-    ranks: int | None,
+    ranks: int,
     stages: str,
     peers: str,
     accumulate: int | None,
-    rounds: int | None,
+    rounds: int,
     text: str | None,
     wire: bool,
-    steps: int | None,
+    steps: int,
     chart: Path | None,
     quick: bool,
     controller: str,
@@ -83,7 +87,6 @@ def shard(
     from hvd_ckpt.bench.shard.job import Training, configurations
     from hvd_ckpt.runtime import threads_per_rank
 
-    size = ranks or (QUICK_RANKS if quick else RANKS)
     chosen = [int(name) for name in split_names("--stages", stages, ("0", "1", "2", "3"))]
     beside = () if peers == NOBODY else split_names("--peers", peers, PEERS.split(","))
     sizes, passes, bucket_mb = QUICK if quick else FOR_WIRE if wire else FULL
@@ -97,15 +100,14 @@ def shard(
         raise BadArgument(f"--text: {error}") from None
     facts = {
         **machine_facts(),
-        "ranks": f"{size} over {carrier}",
+        "ranks": f"{ranks} over {carrier}",
         "sizes": ", ".join(f"{name} {value}" for name, value in sizes.items()),
         "step": f"{training.passes} micro-batches of 1 sample on each rank; buckets of {bucket_mb:g} MiB",
     }
-    how = {"controller": carrier, "timeout": timeout, "threads": threads_per_rank(size)}
+    how = {"controller": carrier, "timeout": timeout, "threads": threads_per_rank(ranks)}
     if wire:
-        _wire(run, size, training, steps or (QUICK_STEPS if quick else STEPS), facts, how)
-    count = rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    _stages(run, size, training, configurations(chosen, beside), count, quick, chart, facts, how)
+        _wire(run, ranks, training, steps, facts, how)
+    _stages(run, ranks, training, configurations(chosen, beside), rounds, quick, chart, facts, how)
 
 
 def _stages(
