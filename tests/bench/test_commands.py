@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ Command = Callable[..., tuple[int, str, dict[str, Any]]]
 
 
 @pytest.fixture
-def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """Runs ``hvd-ckpt bench`` with arguments; returns its exit status, its output and ``results.json``."""
 
     def run_here(job: RankJob, result: Any, controller: str, timeout: float, **_: object) -> list[Any]:
@@ -58,7 +59,8 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         assert (output / "report.md").stat().st_size > 100
         return result.exit_code, result.output, json.loads((output / "results.json").read_text())
 
-    return run
+    yield run
+    gc.unfreeze()
 
 
 def test_reduce_times_engines_and_names_one_that_fails(
@@ -100,7 +102,11 @@ def text(folder: Path) -> str:
     return str(folder / "text")
 
 
-def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(command: Command, text: str) -> None:
+def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(
+    command: Command, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")  # torch.distributed's, which the job sets: taken back after the test
     try:
         status, output, report = command(
             *("shard", "--quick", "--np", "2", "--controller", "gloo", "--stages", "3", "--peers", "fsdp2"),

@@ -19,13 +19,13 @@ from torch.nn import functional
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.lstm import lstm_language_model
+from hvd_ckpt.models.objectives import IGNORED
 
 __all__ = [
     "SIZES", "WORKLOADS", "Bert", "DenseNet", "Gpt", "Lstm", "ManyGradients", "Transformer", "Workload", "workload",
 ]  # fmt: skip
 
 CLASSES = 10
-IGNORED = -100  # the label of a token that is not predicted
 
 
 @dataclass(frozen=True)
