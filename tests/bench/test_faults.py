@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
+from hvd_ckpt.bench.faults.command import add_result, load_results
 from hvd_ckpt.bench.faults.job import MARK, marked, rank_of
 from hvd_ckpt.bench.faults.kill import Killed, draw_plan, kill_report
-from hvd_ckpt.bench.faults.results import add_result, load_results
 from hvd_ckpt.bench.faults.save import SaveKill, save_report
 from hvd_ckpt.bench.faults.soak import Growth, Soaked, growth, soak_report
 from hvd_ckpt.snapshots.random_state import random_state

@@ -6,6 +6,5 @@ kill      the kill test: which signal goes where and when, and disturbed runs co
 save      the save test: a process that is killed while it saves
 soak      memory, descriptors and threads of a long run
 stall     how long training waits for a snapshot
-results   results of several calls in one file
-command   ``hvd-ckpt bench faults``
+command   ``hvd-ckpt bench faults``, and the results of several calls in one file
 """

@@ -5,16 +5,26 @@ Exit status 0 if everything held, 1 if not, 2 for a bad argument.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import click
+from pydantic import Field, TypeAdapter, ValidationError
 
 from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
-__all__ = ["faults"]
+if TYPE_CHECKING:
+    from hvd_ckpt.bench.faults.kill import Killed
+    from hvd_ckpt.bench.faults.save import SaveKill
+
+    Recorded: TypeAlias = Killed | SaveKill
+
+__all__ = ["add_result", "faults", "load_results"]
 
 SOAK_RANKS = 2
 STALL_MEGABYTES = 150
@@ -56,7 +66,6 @@ def faults(
     run are measured. Everything random follows from the seed: run i has the seed S + i, and --runs 1 --seed S+i repeats it.
     """
     from hvd_ckpt.bench.faults.kill import Killed, kill_report, kill_runs, write_text
-    from hvd_ckpt.bench.faults.results import Recorded, add_result, load_results
     from hvd_ckpt.bench.faults.save import SaveError, SaveKill, save_kills, save_report
     from hvd_ckpt.bench.faults.soak import soak, soak_report
     from hvd_ckpt.bench.faults.stall import measure_stall, stall_report
@@ -125,3 +134,38 @@ def faults(
             progress.start("stall")
             parts["stall"] = stall_report(measure_stall(stall_rounds, STALL_MEGABYTES, folder))
     run.finish(report(), not failures and all(part.success for part in parts.values()))
+
+
+def load_results(path: Path) -> list[Recorded]:
+    """The results in a file of JSON lines; of a seed that was run again only the last.
+
+    Raises:
+        ValueError: the file cannot be read or created, or a line is not a result; the message names file and line.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"the folder of '{path}' does not exist: create it, or give another file")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read '{path}': {error}") from None
+    from hvd_ckpt.bench.faults.kill import Killed
+    from hvd_ckpt.bench.faults.save import SaveKill
+
+    reader: TypeAdapter[Recorded] = TypeAdapter(Annotated[Killed | SaveKill, Field(discriminator="kind")])
+    found: dict[object, Recorded] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            one = reader.validate_json(line, strict=True)
+        except ValidationError:
+            raise ValueError(
+                f"'{path}', line {number} is not a result of this test: give the file of an earlier call, or a new one"
+            ) from None
+        which = (one.number,) if isinstance(one, SaveKill) else (one.size, one.controller)
+        found[one.kind, one.seed, which] = one
+    return list(found.values())
+
+
+def add_result(path: Path, result: Recorded) -> None:
+    """Append a result to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n")
