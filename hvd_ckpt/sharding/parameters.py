@@ -83,11 +83,17 @@ class ShardedParameters:
         """Refuses changes that were written to parameters outside of :meth:`gathered`.
 
         Raises:
-            RuntimeError: a parameter has been given data, another dtype, device or shape.
+            RuntimeError: a parameter was replaced, or given data, another dtype, device or shape.
         """
-        moved = self.check()
-        if moved is not None:
-            raise RuntimeError(moved)
+        model = self._model()
+        for name, parameter in () if model is None else model.named_parameters():
+            if self._layout.index(parameter) is None:
+                raise RuntimeError(
+                    f"parameter '{name}' is another one than when the parameters were split over the ranks; change values in "
+                    "place inside optimizer.gathered_parameters(), or build the optimizer again"
+                )
+        for unit in self._passes.units:
+            unit.parameters.check()
 
     def check_apart(self, what: str) -> None:
         """Raises RuntimeError inside :meth:`gathered`, or a forward or backward pass, where ``what`` would read old values."""
@@ -98,17 +104,6 @@ class ShardedParameters:
                 else "a forward or backward pass"
             )
             raise RuntimeError(f"{what} does not work inside {where}")
-
-    def check(self) -> str | None:
-        """One sentence if the parameters of the model are no longer those that were split, or their data is not; else None."""
-        model = self._model()
-        for name, parameter in () if model is None else model.named_parameters():
-            if self._layout.index(parameter) is None:
-                return (
-                    f"parameter '{name}' is another one than when the parameters were split over the ranks; change values in "
-                    "place inside optimizer.gathered_parameters(), or build the optimizer again"
-                )
-        return next(filter(None, (unit.parameters.check() for unit in self._passes.units)), None)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

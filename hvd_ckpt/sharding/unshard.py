@@ -121,15 +121,6 @@ class UnitParameters:
         return [flat.shard for flat in self._flats]
 
     @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [member.parameter for member in self._members]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a gather fills."""
-        return sum(flat.whole.nbytes for flat in self._flats)
-
-    @property
     def whole(self) -> bool:
         return self._state is _State.WHOLE or not self._flats
 
@@ -157,11 +148,12 @@ class UnitParameters:
             RuntimeError: a parameter has another dtype, device or shape by now.
         """
         self._arrive()
-        moved = self.check()
-        self._state = _State.WHOLE
-        if moved is not None:
+        try:
+            self.check()
+        except RuntimeError:
             self.reshard()
-            raise RuntimeError(moved)
+            raise
+        self._state = _State.WHOLE
         for member in self._members:
             member.parameter.data = member.whole
             member.parameter.__class__ = member.kind
@@ -203,9 +195,7 @@ class UnitParameters:
             RuntimeError: a parameter has another dtype, device or shape by now.
         """
         assert self.whole
-        moved = self.check()
-        if moved is not None:
-            raise RuntimeError(moved)
+        self.check()
         with torch.no_grad():
             for member in self._members:  # somebody may have given it data of its own
                 if member.parameter.untyped_storage()._cdata not in self._identities:
@@ -217,13 +207,7 @@ class UnitParameters:
         """Makes the whole values the parameters' own."""
         assert self.whole
         for member in self._members:
-            own = torch.empty_strided(
-                member.whole.shape,
-                member.whole.stride(),
-                dtype=member.whole.dtype,
-                device=member.whole.device,
-            )
-            member.parameter.data = own.copy_(member.whole)
+            member.parameter.data = member.whole.clone()
         for flat in self._flats:
             flat.release()
         self._members = []
@@ -233,17 +217,16 @@ class UnitParameters:
         """Whether a tensor lies in the memory that :meth:`reshard` gives back."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._identities
 
-    def check(self) -> str | None:
-        """One sentence if somebody has given a parameter another dtype, device or shape, or data while there was none."""
+    def check(self) -> None:
+        """Raises RuntimeError if a parameter was given another dtype, device or shape, or data while it was sharded."""
         for index, parameter, *_ in self._members:
             if not self._layout.fits(index):
-                return self._layout.changed(index)
+                raise RuntimeError(self._layout.changed(index))
             if self._state is not _State.WHOLE and parameter.untyped_storage()._cdata not in self._absences:
-                return (
+                raise RuntimeError(
                     f"parameter '{self._layout.names[index]}' was given data outside optimizer.gathered_parameters(), where only "
                     "a part of it is on this rank; assign inside it"
                 )
-        return None
 
 
 def _nothing(group: Group) -> torch.Tensor:

@@ -421,13 +421,9 @@ def test_outside_of_passes_parameters_are_read_inside_gathered_alone() -> None:
     weight = model.blocks[0].inner.weight
     assert weight.shape == (3 * WIDTH, WIDTH)
     for refused in (
-        lambda: weight.isnan(),
-        lambda: model.state_dict(),
         lambda: model.load_state_dict({}),
         lambda: model.blocks[0].state_dict(),
         lambda: model.embed.state_dict(),
-        lambda: copy.deepcopy(model),
-        lambda: pickle.dumps(model),
     ):
         with pytest.raises(RuntimeError, match=r"optimizer\.gathered_parameters\(\)"):
             refused()
@@ -446,7 +442,7 @@ def test_outside_of_passes_parameters_are_read_inside_gathered_alone() -> None:
 
     with pytest.raises(RuntimeError, match="has become torch.float64"), split.store.gathered():
         model.double()
-    assert split.store.check() is None
+    split.store.sync_from_model()
     weight.data = torch.zeros_like(weight)
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.inner\.weight' was given data outside"):
         split.store.sync_from_model()
