@@ -77,8 +77,8 @@ class DeferredBatchNorm(ForAnyShape):
     def convert(cls, model: Model) -> Model:
         """Makes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``model``, or the model itself, a deferred one.
 
-        The modules stay the same objects, with their parameters, buffers, hooks and modes: an optimizer made before goes on
-        with them. Subclasses and synchronized batch norms stay what they are. Convert before planning: a plan knows the
+        The modules stay the same objects, with their parameters, buffers, hooks and modes, so that an optimizer made before
+        keeps working. Subclasses and synchronized batch norms stay what they are. Convert before planning: a plan knows the
         functions that its blocks call.
 
         Returns:

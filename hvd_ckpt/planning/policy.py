@@ -50,7 +50,7 @@ _AUTOCAST = "_hvd_ckpt_autocast"
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """What the forward pass of a block keeps for its backward pass.
+    """Choice of what the forward pass of a block keeps for its backward pass.
 
     Attributes:
         title: for people: ``keep``, ``drop gelu, layer_norm``, ``recompute``.

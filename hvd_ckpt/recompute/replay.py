@@ -68,7 +68,7 @@ class Call:
     Attributes:
         func, args, kwargs: with Stored, Scratch and Reference in the place of tensors.
         number: calls are replayed in this order.
-        inner: how many tensors it saved that are none of its arguments (results, or something like a mask).
+        inner: how many tensors it saved besides its arguments (results, or something like a mask).
         wanted: how many holders there are for each result (0, 1, ...) and each of those inner tensors (-1, -2, ...).
         grad: whether gradients were enabled.
         autocast: whether autocast was on, and for what.

@@ -1,4 +1,4 @@
-"""The chain that is found in a model, and the cuts that are found in a block."""
+"""The chain that is found in a model, and the candidate policies of a block."""
 
 from __future__ import annotations
 
@@ -137,25 +137,25 @@ def test_finding_leaves_no_hooks():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def cuts_of(block, *args):
+def candidates_of(block, *args):
     traced = trace(block, args, {})
     return traced, {
-        frozenset(traced.calls[number].name for number in treatment.selective.dropped): treatment
-        for treatment in candidates(traced)[1:]
+        frozenset(traced.calls[number].name for number in policy.selective.dropped): policy
+        for policy in candidates(traced)[1:]
     }
 
 
-def test_cuts_keep_matrix_products_and_drop_what_is_cheap():
-    traced, cuts = cuts_of(Block(256, 512), torch.randn(512, 256, requires_grad=True))
+def test_candidates_keep_matrix_products_and_drop_what_is_cheap():
+    traced, found = candidates_of(Block(256, 512), torch.randn(512, 256, requires_grad=True))
     assert candidates(traced)[0].title == "keep"
-    assert any("gelu" in dropped and "linear" not in dropped for dropped in cuts)
-    everything = max(cuts, key=len)
+    assert any("gelu" in dropped and "linear" not in dropped for dropped in found)
+    everything = max(found, key=len)
     assert {"layer_norm", "gelu", "linear"} <= everything
 
 
-def test_estimates_of_a_cut_count_what_it_frees():
+def test_estimates_of_a_policy_count_what_it_frees():
     rows, width = 256, 64
-    traced, _ = cuts_of(Block(width), torch.randn(rows, width, requires_grad=True))
+    traced, _ = candidates_of(Block(width), torch.randn(rows, width, requires_grad=True))
     number = {call.name: index for index, call in enumerate(traced.calls)}
     keep = estimate(traced, frozenset())
     without = estimate(traced, frozenset({number["gelu"]}))
@@ -164,26 +164,23 @@ def test_estimates_of_a_cut_count_what_it_frees():
     assert without.seconds == traced.calls[number["gelu"]].seconds
 
 
-def test_cuts_in_halves():
+def test_candidates_in_halves():
     """Dropping everything, replayed in two parts, needs less at a time."""
     chain = nn.Sequential(*[Block(16) for _ in range(4)])
     traced = trace(chain, (torch.randn(64, 16, requires_grad=True),), {})
-    halves = [
-        treatment for treatment in candidates(traced) if treatment.selective and treatment.selective.breaks
-    ]
+    halves = [policy for policy in candidates(traced) if policy.selective and policy.selective.breaks]
     assert halves
-    for treatment in halves:
-        policy = treatment.selective
-        assert policy.breaks <= policy.dropped
-        whole = estimate(traced, policy.dropped)
-        assert estimate(traced, policy.dropped, policy.breaks).working < 0.9 * whole.working
-        assert "in two parts" in treatment.title
+    for policy in halves:
+        selective = policy.selective
+        assert selective.breaks <= selective.dropped
+        whole = estimate(traced, selective.dropped)
+        assert estimate(traced, selective.dropped, selective.breaks).working < 0.9 * whole.working
+        assert "in two parts" in policy.title
 
 
 def test_compression_is_tried_where_masks_are_kept():
     chain = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
     titles = [
-        treatment.title
-        for treatment in candidates(trace(chain, (torch.randn(64, 16, requires_grad=True),), {}))
+        policy.title for policy in candidates(trace(chain, (torch.randn(64, 16, requires_grad=True),), {}))
     ]
     assert any(title.endswith("compress") for title in titles)

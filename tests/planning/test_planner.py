@@ -197,7 +197,7 @@ def test_budget_is_kept_and_training_is_the_same(name):
 
 
 def state_of(model):
-    """What planning must leave as it was: tensors, and facts and identities of modules and parameters."""
+    """Tensors, and facts and identities of modules and parameters, that planning must leave as they were."""
     gradients = [parameter.grad for parameter in model.parameters()]
     tensors = [*model.state_dict().values(), *gradients, torch.get_rng_state()]
     modules = [

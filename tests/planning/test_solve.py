@@ -77,8 +77,7 @@ def in_joined_run(chain: list[Block], index: int) -> bool:
 
 
 def schedules(chain: list[Block], first: int, last: int, inside: bool = False) -> Iterator[tuple[Item, ...]]:
-    """Every schedule of blocks first to last. Inside a segment, one that covers all of it again would go on
-    for ever, and gains nothing."""
+    """Every schedule of blocks first to last, without a segment that covers all of the one around it."""
     if first > last:
         yield ()
         return

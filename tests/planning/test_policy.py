@@ -64,7 +64,7 @@ def held(model: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["policy", "recompute"])
-def test_treated_module_is_still_itself(recompute: bool) -> None:
+def test_module_with_a_policy_is_still_itself(recompute: bool) -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(4, 8)
     expected, shown, keys = train(block, x), repr(block), list(block.state_dict())
@@ -91,13 +91,13 @@ def through_file(module: nn.Module) -> Any:
     "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), through_file],
     ids=["deepcopy", "pickle", "torch.save"],
 )  # fmt: skip
-def test_copies_are_treated_too(copied: Callable[[nn.Module], Any]) -> None:
+def test_copies_have_the_policy_too(copied: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     chain, x = nn.Sequential(nn.Linear(8, 8), Block(), Block()), torch.randn(4, 8)
     expected = train(chain, x)
-    treatment = drop_all(chain[1], x)
-    apply_policy(chain[1], treatment)
-    apply_to_chain(chain, [(("0",), drop_all(chain[0], x)), [(("1",), KEEP), (("2",), treatment)]])
+    policy = drop_all(chain[1], x)
+    apply_policy(chain[1], policy)
+    apply_to_chain(chain, [(("0",), drop_all(chain[0], x)), [(("1",), KEEP), (("2",), policy)]])
     other = copied(chain)
     assert type(other) is type(chain) and type(other[1]) is type(chain[1])
     assert not hasattr(other[1], "log")  # its own way of being copied is respected
@@ -117,7 +117,7 @@ def test_a_policy_saves_memory_and_can_be_changed() -> None:
     assert held(block, x) == everything and base_class(block) is Block
 
 
-def test_compiled_module_is_treated_as_a_whole() -> None:
+def test_compiled_module_is_recomputed_as_a_whole() -> None:
     torch.manual_seed(0)
     block, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     expected = train(block, x)
