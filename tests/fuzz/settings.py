@@ -17,7 +17,7 @@ from hostile import ODD, TEXTS, Draw
 from torch import nn
 from watch import Finding, Kind, check_message
 
-from hvd_ckpt import command_line, runtime
+from hvd_ckpt import launchers, runtime
 from hvd_ckpt.bench.compare.engines import launched_rank_and_size
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.folders import cache_folder, new_folder
@@ -130,7 +130,7 @@ def any_settings(_: Path) -> Callable[[Draw, Path], None]:
 
 
 VARIABLES = (
-    *command_line.RANK_VARIABLES, *runtime.LOCAL_SIZE_VARIABLES, runtime.FUSION_VARIABLE, runtime.AUTOTUNE_VARIABLE,
+    *launchers.RANK_VARIABLES, *runtime.LOCAL_SIZE_VARIABLES, runtime.FUSION_VARIABLE, runtime.AUTOTUNE_VARIABLE,
     runtime.CYCLE_VARIABLE, runtime.THREADS_VARIABLE, runtime.MPI_PREFIX_VARIABLE, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE",
     "XDG_CACHE_HOME", "HOME",
 )  # fmt: skip
@@ -146,8 +146,8 @@ def environment(_: Path) -> Callable[[Draw, Path], None]:
     def feed(draw: Draw, folder: Path) -> None:
         chosen = {draw.choice(*VARIABLES): draw.choice(*NO_NUMBERS) for _ in range(draw.choice(1, 1, 2, 4))}
         with mock.patch.dict(os.environ, chosen):
-            runtime.check_environment()
-            rank, local = command_line._launched_rank(), runtime._launched_local_size()
+            launchers.check_environment()
+            rank, local = launchers.launched_rank() or 0, runtime._launched_local_size()
             if not (0 <= rank < 2**31 and 0 <= local < 2**31):
                 raise Finding(f"rank {rank}, local size {local} of {chosen}")
             runtime._is_on(runtime.AUTOTUNE_VARIABLE)
