@@ -166,7 +166,7 @@ def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
 
 def _folder_of_run(resume: str) -> Path:
     folder = Path(resume)
-    return folder.resolve().parent.parent if (folder / "manifest.json").is_file() else folder
+    return folder.resolve().parent.parent if os.path.isfile(folder / "manifest.json") else folder
 
 
 def run(config: Config) -> None:

@@ -40,6 +40,7 @@ SPECIAL = {
     "separator": ("[SEP]", "<sep>", "</s>", "<|endoftext|>", "[EOS]", "<eos>"),
 }
 MOST_TOKENS = 1 << 24  # of a vocabulary
+LARGEST_TOKENIZER = 1 << 30  # bytes
 
 VERSION = (
     3  # of the encoding and the cache's format; raise it when one changes, so that old files are not found
@@ -212,6 +213,10 @@ def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
     from tokenizers import Tokenizer
 
     try:
+        if path.is_file() and path.stat().st_size > LARGEST_TOKENIZER:
+            raise ValueError(
+                f"'{path}' has {path.stat().st_size:,} bytes, and a tokenizer has at most {LARGEST_TOKENIZER:,}"
+            )
         content = path.read_bytes() if path.is_file() or not path.exists() else b""
     except OSError as error:
         raise ValueError(f"cannot read the tokenizer '{path}': {error.strerror}") from None

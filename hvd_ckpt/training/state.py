@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor, nn
 
 from hvd_ckpt.json_file import Wrong, shown
@@ -40,6 +48,15 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _no_tensor(value: Any) -> Any:
+    if isinstance(value, Tensor):  # pydantic takes one of a single element for a number
+        raise ValueError("must be a number, not a tensor")
+    return value
+
+
+NUMBER = BeforeValidator(_no_tensor)
+
+
 class Progress(Strict):
     """Progress of a run.
 
@@ -55,7 +72,7 @@ class Progress(Strict):
 
     step: Count = 0
     position: Count = 0
-    best: float | None = None
+    best: Annotated[float, NUMBER] | None = None
     waited: Count = 0
     pending_evaluation: bool = False
 
@@ -68,9 +85,9 @@ class _Average(Strict):
 
 
 class _Scaler(Strict):
-    scale: Annotated[float, Field(gt=0)]
-    growth_factor: Annotated[float, Field(gt=1)]
-    backoff_factor: Annotated[float, Field(gt=0, le=1)]
+    scale: Annotated[float, Field(gt=0), NUMBER]
+    growth_factor: Annotated[float, Field(gt=1), NUMBER]
+    backoff_factor: Annotated[float, Field(gt=0, le=1), NUMBER]
     growth_interval: Annotated[int, Field(ge=1, lt=2**31)]
     growth_tracker: Annotated[int, Field(ge=0, lt=2**31, alias="_growth_tracker")]
 
@@ -82,7 +99,7 @@ class _Reduction(Strict):
     order: list[str]
     sparse: dict[str, Count]
     densified: dict[str, Count]
-    bucket_cap_bytes: Annotated[float, Field(gt=0)]
+    bucket_cap_bytes: Annotated[float, Field(gt=0), NUMBER]
     counts: dict[str, Count] | None
     lower_counts: dict[str, Count]
 
@@ -119,7 +136,7 @@ class _PerRank(Strict):
     random: dict[str, Any]
     reduction: dict[str, Any]
     buffers: dict[str, Tensor]
-    logged: tuple[Annotated[float, AllowInfNan()], Annotated[float, Field(ge=0)]]
+    logged: tuple[Annotated[float, AllowInfNan(), NUMBER], Annotated[float, Field(ge=0), NUMBER]]
 
 
 def check_state(resumed: Snapshot) -> None:

@@ -234,6 +234,7 @@ def test_what_the_run_finds_out_is_said_once_in_one_line(tmp_path: Path) -> None
         (["--model", "gpt-tiny", "--model-option", "layers"], "--model-option 'layers': give NAME=VALUE"),
         (["--model", "gpt-tiny", "--batch", "many"], 'batch is "many"'),
         (["--resume", "nowhere"], "'nowhere/config.yaml'"),
+        (["--resume", "x" * 300], "config.yaml"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], said: str) -> None:

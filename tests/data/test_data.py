@@ -177,6 +177,9 @@ def test_missing_or_unusable_text_is_an_error(tmp_path: Path, text: Path, tokeni
     )
     assert "No such file" in message(ValueError, lambda: Tokens(text, tmp_path / "missing"))
     assert "not a JSON file of the tokenizers library" in message(ValueError, lambda: Tokens(text, text))
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(1 << 40)
+    assert "1,099,511,627,776 bytes" in message(ValueError, lambda: Tokens(text, tmp_path / "huge.json"))
     (tmp_path / "taken").write_text("no folder")
     assert "taken" in message(ValueError, lambda: Tokens([text, text], cache=tmp_path / "taken"))
     for kind in (CausalText, MaskedText, PermutedText):

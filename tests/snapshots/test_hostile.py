@@ -71,6 +71,7 @@ def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
         (("per_rank", "reduction", "order"), ["a", "a"], "reduction: order has a name twice"),
         (("per_rank", "buffers", "1.running_mean"), 3, r"buffers\[\"1.running_mean\"\] is 3"),
         (("per_rank", "logged"), (1.0, float("inf")), r"logged\[1\] is inf"),
+        (("per_rank", "logged"), (torch.tensor(1.0), 2.0), r"logged\[0\].*tensor"),
     ],
 )
 def test_invalid_state_is_refused_with_its_key(
