@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ReducedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer.reduce_once()
-        with optimizer.reduced_by_caller():
+        with optimizer.without_reduction():
             return super().step(optimizer, *args, **kwargs)
 
 
@@ -185,7 +185,7 @@ class Precision:
             self.scaler.update()
         elif isinstance(optimizer, ReducedOptimizer):
             optimizer.reduce_once()
-            with optimizer.reduced_by_caller():
+            with optimizer.without_reduction():
                 optimizer.step()
         else:
             optimizer.step()

@@ -110,8 +110,8 @@ class Call:
 class Group:
     """Calls that are connected through dropped results.
 
-    A group may begin with a result of another one; that is computed for it anew, and the other group keeps nothing of
-    it but is replayed in its own time: less memory for more time.
+    At a break (``Policy.breaks``) the first argument of a group is a result of another group. That result is recomputed for this
+    group alone and not cached: less memory, more time.
     """
 
     __slots__ = ("_calls", "_lock", "_merged_into")

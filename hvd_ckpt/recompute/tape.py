@@ -62,8 +62,8 @@ class Policy:
     """Which calls of a piece of code are dropped.
 
     Attributes:
-        calls: names of the torch functions it calls that return tensors, in order. Code that calls others on a day (in
-            evaluation mode, with another mask) keeps everything from the first difference on.
+        calls: names of the torch functions it calls that return tensors, in order. Code that sometimes calls others
+            (in evaluation mode, with another mask) keeps everything from the first difference on.
         dropped: numbers of the calls whose results are dropped.
         breaks: those dropped calls behind which a new group begins: what depends on their results is replayed apart from
             what they depend on.
@@ -196,7 +196,7 @@ class Tape(CallMode):
                 self._tagged.append(TensorWeakRef(tensor))
 
     def _begin(self, call: Call) -> None:
-        """Called before a call runs whose results may be dropped."""
+        """Called before a call runs whose results may be dropped; for subclasses (``planning.trace``)."""
 
     def _drops(self, number: int, func: Callable[..., Any]) -> bool:
         return number in self._dropped and self._expected(number, func)
@@ -332,11 +332,12 @@ class Tape(CallMode):
         for source, version, tag in running.inputs:
             same = source is tensor or (memory is not None and memory_of(source) == memory)
             if same and version_of(source) == version:
-                # What comes back through hooks of others may lie in less memory than it did.
-                whole = tag is not None and (tag.fresh or not self.keeper.collecting)
+                # An argument, or a view of it: kept, unless it is a dropped result that a replay gives back in the same memory
+                # layout (what comes back through hooks of others may lie in less memory than it did).
+                can_be_viewed = tag is not None and (tag.fresh or not self.keeper.collecting)
                 if (
                     tag is None
-                    or not whole
+                    or not can_be_viewed
                     or tensor.dtype != source.dtype
                     or tensor.is_conj()
                     or tensor.is_neg()
@@ -346,7 +347,7 @@ class Tape(CallMode):
                 return _hold(tag.group, tag.call, tag.output, View.of(tensor, source))
         if running.call is None or running.group is None:
             return self._keep_inner(tensor, name)
-        running.call.inner += 1
+        running.call.inner += 1  # a new tensor of the running call, its inner tensor number -inner
         return _hold(running.group, running.call, -running.call.inner)
 
     def _keep_inner(self, tensor: Tensor, name: str) -> Any:

@@ -7,7 +7,7 @@ from hvd_ckpt.reduction.collectives import (
     broadcast_parameters,
 )
 from hvd_ckpt.reduction.communicator import Compression
-from hvd_ckpt.reduction.construction import register as _register_elastic
+from hvd_ckpt.reduction.construction import register_elastic as _register_elastic
 from hvd_ckpt.reduction.optimizer import join
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 

@@ -90,14 +90,18 @@ class AccumulationCounts:
 # What a new optimizer takes over it has for itself, so its gradients leave during the backward pass at once. If an older one
 # is synchronized after that, it takes its parameters back: first the owner leaves nothing in flight. Optimizers that take
 # turns let the gradients of what they share leave in ``synchronize()``, until one of them is used twice in a row.
+#
+# So usually there are no other owners, and ``take_turn()`` does nothing. Else ``take_turn()`` of B calls ``give_way()`` of the
+# owner A, which settles (reduces what has left), and takes the parameters, which A loses; ``have_alone()`` follows when B has had
+# two turns in a row.
 
 
 @dataclass
 class _Holders:
-    """The reducers that have a parameter, and the one of them that it belongs to."""
+    """The reducers that have a parameter, and the active one, which it belongs to."""
 
-    owner: weakref.ref[OwningReducer] | None = None
-    every: list[weakref.ref[OwningReducer]] = field(default_factory=list)
+    active: weakref.ref[OwningReducer] | None = None
+    all: list[weakref.ref[OwningReducer]] = field(default_factory=list)
 
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter
@@ -106,7 +110,7 @@ _holders: Any = WeakTensorKeyDictionary()  # by parameter
 def owner_of(parameter: torch.Tensor) -> Any | None:
     """The distributed optimizer that a parameter belongs to, or None."""
     holders = _holders.get(parameter)
-    reducer = None if holders is None or holders.owner is None else holders.owner()
+    reducer = None if holders is None or holders.active is None else holders.active()
     return None if reducer is None else reducer.optimizer()
 
 
@@ -118,7 +122,7 @@ class OwningReducer(ABC):
 
     Args:
         parameters: by index; kept, and may grow.
-        departed: the indices for which :meth:`before_accumulation` is called; kept, and may change.
+        watched: the indices for which :meth:`before_accumulation` is called; kept, and may change.
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
@@ -128,10 +132,10 @@ class OwningReducer(ABC):
     _identity: int
     _generation: int
 
-    def __init__(self, parameters: Sequence[torch.Tensor], departed: Container[int]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], watched: Container[int]) -> None:
         self.active = False
         self.optimizer: Callable[[], Any] = lambda: None
-        self._hooked, self._departed_indices = parameters, departed
+        self._hooked, self._watched_indices = parameters, watched
         self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
         self._waiting: list[int] = []  # own parameters without hooks
@@ -145,16 +149,16 @@ class OwningReducer(ABC):
     def own(self, indices: Iterable[int]) -> None:
         """Makes the parameters, which are new here, this optimizer's own; a step of their owners' that has begun is dropped."""
         indices = list(indices)
-        owners: dict[OwningReducer, None] = {}
+        before: dict[OwningReducer, None] = {}
         for index in indices:
             parameter = self._hooked[index]
             self._number_of[id(parameter)] = index
             holders = _holders.setdefault(parameter, _Holders())
-            holders.every = [one for one in holders.every if one() is not None] + [weakref.ref(self)]
-            owner = None if holders.owner is None else holders.owner()
+            holders.all = [one for one in holders.all if one() is not None] + [weakref.ref(self)]
+            owner = None if holders.active is None else holders.active()
             if owner is not None:
-                owners[owner] = None
-        for owner in owners:
+                before[owner] = None
+        for owner in before:
             owner._interrupt()
         self._take(indices)
 
@@ -187,9 +191,9 @@ class OwningReducer(ABC):
         losers: dict[OwningReducer, list[torch.Tensor]] = {}
         for index in indices:
             holders = _holders[self._hooked[index]]
-            holders.owner = weakref.ref(self)
+            holders.active = weakref.ref(self)
             self._waiting.append(index)
-            for reference in holders.every:
+            for reference in holders.all:
                 other = reference()
                 if other is not None and other is not self:
                     losers.setdefault(other, []).append(self._hooked[index])
@@ -212,7 +216,7 @@ class OwningReducer(ABC):
         for index in self._waiting:
             parameter = self._hooked[index]
             if parameter.requires_grad:
-                before, after = _hooks(weakref.ref(self), index, self._departed_indices)
+                before, after = _hooks(weakref.ref(self), index, self._watched_indices)
                 self._handles[index] = [
                     parameter.register_hook(before),  # type: ignore[no-untyped-call]
                     parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
@@ -260,12 +264,12 @@ class OwningReducer(ABC):
 
 
 def _hooks(
-    reference: weakref.ref[OwningReducer], index: int, departed: Container[int]
+    reference: weakref.ref[OwningReducer], index: int, watched: Container[int]
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
     """The two hooks of a parameter. They hold the reducer weakly, since they live as long as the parameter."""
 
     def before(gradient: torch.Tensor) -> None:
-        if index in departed:  # all but late gradients end here
+        if index in watched:  # the usual gradient ends here
             reducer = reference()
             if reducer is not None:
                 reducer.before_accumulation(index)

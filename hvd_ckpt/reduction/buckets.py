@@ -334,8 +334,10 @@ class BucketAssignment:
         """True if the parameter has a place."""
         return index in self.sparse or self.bucket_of[index] is not None
 
-    def facts(self, fresh: Sequence[int], last_arrival: Sequence[int] | None) -> torch.Tensor:
-        """A rank's summand about parameters without a bucket, [3, n], for :meth:`extend`.
+    def placement_votes(self, fresh: Sequence[int], last_arrival: Sequence[int] | None) -> torch.Tensor:
+        """What this rank adds to the sum [3, n] over ranks that :meth:`extend` takes, for n parameters without a bucket.
+
+        Rows: place of the last arrival (leader only), whether the gradient is sparse here, its sparse dimensions.
 
         Args:
             last_arrival: of all parameters, on the leader: places in its sequence of gradients.

@@ -163,7 +163,7 @@ class Communicator:
         return handle
 
 
-# Communicator formats: what a bucket looks like while it travels.
+# Wire formats: what a bucket looks like while it travels.
 #
 # Horovod's ``Compression.none`` and ``Compression.fp16`` (and any class with their two static methods) apply to whole buckets.
 # On top of that every dtype that Horovod cannot reduce is given one that it can: bfloat16 travels as float32, complex numbers

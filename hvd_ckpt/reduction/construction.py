@@ -198,7 +198,7 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-def register() -> None:
+def register_elastic() -> None:
     """Makes ``TorchState`` use the handler above for this library's optimizers. Calling it again changes nothing."""
     registry = get_handler_registry()
     if not any(handled is ReducedOptimizer for handled, _ in registry):

@@ -35,7 +35,10 @@ class _IsMarked(type):
 
 
 class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
-    """Mixin that ``DistributedOptimizer`` adds to the wrapped optimizer's class; use it for ``isinstance`` only."""
+    """Methods that :func:`wrapping` copies into a subclass of the wrapped optimizer's class.
+
+    It is no base of that class, so that nothing here may call ``super()``; ``isinstance`` works through the mark.
+    """
 
     _mark = "_reduced_by_hvd_ckpt"
     _reduced_by_hvd_ckpt = True
@@ -48,12 +51,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _op: int
     _compression: Any
     _process_set: Any
-    _synchronized: bool
-    _should_synchronize: bool
-    _scaling_agreed: bool
+    _synchronized: bool  # reduced since the last step()
+    _should_synchronize: bool  # False within skip_synchronize() and without_reduction()
+    _scaling_agreed: bool  # this library's GradScaler is stepping
     _wrapped_supports_amp_scaling: bool
     _notice = _noticed = False  # where there is no reducer
-    _announced = False  # this step's gradients were reduced for a caller whose step() is to follow
+    _announced = False  # reduce_for_caller() has reduced: step() reduces only if a gradient has come since
     backward_passes_per_step: int
 
     # -------------------------------------------------------------------------------- Horovod's public methods
@@ -303,13 +306,16 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self.synchronize()
 
     def reduce_for_caller(self) -> None:
-        """Reduces this step's gradients, unless that is done, for a caller that changes them before a plain ``step()``."""
+        """Reduces this step's gradients for a caller that changes them before a plain ``step()``.
+
+        Where they are reduced already, one small allreduce asks whether any rank has had new gradients since.
+        """
         if not self.reduces_updates:
             self.synchronize()
             self._announced = True
 
     @contextmanager
-    def reduced_by_caller(self) -> Iterator[None]:
+    def without_reduction(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         should_synchronize = self._should_synchronize
         self._should_synchronize, self._scaling_agreed = False, True
@@ -395,7 +401,7 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
 
 
 def register(optimizer: ReducedOptimizer) -> None:
-    """Has :func:`live_optimizers` know this one, and the optimizer its parameters' gradients."""
+    """Hooks the parameters' gradients (``Reducer.begin``) and adds the optimizer to :func:`live_optimizers`."""
     _live.append(weakref.ref(optimizer))
     if optimizer._reducer is not None:
         optimizer._reducer.begin(optimizer)

@@ -58,8 +58,10 @@ class Reducer(OwningReducer):
         sparse_as_dense: bool,
         keep_buckets: bool,
     ) -> None:
-        self._departed: set[int] = set()  # parameters whose bucket has left
-        super().__init__(assignment.parameters, self._departed)
+        self._watched: set[int] = (
+            set()
+        )  # parameters whose bucket has left; with op=Sum all of them, except on the leader
+        super().__init__(assignment.parameters, self._watched)
         self.assignment = assignment
         self.stats = ReductionStats()
         self.notice = self.noticed = False
@@ -149,7 +151,7 @@ class Reducer(OwningReducer):
     def _watch_sums(self) -> None:
         """Watches gradients before more is added to what is summed already, where this rank must not bring it again."""
         if self._communicator.sums_once and not self._communicator.is_leader:
-            self._departed.update(range(len(self.assignment.parameters)))
+            self._watched.update(range(len(self.assignment.parameters)))
 
     def lose(self, indices: Sequence[int]) -> None:
         """Parameters belong to another optimizer now; taken back, their buckets leave in :meth:`synchronize`."""
@@ -253,7 +255,7 @@ class Reducer(OwningReducer):
                 tail.copy_(self._control_flags()) if with_flags else tail.zero_()
         self._in_flight.append(self._communicator.send(bucket, flat))
         bucket.launched = True
-        self._departed.update(bucket.indices)
+        self._watched.update(bucket.indices)
         bucket.version = flat._version
         self._step.launch_order.append(bucket.position)
         self._next += 1
@@ -312,7 +314,7 @@ class Reducer(OwningReducer):
         if not fresh:
             return
         order = self._counts.last_arrival if self._communicator.is_leader else None
-        facts = self.assignment.facts(fresh, order)
+        facts = self.assignment.placement_votes(fresh, order)
         first = not self.assignment.order
         dense, sparse = self.assignment.extend(fresh, self._sum(facts, "place"), self._sparse_as_dense)
         self._unbucketed.reduce_sparse(sparse)
@@ -369,7 +371,7 @@ class Reducer(OwningReducer):
         self._cleared.clear()
         self._late_parts.clear()
         self._in_flight.clear()
-        self._departed.clear()
+        self._watched.clear()
         self._watch_sums()
         self._next = 0
         self.active = False

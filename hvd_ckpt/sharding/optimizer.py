@@ -153,10 +153,10 @@ class ShardedOptimizer(ReducedOptimizer):
             self._reducer.consume()
 
     @contextlib.contextmanager
-    def reduced_by_caller(self) -> Iterator[None]:
+    def without_reduction(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         try:
-            with ReducedOptimizer.reduced_by_caller(self):
+            with ReducedOptimizer.without_reduction(self):
                 yield
         except OffloadError:
             raise  # the step can be taken again

@@ -194,7 +194,7 @@ class ShardReducer(OwningReducer):
         pending = [index for index in range(count) if parameters[index].grad is not None]
         unsteady = bool(pending) or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
-        flags = self._resynchronize(unsteady)
+        flags = self._exchange_flags(unsteady)
         states, needs, last_arrivals = (
             flags[:count],
             flags[count : count + len(groups)],
@@ -221,7 +221,7 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _resynchronize(self, unsteady: bool) -> list[float]:
+    def _exchange_flags(self, unsteady: bool) -> list[float]:
         """Tells the ranks what this one knows; returns the greatest of each flag.
 
         The flags: per parameter 0, USED or LATE; per group how many launches it needs; per group where it was completed on rank 0;

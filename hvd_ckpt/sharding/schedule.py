@@ -43,7 +43,7 @@ class Schedule:
     def set_passes(self, passes: int) -> None:
         """Another number of backward passes in a round, from the next step on."""
         self._passes = passes
-        if not any(self._arrived):
+        if not any(self._arrived_in_round):
             self.begin_step()
 
     def reset(self) -> None:
@@ -57,9 +57,9 @@ class Schedule:
 
     def grow(self) -> None:
         """The layout has grown. New groups become active when they are first used."""
-        fresh = len(self._layout.parameters) - len(self._arrived)
+        fresh = len(self._layout.parameters) - len(self._arrived_in_round)
         self._counts.extend(fresh)
-        self._arrived.extend([0] * fresh)
+        self._arrived_in_round.extend([0] * fresh)
         self._expected.extend([0] * fresh)
         for counts in (self.launched, self._idle, self._expecting, self._waiting):
             counts.extend([0] * (len(self._layout.groups) - len(counts)))
@@ -79,7 +79,7 @@ class Schedule:
     def count(self, index: int) -> bool:
         """Counts one accumulation; returns whether the parameter's group is complete with it."""
         self._counts.count(index)
-        arrived = self._arrived[index] = self._arrived[index] + 1
+        arrived = self._arrived_in_round[index] = self._arrived_in_round[index] + 1
         if arrived != self._expected[index]:
             return False
         position = self._layout.group_of[index].position
@@ -87,8 +87,8 @@ class Schedule:
         return not self._waiting[position]
 
     def ready(self) -> int:
-        """How many launches can be made: up to the next group that expects anything, if it is complete. What expects nothing leaves
-        before it, or after it at the end of a round.
+        """How many groups may leave now: all up to the next one that expects gradients, if that is complete; if it is the last such
+        group of the round, the rest of the round, too.
         """
         first = self.position % max(1, len(self.order))
         expecting = [
@@ -108,7 +108,7 @@ class Schedule:
         self.launched[group.position] += 1
         self._waiting[group.position] = self._expecting[group.position]
         for index in group.indices:
-            self._arrived[index] = 0
+            self._arrived_in_round[index] = 0
 
     @property
     def has_begun(self) -> bool:
@@ -117,7 +117,10 @@ class Schedule:
 
     @property
     def due(self) -> int:
-        """Rounds that this rank's backward passes should take: their number is the commonest one of accumulations."""
+        """Rounds that this rank has gradients for: backward passes so far over the passes of a round, rounded up.
+
+        Backward passes are not counted: their number is that of the accumulations that most parameters have.
+        """
         return max(1, -(-self._passes_done() // self._passes))
 
     def last_arrival(self, group: Group) -> int:
@@ -133,7 +136,7 @@ class Schedule:
     def close_step(self, learn: bool = True) -> None:
         """Learns from this step's accumulations (unless told not to) and starts the next step."""
         done = self._passes_done()
-        if done:
+        if done:  # counts are learned per backward pass
             self._counts.arrived = [arrived // done for arrived in self._counts.arrived]
         self._counts.close_step(learn)
         self.begin_step()
@@ -143,7 +146,7 @@ class Schedule:
         layout = self._layout
         self.position = 0
         self.launched = [0] * len(layout.groups)
-        self._arrived = [0] * len(layout.parameters)
+        self._arrived_in_round = [0] * len(layout.parameters)
         if self._counts.learned:
             self._expected = [count * self._passes for count in self._counts.expected]
         else:

@@ -1,4 +1,8 @@
-"""The content of a snapshot on its way to the disk: a rank's shards, staged in host memory, written, and completed by rank 0."""
+"""The content of a snapshot on its way to the disk: a rank's shards, staged in host memory, written, and completed by rank 0.
+
+:class:`RunShards` (one per run) makes a :class:`ShardState` (tensors of this rank, not copied), :func:`staged_content` a
+:class:`Content` (copies, by file), :func:`write_content` a manifest of the rank, and :func:`complete` that of the snapshot.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ __all__ = [
     "ShardState",
     "complete",
     "parameters_of",
-    "stage",
+    "staged_content",
     "write_content",
 ]
 
@@ -116,7 +120,7 @@ class RunShards:
         weights = None if pieces is None else {name: values for name, _, _, values in pieces}
         return ShardState(shards, self._aliases, state, weights)
 
-    def broadcast_weights(self, optimizer: Any) -> None:
+    def publish_weights(self, optimizer: Any) -> None:
         """Gives the model the weights it had after the last step, which lossy communication made of the exact ones. Collective."""
         if self._splits_weights and self.stage < 3:
             store, layout = optimizer._sharding.store, optimizer._sharding.layout
@@ -156,7 +160,7 @@ class Content:
     copying: AsyncCopy | None = None
 
 
-def stage(
+def staged_content(
     rank: int,
     staging: Staging | None,
     weights: Mapping[str, Tensor],

@@ -133,7 +133,7 @@ class Sharding(Strict):
     """Which elements of which parameter are in the files of which rank.
 
     Attributes:
-        stage: 1 to 3, as in :mod:`hvd_ckpt.sharding.sharding`.
+        stage: 1 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
         parameters: all of the model, by name; tied ones once.
         optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
         weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.

@@ -29,7 +29,7 @@ from torch import Tensor
 from hvd_ckpt.hosts import host_name
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
-from hvd_ckpt.snapshots.content import Content, ShardState, complete, stage, write_content
+from hvd_ckpt.snapshots.content import Content, ShardState, complete, staged_content, write_content
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
@@ -79,8 +79,8 @@ class SnapshotWriter:
         rank, ranks: this process's rank and the number of ranks.
         warn: called on rank 0 with one sentence for each snapshot that failed, by the thread that calls the methods.
         blocking: :meth:`begin` returns when the snapshot is on the disk, and nothing is copied.
-        written: called on rank 0 for each snapshot that is in its place, before older ones are removed, by the writer's own thread;
-            its second argument takes warnings.
+        on_written: called on rank 0 for each snapshot that is in its place, before older ones are removed, by the writer's own
+            thread; its second argument takes warnings.
 
     Attributes:
         written: on rank 0, the newest snapshot that this writer has put in place.
@@ -100,7 +100,7 @@ class SnapshotWriter:
         ranks: int,
         warn: Warn,
         blocking: bool = False,
-        written: Callable[[Path, Warn], None] | None = None,
+        on_written: Callable[[Path, Warn], None] | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"SnapshotWriter: keep is {keep}: keep 1 snapshot or more")
@@ -113,7 +113,7 @@ class SnapshotWriter:
         self._rank, self._ranks, self._blocking = rank, ranks, blocking
         self._warn = warn
         self._warnings: deque[str] = deque()
-        self._on_written = written
+        self._on_written = on_written
         self._begun = 0
         self._job: _Job | None = None
         self._bug: Exception | None = None
@@ -229,9 +229,13 @@ class SnapshotWriter:
         job = _Job(step, self._folder / temporary_name(name_of(step), token))
         try:
             job.held.enter_context(under_way(job.temporary))
-            made = self._rank == 0 and self._makes_folder(job)  # the other ranks may have waited for it
+            made = self._rank == 0 and self._makes_folder(
+                job
+            )  # first of all: the other ranks' threads may be waiting for it
             self._settle()
-            if self._rank == 0 and not made:  # perhaps there is room now
+            if (
+                self._rank == 0 and not made
+            ):  # the snapshot before is done, and old ones are pruned: perhaps there is room now
                 self._makes_folder(job)
             if not job.fault:
                 try:
@@ -261,7 +265,7 @@ class SnapshotWriter:
         return True
 
     def _content(self, *state: Any) -> Content:
-        return stage(self._rank, None if self._blocking else self._staging, *state)
+        return staged_content(self._rank, None if self._blocking else self._staging, *state)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -293,7 +297,7 @@ class SnapshotWriter:
     def _run(self, job: _Job) -> None:
         try:
             mine = self._write(job)
-            fault = self._commit(job, mine) if self._rank == 0 else send(job.temporary, self._rank, mine)
+            fault = self._finish(job, mine) if self._rank == 0 else send(job.temporary, self._rank, mine)
         except Exception as error:  # for the caller to raise
             job.bug, fault = error, reason_of(error)
             if self._rank == 0:
@@ -334,7 +338,7 @@ class SnapshotWriter:
                 job.content.copying = None
             job.copied.set()
 
-    def _commit(self, job: _Job, mine: RankManifest) -> str | None:
+    def _finish(self, job: _Job, mine: RankManifest) -> str | None:
         """Completes the snapshot when all ranks have written, or removes it; returns why it failed.
 
         After a failure of its own it waits for the others as well, or a rank that comes late would look for a folder that is gone.

@@ -172,7 +172,7 @@ def load_state(
             ranges, groups = ranges_of(optimizer, model), len(optimizer.param_groups)
             parts = read_shards(snapshot, ranges, expected, groups)
     load_optimizer(snapshot, parts, optimizer)
-    shards.broadcast_weights(optimizer)
+    shards.publish_weights(optimizer)
     if average is not None:
         _load_average(average, snapshot.replicated["ema"], parts)
     with errors_everywhere("hvd_ckpt.train.resume"):

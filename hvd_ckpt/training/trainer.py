@@ -349,7 +349,7 @@ class Trainer:
                 lambda text: self.report.say(f"Warning: {text}"),
                 blocking=self.config.blocking_snapshots
                 or self.config.offload is not None,  # a copy would have no room
-                written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
+                on_written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
             ) as self._writer,
         ):
             yield

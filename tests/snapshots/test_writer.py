@@ -296,7 +296,7 @@ def test_later_snapshots_that_cannot_be_removed_are_one_warning(
     with Job(tmp_path) as job:
         job.write(5)
     abandoned = later_snapshots(tmp_path, 1)
-    with Job(tmp_path, written=partial(remove_abandoned, abandoned)) as job:
+    with Job(tmp_path, on_written=partial(remove_abandoned, abandoned)) as job:
         monkeypatch.setattr(writer, "prune", lambda *_: None)
         monkeypatch.setattr(shutil, "rmtree", denied)
         assert job.write(3) is not None
