@@ -26,8 +26,6 @@ from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, sh
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.units import check_memory, check_not_split
 
-__all__ = ["DistributedOptimizer"]
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

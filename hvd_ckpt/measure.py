@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["is_undisturbed", "no_collection", "now", "undisturbed"]
-
 _thread = threading.local()
 
 

@@ -20,8 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from hvd_ckpt.torch_private import DeviceType, profiler_enabled
 
-__all__ = ["Mark", "Marks", "PeakMemory", "measure_peak", "recording_marks", "recording_peak"]
-
 _MARK = "hvd_ckpt.mark."
 
 

@@ -11,16 +11,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, pytree
 
-__all__ = [
-    "absent_class",
-    "absent_storages",
-    "forget_split",
-    "is_absent",
-    "is_split",
-    "note_split",
-    "present",
-]
-
 absent_storages: dict[int, Callable[[], None]] = {}
 """Storages, by identity, that are without their contents now, and what brings these back."""
 

@@ -6,8 +6,6 @@ from importlib import import_module
 
 import click
 
-__all__ = ["bench"]
-
 COMMANDS = {
     "faults": "hvd_ckpt.bench.faults.command",
     "recompute": "hvd_ckpt.bench.recompute.command",

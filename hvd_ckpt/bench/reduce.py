@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.engines import Engine
     from hvd_ckpt.bench.harness.workloads import Workload
 
-__all__ = ["Case", "Job", "RankResult", "reduce"]
-
 ENGINES = "hvd_ckpt,horovod,ddp"
 BASELINES = ("horovod", "ddp")  # engines to which ratios are taken
 WORKLOADS = {  # workload of the harness, what it is, warm-up steps, timed steps

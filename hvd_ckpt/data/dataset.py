@@ -20,20 +20,6 @@ from typing_extensions import Self
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.text import one_line
 
-__all__ = [
-    "Dataset",
-    "Purpose",
-    "Source",
-    "StandardisedSamples",
-    "channel_statistics",
-    "check_samples",
-    "check_seed",
-    "generator",
-    "generators",
-    "load_arrays",
-    "validation_size",
-]
-
 Integers = NDArray[numpy.int64]
 
 Source = str | os.PathLike[str] | tuple[NDArray[Any], NDArray[Any]]

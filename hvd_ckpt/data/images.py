@@ -29,8 +29,6 @@ from hvd_ckpt.data.dataset import (
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.text import one_line
 
-__all__ = ["Digits", "ImageArrays", "ImageFolder", "Images", "open_images"]
-
 Integers = NDArray[numpy.int64]
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -19,8 +19,6 @@ from typing_extensions import Self
 from hvd_ckpt.data.dataset import Dataset, Purpose, check_seed, generator
 from hvd_ckpt.models.batch import Batch
 
-__all__ = ["Loader", "Sampler"]
-
 PREFETCHED = 2  # batches
 
 

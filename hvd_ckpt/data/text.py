@@ -20,8 +20,6 @@ from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import IGNORED
 
-__all__ = ["CausalText", "MaskedText", "PermutedText"]
-
 Integers = NDArray[numpy.int64]
 
 

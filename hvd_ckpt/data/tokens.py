@@ -23,8 +23,6 @@ from hvd_ckpt.text import one_line
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BYTES", "SUFFIXES", "Tokens", "find_text_files", "library_files"]
-
 BYTES = 256
 SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".raw", ".tokens",

@@ -25,8 +25,6 @@ from hvd_ckpt.data.dataset import (
 )
 from hvd_ckpt.models.batch import Batch
 
-__all__ = ["Ellipsoids", "VolumeArrays", "open_volumes"]
-
 NOISE = 0.5  # its standard deviation
 
 

@@ -16,15 +16,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = [
-    "BUILD_HOROVOD",
-    "apex_unavailable",
-    "explain_import_error",
-    "first_line",
-    "pip_command",
-    "say_no_pictures",
-]
-
 BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by the name that is imported
 PREFERRED = ("training", "mpi", "peers", "build")  # of several extras that bring a package

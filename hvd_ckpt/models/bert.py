@@ -18,8 +18,6 @@ from transformers.masking_utils import create_bidirectional_mask
 from hvd_ckpt.models.chain import HeadBlock, LayerBlock, WrappedChain
 from hvd_ckpt.models.sizes import check_sizes
 
-__all__ = ["BertChain", "bert", "roberta"]
-
 
 class EmbeddingsBlock(nn.Module):
     """Token numbers (batch, length) to hidden states (batch, length, width)."""

@@ -23,8 +23,6 @@ from hvd_ckpt.text import nearest, unknown
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FACTS", "KINDS", "Entry", "Limits", "find", "limits", "names", "overview"]
-
 KINDS = ("causal", "masked", "permutation", "images", "volumes")
 """Kinds of input: tokens to continue, tokens of which some are masked, tokens in any order, images, volumes."""
 

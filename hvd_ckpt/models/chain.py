@@ -22,8 +22,6 @@ from hvd_ckpt.recompute.sequential import checkpoint_sequential
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Chain", "HeadBlock", "LayerBlock", "WrappedChain"]
-
 
 class Chain(nn.Sequential):
     """A chain whose blocks share keyword arguments, recomputed every ``checkpoint_interval`` blocks.

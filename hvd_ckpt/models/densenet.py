@@ -25,8 +25,6 @@ from hvd_ckpt.models.resnet import imagenet_stem, initialize
 from hvd_ckpt.models.sizes import DENSENETS, DenseNetShape, at_least_1, check_dropout
 from hvd_ckpt.recompute import checkpoint
 
-__all__ = ["DenseNet", "densenet"]
-
 BOTTLENECK = 4  # a bottleneck makes 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")
 
 Features = torch.Tensor | tuple[torch.Tensor, ...]

@@ -17,8 +17,6 @@ from torch.nn import functional
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.sizes import check_sizes
 
-__all__ = ["gpt"]
-
 STANDARD_DEVIATION = 0.02  # of initial weights, as in GPT-2's published code
 
 

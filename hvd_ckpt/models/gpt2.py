@@ -13,8 +13,6 @@ from transformers.masking_utils import create_causal_mask
 from hvd_ckpt.models.chain import HeadBlock, LayerBlock, WrappedChain
 from hvd_ckpt.models.sizes import check_sizes
 
-__all__ = ["GPT2Chain", "gpt2"]
-
 
 class EmbeddingsBlock(nn.Module):
     """Token numbers (batch, length) to hidden states (batch, length, width), with learned positions."""

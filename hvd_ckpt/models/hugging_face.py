@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.models.chain import WrappedChain
 
-__all__ = ["from_config", "from_folder", "kind_of_folder"]
-
 # The class in transformers with a language-model head, the module and class of its chain, and its objective.
 MODEL_TYPES = {
     "bert": ("BertForMaskedLM", "bert", "BertChain", "masked"),

@@ -17,8 +17,6 @@ from torch import nn
 
 from hvd_ckpt.models.sizes import at_least_1, check_dropout
 
-__all__ = ["lstm_language_model"]
-
 
 class Recurrence(nn.Module):
     """One LSTM layer over the whole sequence, without its final state: (batch, length, width) in and out."""

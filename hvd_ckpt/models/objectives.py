@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from hvd_ckpt.models.batch import Batch
 
-__all__ = ["IGNORED", "OBJECTIVES", "Classification", "NextOrHiddenToken", "Objective", "Segmentation"]
-
 IGNORED = -100  # the target of positions that count nothing, as torch's cross_entropy has it
 
 

@@ -23,8 +23,6 @@ from torch.nn import functional
 
 from hvd_ckpt.models.sizes import RESNETS, ResNetShape, at_least_1
 
-__all__ = ["ResNet", "imagenet_stem", "initialize", "resnet"]
-
 EXPANSION = 4  # a bottleneck unit gives 4 times the maps of its 3x3 convolution
 
 

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "ATTENTION",
-    "DENSENETS",
-    "RESNETS",
-    "DenseNetShape",
-    "ResNetShape",
-    "at_least_1",
-    "check_dropout",
-    "check_sizes",
-]
-
 ATTENTION = ("sdpa", "eager")
 """Implementations of attention: fused, or one operation after the other."""
 

@@ -20,8 +20,6 @@ from torch import nn
 
 from hvd_ckpt.models.sizes import at_least_1
 
-__all__ = ["NORMS", "VNet", "vnet"]
-
 DOWN = (2, 3, 3, 3)  # convolutions in each stage of the way down, after the first stage's one (figure 2)
 UP = (3, 3, 2, 1)  # and of the way up
 SCALE = 2 ** len(DOWN)

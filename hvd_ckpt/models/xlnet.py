@@ -21,8 +21,6 @@ from transformers import XLNetConfig, XLNetLMHeadModel
 from hvd_ckpt.models.chain import WrappedChain
 from hvd_ckpt.models.sizes import check_sizes
 
-__all__ = ["XLNetChain", "xlnet"]
-
 
 class EmbeddingsBlock(nn.Module):
     """Token numbers (batch, length) to the content stream (length, batch, width), and to both streams where there are targets."""

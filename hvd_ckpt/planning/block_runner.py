@@ -18,8 +18,6 @@ from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.policy import CheckpointPolicy
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 
-__all__ = ["BlockCost", "BlockRunner", "copied_objects"]
-
 
 @dataclass
 class BlockCost:

@@ -18,8 +18,6 @@ from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 
-__all__ = ["FoundBlock", "find_blocks", "proposed_blocks"]
-
 _LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
 
 

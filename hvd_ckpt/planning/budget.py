@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["Budget", "BudgetError", "parse_budget"]
-
 _MOST = 2.0**62
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):

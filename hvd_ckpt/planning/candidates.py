@@ -15,8 +15,6 @@ from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import Trace
 from hvd_ckpt.recompute.tape import Policy
 
-__all__ = ["Estimate", "candidates", "estimate"]
-
 _EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
 _PRICES = 20
 _COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried

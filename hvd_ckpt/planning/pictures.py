@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 
 from hvd_ckpt.planning.plan import Cost, Plan
 
-__all__ = ["frontier_plot", "timeline_plot"]
-
 MIB = 1 << 20
 GIB = 1 << 30
 OURS = "#1b6ca8"

@@ -34,8 +34,6 @@ from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.schema import Strict, parse_json
 from hvd_ckpt.text import one_line
 
-__all__ = ["BlockPlan", "Cost", "Plan", "PlanError", "applied"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _GIVE = "give a file that Plan.save() wrote"

@@ -25,8 +25,6 @@ from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.text import show_bytes
 
-__all__ = ["Planner", "largest_batch", "plan", "thinned"]
-
 _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
 _RIVALS = 4

@@ -20,19 +20,6 @@ from hvd_ckpt.json_file import shown
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 
-__all__ = [
-    "KEEP",
-    "CheckpointPolicy",
-    "Text",
-    "apply_policy",
-    "apply_to_chain",
-    "base_class",
-    "expect_autocast",
-    "is_compiled",
-    "policy_parts",
-    "remove_policy",
-]
-
 
 def _printable(text: str) -> str:
     if not text.isprintable():

@@ -28,8 +28,6 @@ from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.text import show_bytes
 
-__all__ = ["Profile", "Step"]
-
 _RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
 _MANY_KINDS = 12  # from this many kinds of blocks on, fewer policies of each are measured
 _SECONDS_PER_KIND = 1.5

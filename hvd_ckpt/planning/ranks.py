@@ -10,8 +10,6 @@ import torch
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
 from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["on_rank_0"]
-
 Limit = int | float | str | None
 
 

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
 
-__all__ = ["print_plan", "rows", "totals"]
-
 MIB = 1 << 20
 COLUMNS = ("block", "policy", "kept MiB", "added ms")
 TOTALS = ("", "peak MiB", "of no recomputation", "step ms", "of no recomputation")

@@ -32,8 +32,6 @@ from hvd_ckpt.planning.chain import (
     simulate,
 )
 
-__all__ = ["Solver"]
-
 Seconds = NDArray[np.float64]
 Integers = NDArray[np.int64]
 

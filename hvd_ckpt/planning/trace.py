@@ -21,8 +21,6 @@ from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
 from hvd_ckpt.torch_private import DisableTorchFunction
 
-__all__ = ["Trace", "TracedCall", "fastest", "trace"]
-
 
 @dataclass
 class TracedCall:

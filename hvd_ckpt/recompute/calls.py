@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.frames import depth
 
-__all__ = ["CallMode", "call_name", "in_place", "is_random", "map_tensors", "tensors_in"]
-
 # Functions that draw random numbers: those that PyTorch says are, and composites of them.
 _RANDOM = {
     "alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "gru",

@@ -16,21 +16,6 @@ from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
 from hvd_ckpt.unmaterialized import present
 
-__all__ = [
-    "AutocastState",
-    "Keeper",
-    "Kept",
-    "Packed",
-    "Plain",
-    "attention_context",
-    "autocast_context",
-    "autocast_state",
-    "changed_in_place",
-    "memory_of",
-    "random_context",
-    "version_of",
-]
-
 
 class Keeper:
     """Where kept tensors are until the backward pass.

@@ -35,8 +35,6 @@ from hvd_ckpt.recompute.keeper import (
 )
 from hvd_ckpt.recompute.saved import Compressed
 
-__all__ = ["Call", "Group", "Holder", "Reference", "Scratch", "Stored", "View", "unpack"]
-
 
 @dataclass(eq=False)
 class Stored:

@@ -36,8 +36,6 @@ from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, S
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack
 
-__all__ = ["Policy", "Tape", "run_selectively"]
-
 _TAG = "_hvd_ckpt_dropped"
 _MADE = "_hvd_ckpt_made"
 

@@ -5,8 +5,6 @@ Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
-__all__ = ["STAGES", "stage_of"]
-
 STAGES = ("none", "optimizer", "gradients", "parameters")
 
 

@@ -20,8 +20,6 @@ from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.state import Sources, targets_of
 from hvd_ckpt.torch_private import foreach_copy_
 
-__all__ = ["AveragedWeights"]
-
 
 class AveragedWeights:
     """An average of the weights that a ``DistributedOptimizer`` updates: torch's ``AveragedModel`` for any stage of sharding.

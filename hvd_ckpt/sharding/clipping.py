@@ -16,8 +16,6 @@ from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.torch_private import foreach_mul_
 
-__all__ = ["clip_grad_norm_"]
-
 
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

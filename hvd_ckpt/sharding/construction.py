@@ -29,8 +29,6 @@ from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import UnitModules, find_units
 
-__all__ = ["ShardOptions", "check_shard_options", "shard_optimizer"]
-
 
 @dataclass(frozen=True)
 class ShardOptions:

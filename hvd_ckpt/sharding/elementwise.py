@@ -8,8 +8,6 @@ import torch
 
 from hvd_ckpt.sharding import STAGES
 
-__all__ = ["check_elementwise", "class_of"]
-
 _ELEMENTWISE = (
     "ASGD",
     "Adadelta",

@@ -20,8 +20,6 @@ from hvd_ckpt.reduction.communicator import wait
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
-__all__ = ["Exchange", "Traffic", "Transfer"]
-
 Kind = Literal["reduce_scatter", "all_gather", "control"]
 KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "control")
 

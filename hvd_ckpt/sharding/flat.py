@@ -14,8 +14,6 @@ from hvd_ckpt.sharding.in_flight import IN_FLIGHT
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.unmaterialized import is_split
 
-__all__ = ["FlatParameters"]
-
 WEIGHTS = "the weights that the other ranks have updated (each must call optimizer.step())"
 
 

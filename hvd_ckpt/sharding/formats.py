@@ -12,18 +12,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-__all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "INT8",
-    "WIRE_FORMATS",
-    "WireFormat",
-    "sum_dtype",
-    "wire_format",
-    "wire_formats",
-]
-
 BLOCK = 256  # elements of an int8 block
 _LEVELS = 127.0
 _SLICE = 1 << 17  # elements for each thread; what is worked on at a time stays in its core's cache

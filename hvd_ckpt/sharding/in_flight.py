@@ -14,8 +14,6 @@ from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
-__all__ = ["InFlight", "pack"]
-
 IN_FLIGHT = 2  # groups; more only while they are small
 SMALL_BYTES = 4 << 20
 PATIENCE_SECONDS = 30.0

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Group", "Layout", "Piece", "ShardSpan", "TensorSpec", "is_packed"]
-
 ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
 
 

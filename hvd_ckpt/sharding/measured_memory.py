@@ -20,8 +20,6 @@ from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.text import unknown
 
-__all__ = ["OptimizerMemory", "Stretch", "check_optimizer", "make_optimizer", "measure_step"]
-
 _NUMEL = 1 << 14
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.text import show_bytes
 
-__all__ = ["PARTS", "MemoryEstimate"]
-
 PARTS = (
     "parameters",
     "buffers",

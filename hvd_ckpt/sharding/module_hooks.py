@@ -12,15 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
 
-__all__ = [
-    "UnitCall",
-    "adopt_changes",
-    "is_input",
-    "register_post_backward",
-    "tensors_left_in",
-    "tensors_within",
-]
-
 
 class UnitCall:
     """One use of a unit: from its first module to its last, and the way back through them.

@@ -26,8 +26,6 @@ from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.text import show_bytes
 
-__all__ = ["OffloadError", "OptimizerOffload", "raised_everywhere"]
-
 _IN_MEMORY = ("tmpfs", "ramfs")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 

@@ -22,8 +22,6 @@ from hvd_ckpt.sharding.offload import OffloadError, raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
 
-__all__ = ["ShardedOptimizer"]
-
 
 class ShardedOptimizer(ReducedOptimizer):
     """Mixin that ``DistributedOptimizer(..., shard=...)`` adds to the wrapped optimizer's class; use it for ``isinstance`` only.

@@ -19,8 +19,6 @@ from hvd_ckpt.sharding.units import check_memory
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.unmaterialized import forget_split, note_split
 
-__all__ = ["ShardedParameters"]
-
 Unit = tuple[list[nn.Module], list[Group]]
 
 

@@ -41,8 +41,6 @@ from hvd_ckpt.torch_private import (
     pytree,
 )
 
-__all__ = ["Passes", "ShardedUnit"]
-
 
 @dataclass
 class Pass:

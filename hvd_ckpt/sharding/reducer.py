@@ -31,8 +31,6 @@ from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.schedule import Schedule
 
-__all__ = ["ShardReducer"]
-
 USED, LATE = 1.0, 2.0
 
 

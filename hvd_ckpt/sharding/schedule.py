@@ -14,8 +14,6 @@ from typing import Any
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
 from hvd_ckpt.sharding.layout import Group, Layout
 
-__all__ = ["Schedule"]
-
 VERSION = 2
 IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
 

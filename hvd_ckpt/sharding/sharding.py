@@ -13,8 +13,6 @@ from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import OptimizerOffload
 from hvd_ckpt.sharding.reducer import ShardReducer
 
-__all__ = ["HALF", "Masters", "Released", "Sharding"]
-
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
     from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 
-__all__ = ["Sources", "load_parts", "targets_of"]
-
 COUNTERS = (
     "step",
     "eta",

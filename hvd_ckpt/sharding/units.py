@@ -22,8 +22,6 @@ from hvd_ckpt.planning.policy import policy_parts
 from hvd_ckpt.recompute.sequential import CheckpointSequential, split
 from hvd_ckpt.unmaterialized import is_split
 
-__all__ = ["UnitModules", "check_memory", "check_not_split", "find_units"]
-
 
 @dataclass
 class UnitModules:

@@ -20,8 +20,6 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
-__all__ = ["UnitParameters"]
-
 
 class _State(enum.Enum):
     SHARDED = "sharded"

@@ -23,8 +23,6 @@ from hvd_ckpt.schema import Strict, parse_json
 from hvd_ckpt.snapshots.folder import names_in, reason_of
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
 
-__all__ = ["RankManifest", "await_folder", "collect", "not_shared", "send"]
-
 RANK_SECONDS = (
     120.0  # that a rank waits for the folder, and rank 0, its own files written, for the others' files
 )

@@ -17,8 +17,6 @@ from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, shard_file
 from hvd_ckpt.snapshots.tensors import save_weights
 
-__all__ = ["Consolidated", "consolidate"]
-
 
 class Consolidated(NamedTuple):
     """The result of :func:`consolidate`: training steps taken, ranks that wrote the snapshot, tensors and bytes of the file."""

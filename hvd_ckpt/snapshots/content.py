@@ -43,16 +43,6 @@ from hvd_ckpt.snapshots.tensors import (
     save_weights,
 )
 
-__all__ = [
-    "Content",
-    "RunShards",
-    "ShardState",
-    "complete",
-    "parameters_of",
-    "staged_content",
-    "write_content",
-]
-
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 
 

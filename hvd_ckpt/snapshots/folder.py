@@ -21,25 +21,6 @@ from pathlib import Path
 from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.text import one_line
 
-__all__ = [
-    "SNAPSHOT",
-    "SnapshotError",
-    "Warn",
-    "discard",
-    "is_left_over",
-    "list_snapshots",
-    "make_folder",
-    "name_of",
-    "names_in",
-    "put_in_place",
-    "reason_of",
-    "remove",
-    "step_of",
-    "sync_folder",
-    "temporary_name",
-    "under_way",
-]
-
 Warn = Callable[[str], None]
 
 SNAPSHOT = re.compile(r"step-([0-9]{8,19})")

@@ -11,8 +11,6 @@ import torch
 
 from hvd_ckpt.snapshots.folder import SnapshotError
 
-__all__ = ["random_state", "seed_all", "seed_of_rank", "set_random_state"]
-
 _WAY_OUT = "leave it and seed anew, or use another snapshot"
 
 

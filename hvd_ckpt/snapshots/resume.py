@@ -33,17 +33,6 @@ from hvd_ckpt.snapshots.schema import (
     shard_file,
 )
 
-__all__ = [
-    "OptimizerState",
-    "check_averages",
-    "check_optimizer",
-    "check_sharding",
-    "check_tensors",
-    "ranges_of",
-    "read_shards",
-    "state_of_shards",
-]
-
 FLAT = 7  # elements of a shard that stands for any
 OTHER_MODEL = "the snapshot is of another model"
 

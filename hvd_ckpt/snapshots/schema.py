@@ -32,25 +32,6 @@ from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps, loads, shown
 from hvd_ckpt.schema import Strict, parse_json
 from hvd_ckpt.sharding.layout import TensorSpec
 
-__all__ = [
-    "DAMAGED",
-    "MANIFEST",
-    "MODEL",
-    "REPLICATED",
-    "FileEntry",
-    "Manifest",
-    "RankShards",
-    "ShardMetadata",
-    "Sharding",
-    "TensorMetadata",
-    "files_of",
-    "merged",
-    "overlap",
-    "rank_file",
-    "shard_file",
-    "weights_file",
-]
-
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 REPLICATED = "replicated.pt"

@@ -25,19 +25,6 @@ from hvd_ckpt.json_file import Wrong
 from hvd_ckpt.snapshots.schema import DAMAGED, FileEntry
 from hvd_ckpt.torch_private import foreach_copy_
 
-__all__ = [
-    "AsyncCopy",
-    "Staging",
-    "check_tensor",
-    "hash_file",
-    "load_state",
-    "load_weights",
-    "map_tensors",
-    "save_bytes",
-    "save_state",
-    "save_weights",
-]
-
 CHUNK = 1 << 20  # bytes hashed and written while they are in the CPU's cache
 MAX_DEPTH = 100
 MAX_INT_BITS = 2000  # the unpickler that executes nothing reads no larger ones

@@ -44,8 +44,6 @@ from hvd_ckpt.snapshots.reader import prune
 from hvd_ckpt.snapshots.schema import MAX_STEP
 from hvd_ckpt.snapshots.tensors import Staging
 
-__all__ = ["SnapshotWriter"]
-
 # That the end of the process, or an exception, waits for a snapshot under way; horovodrun gives 5 seconds in all.
 EXIT_SECONDS = 3.0
 GIVING_UP_SECONDS = 1.0  # and then until its files have been removed

@@ -35,18 +35,6 @@ from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.failures import errors_everywhere
 
-__all__ = [
-    "Assembly",
-    "apply_plan",
-    "assemble",
-    "assemble_in_turn",
-    "device_of",
-    "distribute",
-    "load_plan",
-    "precision_of",
-    "prepare_model",
-]
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TEXTS: dict[str, Any] = {"causal": CausalText, "masked": MaskedText, "permutation": PermutedText}
 # Kinds of data to which a setting applies.

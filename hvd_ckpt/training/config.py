@@ -30,8 +30,6 @@ from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.text import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
 from hvd_ckpt.values import BROKEN, PlainDumper, PlainLoader
 
-__all__ = ["Config", "ConfigError", "read_yaml"]
-
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
 RENAMED = {"length": "sequence_length", "held_out": "validation_split"}

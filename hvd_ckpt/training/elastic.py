@@ -25,8 +25,6 @@ from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.resume import ResumePoint, find_resume_point
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
-__all__ = ["RunState", "train"]
-
 
 class RunState(TorchState):  # type: ignore[misc]
     """State that outlasts a change of ranks.

@@ -14,8 +14,6 @@ from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.sharding.averaging import AveragedWeights
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     model: nn.Module,

@@ -32,15 +32,6 @@ from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.training.config import ConfigError
 from hvd_ckpt.training.stopping import FAILURE_FILE, SUPERVISED_VARIABLE
 
-__all__ = [
-    "FatalTrainingError",
-    "NonFiniteLoss",
-    "errors_everywhere",
-    "exit_handler",
-    "exit_now",
-    "gather_reports",
-]
-
 MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
 
 

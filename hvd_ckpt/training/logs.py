@@ -25,8 +25,6 @@ from typing import Any
 
 from hvd_ckpt.install.extras import explain_import_error
 
-__all__ = ["Logs", "read"]
-
 MAX_BYTES = 1 << 30
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

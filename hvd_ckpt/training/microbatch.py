@@ -20,8 +20,6 @@ from hvd_ckpt.frames import without_recomputation
 from hvd_ckpt.text import CHECKPOINTS
 from hvd_ckpt.torch_private import pytree
 
-__all__ = ["Accumulated", "accumulate"]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ from torch import nn
 
 from hvd_ckpt.text import SCHEDULES, unknown
 
-__all__ = ["Schedule", "build_optimizer", "optimizer_names"]
-
 UNSUITABLE = {
     "lbfgs": "it evaluates the loss several times in each step",
     "sparseadam": "it takes sparse gradients only",

@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 from hvd_ckpt.text import one_line
 from hvd_ckpt.training import logs
 
-__all__ = ["loss_plot"]
-
 # Okabe and Ito's colours, which people who are colour-blind can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))

@@ -18,8 +18,6 @@ from hvd_ckpt.heartbeat import Heartbeat, elapsed
 from hvd_ckpt.launchers import launcher_terminal
 from hvd_ckpt.text import show_bytes
 
-__all__ = ["ProgressLine", "peak_memory", "quantity"]
-
 _SHOWN = ("step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds")
 
 

@@ -28,8 +28,6 @@ from hvd_ckpt.training.logs import Logs
 from hvd_ckpt.training.microbatch import Accumulated
 from hvd_ckpt.training.progress import ProgressLine, peak_memory
 
-__all__ = ["DryRun", "Meter", "Report", "print_summary"]
-
 DEFAULT_DATA = {
     "tokens": "the standard library's source",
     "images": "scikit-learn's digits",

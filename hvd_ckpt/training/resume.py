@@ -35,19 +35,6 @@ from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.state import check_fits, check_resumed, check_state
 from hvd_ckpt.training.stopping import forget_file
 
-__all__ = [
-    "ResumePoint",
-    "average_state",
-    "average_weights",
-    "find_resume_point",
-    "later_snapshots",
-    "load_optimizer",
-    "load_state",
-    "read_snapshot",
-    "remove_abandoned",
-]
-
-
 # ------------------------------------------------------------------------------------ where a run starts
 
 

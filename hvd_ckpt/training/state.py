@@ -31,8 +31,6 @@ from hvd_ckpt.snapshots.resume import (
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
 from hvd_ckpt.training.config import Config, ConfigError
 
-__all__ = ["Progress", "check_fits", "check_resumed", "check_state", "plan_text"]
-
 FIXED = ("seed", "optimizer", "batch_norm")  # settings without which the state has no meaning
 PLANNED = ("budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options")
 

@@ -17,17 +17,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-__all__ = [
-    "FAILURE_FILE",
-    "SIGNALS",
-    "STOP_FILE",
-    "SUPERVISED_VARIABLE",
-    "StopRequest",
-    "asked_by",
-    "forget_file",
-    "status_of",
-]
-
 STOP_FILE = "stop"
 FAILURE_FILE = "failure.txt"  # in which a job writes for its supervisor why a restart would fail the same way
 SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"  # "1" where there is one

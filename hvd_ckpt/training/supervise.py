@@ -34,8 +34,6 @@ from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.snapshots.folder import SNAPSHOT, step_of
 from hvd_ckpt.training.stopping import FAILURE_FILE, SIGNALS, STOP_FILE, SUPERVISED_VARIABLE, asked_by
 
-__all__ = ["Commands", "supervise"]
-
 NOT_AGAIN = (2, 126, 127)  # exit statuses of an invalid setting or command
 LONGEST_PAUSE = 30.0  # seconds
 LEFT_OVER_SECONDS = 10.0  # for ranks to end after their launcher: horovodrun gives them 5

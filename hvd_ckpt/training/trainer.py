@@ -55,8 +55,6 @@ from hvd_ckpt.training.resume import (
 from hvd_ckpt.training.state import Progress, plan_text
 from hvd_ckpt.training.stopping import StopRequest
 
-__all__ = ["Outcome", "Trainer"]
-
 DEFAULT_STEPS = 100
 
 

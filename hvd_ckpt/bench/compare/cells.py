@@ -17,10 +17,6 @@ from torch import nn
 if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.engines import Engine
 
-__all__ = [
-    "KEEP", "PLAN", "Cell", "Chain", "Recompute", "Region", "Settings", "Variant", "find_variant", "make_cells"
-]  # fmt: skip
-
 PLAN = "plan "  # and a budget: the name of a variant
 
 Function = Callable[..., Any]

@@ -20,8 +20,6 @@ from hvd_ckpt.install.extras import explain_import_error
 if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.launch import Event
 
-__all__ = ["compare"]
-
 ENGINES = "hvd_ckpt,horovod,horovod-groups,ddp,ddp-find-unused,ddp-static,apex"
 WORKLOADS = "densenet,bert"
 SCENARIOS = (

@@ -19,8 +19,6 @@ from hvd_ckpt.bench.compare.worker import Job, folder_name
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.harness.stats import alternating
 
-__all__ = ["Comparison", "ComparisonError"]
-
 Listener = Callable[[str, Event], object]
 
 

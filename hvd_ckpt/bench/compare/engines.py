@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.workloads import Workload
     from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["ENGINES", "Engine", "OneProcess", "find_engine", "launched_rank_and_size"]
-
 Functions = Sequence[Callable[..., Any]]
 
 

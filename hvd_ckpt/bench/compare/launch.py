@@ -30,8 +30,6 @@ from hvd_ckpt.bench.compare.engines import find_engine
 from hvd_ckpt.bench.compare.worker import Job, run_forked, run_reference
 from hvd_ckpt.bench.harness import jobs
 
-__all__ = ["Event", "EventReader", "Failure", "Launcher", "Outcome"]
-
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
 SMALL_SECONDS = 6.0  # without a step that takes milliseconds

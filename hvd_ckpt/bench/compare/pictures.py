@@ -13,8 +13,6 @@ from matplotlib.patches import Patch, Rectangle
 from hvd_ckpt.bench.compare.verdict import Result, engines_of, recomputed, short_name, worst
 from hvd_ckpt.bench.harness.report import save_figure
 
-__all__ = ["draw_all"]
-
 COLORS = {
     "right": "#4daf6e",
     "loose": "#f2d45c",

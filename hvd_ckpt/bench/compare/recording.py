@@ -20,8 +20,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-__all__ = ["Recording", "recording_apex", "recording_ddp", "recording_horovod"]
-
 OPTIMIZER_NUMBER = re.compile(
     r"^hvd_ckpt\.\d+\.\d+\."
 )  # of this library's tensors; counts optimizers of a process

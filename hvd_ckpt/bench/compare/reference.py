@@ -20,8 +20,6 @@ from hvd_ckpt.bench.compare.engines import OneProcess
 from hvd_ckpt.bench.compare.training import EnginePrecision, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 
-__all__ = ["Reference", "largest_difference", "make_reference", "mean_losses"]
-
 Tensors = dict[str, torch.Tensor]
 
 

@@ -23,8 +23,6 @@ from hvd_ckpt.bench.compare.verdict import (
 )
 from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["conclude", "make_report"]
-
 REASON = 160  # characters
 MIB = 1 << 20
 STYLES = {"right": "green", "loose": "yellow", "-": "dim"}

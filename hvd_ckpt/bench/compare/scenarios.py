@@ -16,8 +16,6 @@ from hvd_ckpt.bench.compare.cells import Chain, Recompute, Region, Settings
 from hvd_ckpt.bench.compare.workloads import WORKLOADS, Step, Workload
 from hvd_ckpt.models.batch import Batch
 
-__all__ = ["CATALOG", "SCENARIOS", "Scenario", "make_workload"]
-
 WIDTH = 16
 LAYERS = 6
 SAMPLES = 8

@@ -29,8 +29,6 @@ from hvd_ckpt.bench.compare.recording import Recording
 from hvd_ckpt.bench.compare.workloads import Step, Workload
 from hvd_ckpt.measure import now
 
-__all__ = ["AUTOCAST", "EnginePrecision", "Trained", "build_seed", "fingerprint", "step_seed", "train"]
-
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -19,10 +19,6 @@ from hvd_ckpt.bench.compare.reference import mean_losses
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.harness.stats import ratios, slowest
 
-__all__ = [
-    "BASELINE", "SEVERITY", "Result", "add_ratios", "engines_of", "judge", "recomputed", "short_name", "worst"
-]  # fmt: skip
-
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
 SEVERITY = ("right", "loose", "wrong", "error", "hang")

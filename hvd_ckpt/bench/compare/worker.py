@@ -37,17 +37,6 @@ from hvd_ckpt.install.extras import first_line
 from hvd_ckpt.memory import recording_peak
 from hvd_ckpt.planning.plan import Plan
 
-__all__ = [
-    "EventWriter",
-    "Job",
-    "LeftOut",
-    "Worker",
-    "folder_name",
-    "run_forked",
-    "run_reference",
-    "work",
-]
-
 
 @dataclass(frozen=True)
 class Job(RankJob):

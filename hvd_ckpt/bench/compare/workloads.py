@@ -24,8 +24,6 @@ from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.batch import Batch
 from hvd_ckpt.models.objectives import IGNORED
 
-__all__ = ["SCALES", "WORKLOADS", "Step", "Workload"]
-
 SCALES = ("quick", "default", "full")
 
 

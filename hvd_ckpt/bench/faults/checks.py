@@ -13,8 +13,6 @@ from torch import Tensor
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training import logs
 
-__all__ = ["differences", "differing", "newest_good", "unreadable"]
-
 REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples")
 PER_RANK = ("random", "buffers", "logged")
 FIRST = 5  # differences of one kind that are named

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     Recorded: TypeAlias = Killed | SaveKill
 
-__all__ = ["add_result", "faults", "load_results"]
-
 SOAK_RANKS = 2
 STALL_MEGABYTES = 150
 

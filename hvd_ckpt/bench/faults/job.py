@@ -19,19 +19,6 @@ import psutil
 from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, launch_command, rank_environment
 from hvd_ckpt.launchers import RANK_VARIABLES
 
-__all__ = [
-    "ALL",
-    "LAUNCHER",
-    "MARK",
-    "RunView",
-    "TrainJob",
-    "flags",
-    "logged_step",
-    "marked",
-    "newest_step",
-    "rank_of",
-]
-
 ALL, LAUNCHER = "all ranks", "launcher"  # that get a signal
 MARK = "HVD_CKPT_FAULTS"  # environment variable
 MPI_LAUNCHERS = ("mpirun", "orterun", "mpiexec", "prterun")

@@ -22,8 +22,6 @@ from hvd_ckpt.bench.faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, n
 from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["STEPS", "FaultPlan", "Kill", "Killed", "draw_plan", "kill_report", "kill_runs", "write_text"]
-
 STEPS = 60
 SETTINGS = {
     "model": "lstm-small",

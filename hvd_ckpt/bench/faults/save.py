@@ -27,8 +27,6 @@ from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
-__all__ = ["PHASES", "WRITERS", "SaveError", "SaveKill", "save_kills", "save_report"]
-
 WRITERS = ("blocking", "background")
 PHASES = (
     "before the first file",

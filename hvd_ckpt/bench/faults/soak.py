@@ -19,8 +19,6 @@ import psutil
 from hvd_ckpt.bench.faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of
 from hvd_ckpt.bench.harness.report import Report, Table
 
-__all__ = ["Growth", "Soaked", "growth", "soak", "soak_report"]
-
 EVERY = 20  # steps between snapshots
 SETTINGS = {
     "model": "gpt-tiny",

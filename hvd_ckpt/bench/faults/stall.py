@@ -23,8 +23,6 @@ from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.bench.harness.workloads import Gpt
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
-__all__ = ["WAYS", "StallRow", "measure_stall", "stall_report"]
-
 WIDTH = 512
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
 WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")

@@ -28,21 +28,6 @@ from hvd_ckpt.json_file import write_text
 from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.probe import launcher_environment
 
-__all__ = [
-    "JobError",
-    "Process",
-    "RankJob",
-    "end_processes",
-    "error_line",
-    "launch_command",
-    "load_json",
-    "rank_environment",
-    "reason",
-    "run_job",
-    "run_rank",
-    "save_json",
-]  # fmt: skip
-
 GRACE_SECONDS = 10.0  # for a launcher to end its ranks after SIGTERM
 LONGEST_REASON = 300
 

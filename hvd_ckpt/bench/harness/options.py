@@ -26,8 +26,6 @@ from hvd_ckpt.command_line import (
     whole_number,
 )
 
-__all__ = ["BenchRun", "Steps", "bench_command", "count_option", "quick_option", "whole_numbers"]
-
 
 class Steps:
     """The progress of a benchmark: a live line on a terminal, elsewhere a line at least every 30 seconds."""

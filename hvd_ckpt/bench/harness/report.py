@@ -25,8 +25,6 @@ from hvd_ckpt.json_file import write_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Report", "Table", "machine_facts", "plain", "save_figure"]
-
 PACKAGES = ("torch", "horovod", "transformers")
 PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["Quartiles", "alternating", "quartiles", "quartiles_of_ratios", "ratios", "slowest"]
-
 T = TypeVar("T")
 
 

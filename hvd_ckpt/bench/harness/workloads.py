@@ -21,10 +21,6 @@ from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.lstm import lstm_language_model
 from hvd_ckpt.models.objectives import IGNORED
 
-__all__ = [
-    "SIZES", "WORKLOADS", "Bert", "DenseNet", "Gpt", "Lstm", "ManyGradients", "Transformer", "Workload", "workload",
-]  # fmt: skip
-
 CLASSES = 10
 
 

@@ -26,8 +26,6 @@ from hvd_ckpt.bench.recompute.methods import KEEP, OURS, methods
 if TYPE_CHECKING:
     from hvd_ckpt.planning.plan import Plan
 
-__all__ = ["FASTEST", "Case", "RecomputeJob", "merged", "run_case"]
-
 FASTEST = "fastest"
 """The budget of the fastest plan, whatever memory it needs."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.bench.recompute.case import Case, RecomputeJob
 
-__all__ = ["recompute"]
-
 WORKLOADS = "gpt,bert,densenet,lstm"
 METHODS = "keep,sequential,blocks,layers,selective,torch_remat,ckptplan,rockmate,ours"
 BUDGETS = "0.7x,0.5x,0.3x,0.15x,min"

@@ -22,8 +22,6 @@ from hvd_ckpt.bench.harness.workloads import Workload
 from hvd_ckpt.measure import now
 from hvd_ckpt.memory import measure_peak
 
-__all__ = ["BITWISE", "Bench", "Entry", "Forward", "predicted_peak", "twin"]
-
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """Inputs to output."""
 

@@ -31,8 +31,6 @@ from hvd_ckpt.bench.recompute.peers import (
     walk,
 )
 
-__all__ = ["FAMILIES", "KEEP", "OURS", "Method", "methods", "segment_counts"]
-
 KEEP, OURS = "keep", "ours"
 FAMILIES = (KEEP, "sequential", "blocks", "layers", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
 """The values of ``--methods``, in the order of the tables."""

@@ -15,8 +15,6 @@ from torch import nn
 from hvd_ckpt.bench.recompute.measure import Forward
 from hvd_ckpt.memory import recording_peak
 
-__all__ = ["Builder", "Ckptplan", "build_rockmate", "build_torch_remat", "inner_blocks", "walk"]
-
 Builder = Callable[[nn.Sequential, torch.Tensor, int], Forward]
 """A chain, the inputs it will get, and the peak bytes of a step without recomputation, to what runs the chain."""
 

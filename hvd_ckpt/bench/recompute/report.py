@@ -16,8 +16,6 @@ from hvd_ckpt.bench.recompute.methods import KEEP, OURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["make_report", "method_table", "plan_table", "remarks"]
-
 MIB = 1 << 20
 PICTURE = "recompute.png"
 COLUMNS = ("method", "peak MiB", "peak ratio", "time ratio", "result", "plan: peak MiB", "plan: time ratio")

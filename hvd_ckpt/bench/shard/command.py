@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hvd_ckpt.bench.shard.job import Training
     from hvd_ckpt.bench.shard.results import Result
 
-__all__ = ["shard"]
-
 PEERS = "ddp,zero,fsdp2,deepspeed"
 NOBODY = "none"
 RANKS, QUICK_RANKS = 4, 2

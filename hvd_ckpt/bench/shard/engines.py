@@ -18,8 +18,6 @@ from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.gpt import GPTBlock
 
-__all__ = ["SESSIONS", "Ours", "Samples", "Session", "Tensors", "build", "join", "loss"]
-
 LEARNING_RATE = 1e-3
 SEED = 0
 STRIDE = 7919  # windows from one sample to the next; prime, so that all windows have their turn

@@ -8,17 +8,6 @@ from dataclasses import dataclass, field
 from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.bench.harness.workloads import Gpt
 
-__all__ = [
-    "ENGINES",
-    "OURS",
-    "Configuration",
-    "Findings",
-    "RankResult",
-    "ShardJob",
-    "Training",
-    "configurations",
-]
-
 OURS = "hvd_ckpt"
 ENGINES: dict[str, tuple[str, tuple[int, ...]]] = {
     OURS: ("hvd_ckpt", (0, 1, 2, 3)),

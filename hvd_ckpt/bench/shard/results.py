@@ -13,8 +13,6 @@ from hvd_ckpt.bench.harness.report import Table, plain, save_figure
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings, RankResult
 
-__all__ = ["MIB", "NOTES", "Result", "Results"]
-
 MIB = 1 << 20
 ITEM = 4  # bytes of a parameter
 PICTURE = "shard.png"

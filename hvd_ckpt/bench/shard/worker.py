@@ -24,8 +24,6 @@ from hvd_ckpt.bench.shard.engines import SESSIONS, Samples, Session, build, join
 from hvd_ckpt.bench.shard.job import Configuration, Findings, RankResult, ShardJob
 from hvd_ckpt.memory import measure_peak, recording_marks
 
-__all__ = ["Bench", "measure", "requested_bytes", "storage_bytes"]
-
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
 

@@ -18,8 +18,6 @@ from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
 
-__all__ = ["Case", "Job", "RankResult", "train"]
-
 COLUMNS = ("model", "micro-batches", "trainer ms", "by hand ms", "ratio", "same weights")
 NOTES = (
     "trainer: `hvd-ckpt train`, that is Trainer.run as it is, with its loader, schedule, micro-batches, report, log file and a log "

@@ -29,8 +29,6 @@ from hvd_ckpt.training.microbatch import Accumulated
 from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.trainer import Trainer
 
-__all__ = ["ByHand", "Measured", "differences", "measure"]
-
 AHEAD = 2  # batches prepared before they are needed, as many as the trainer's loader has
 WARM_UP = 3  # steps: the reducer learns in the first, and its buckets are there after the second
 LOG_EVERY = 10  # steps, or each round if it is shorter
