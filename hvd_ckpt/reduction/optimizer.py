@@ -377,13 +377,9 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
     wrapped = type(optimizer)
     methods: dict[str, Any] = {}
     for base in reversed(methods_of.__mro__[: methods_of.__mro__.index(torch.optim.Optimizer)]):
-        methods.update(
-            {
-                name: value
-                for name, value in vars(base).items()
-                if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__")
-            }
-        )
+        methods.update(vars(base))
+    for name in ("__dict__", "__weakref__", "__annotations__"):
+        methods.pop(name, None)
     # Horovod's own functions know its optimizers by their module.
     methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
     new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
