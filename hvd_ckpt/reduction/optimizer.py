@@ -1,7 +1,4 @@
-"""The distributed optimizer: Horovod's methods, with this library's reducer in place of its hooks.
-
-Same public methods, same way of use; what differs is when and how gradients are reduced (see :mod:`.reducer`).
-"""
+"""The distributed optimizer: Horovod's methods and way of use, with this library's :mod:`.reducer` in place of its hooks."""
 
 from __future__ import annotations
 
