@@ -139,6 +139,8 @@ def test_finding_leaves_no_hooks():
 
 def candidates_of(block, *args):
     traced = trace(block, args, {})
+    for call in traced.calls:  # as on most machines, whatever was measured here
+        call.seconds = 1e-3 if call.name == "linear" else 1e-4
     return traced, {
         frozenset(traced.calls[number].name for number in policy.selective.dropped): policy
         for policy in candidates(traced)[1:]
