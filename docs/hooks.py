@@ -1,13 +1,19 @@
-"""The site's own rules: pages from outside ``docs/``, links to other files of the repository, Sphinx markup in docstrings."""
+"""The site's own rules: pages from outside ``docs/`` and the commands' help, links to other files, Sphinx markup in docstrings."""
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
+import click
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "examples/README.md": "examples.md"}
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples.md",
+}
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]*")
 
@@ -15,7 +21,21 @@ ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]*")
 def on_files(files, config, **_):
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    sys.path.insert(0, str(ROOT))
+    from hvd_ckpt.cli.main import main
+
+    helps = "\n".join(command_help(main, click.Context(main, info_name="hvd-ckpt", terminal_width=100)))
+    files.append(File.generated(config, "commands.md", content=f"# Commands\n\n{helps}"))
     return files
+
+
+def command_help(command, context):
+    """A section for a command and each of its own commands, with the text of ``--help``."""
+    yield f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            yield from command_help(inner, click.Context(inner, context, name, terminal_width=100))
 
 
 def on_page_markdown(markdown, page, **_):
@@ -31,7 +51,9 @@ def on_page_markdown(markdown, page, **_):
         if path not in PAGES and not path.startswith("docs/"):
             return text
         place = PAGES.get(path, path.removeprefix("docs/"))
-        return f"[{text}]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''})"
+        return (
+            f"[{text}]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''})"
+        )
 
     return LINK.sub(link, markdown)
 

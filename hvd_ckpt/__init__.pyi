@@ -196,8 +196,50 @@ from hvd_ckpt.batchnorm import (
 from hvd_ckpt.distributed import (
     DistributedOptimizer as DistributedOptimizer,
 )
+from hvd_ckpt.grid import (
+    stage as stage,
+)
+from hvd_ckpt.grid import (
+    stages as stages,
+)
+from hvd_ckpt.local_sgd.construction import (
+    LocalSGD as LocalSGD,
+)
+from hvd_ckpt.local_sgd.construction import (
+    Nesterov as Nesterov,
+)
 from hvd_ckpt.memory import (
     measure_peak as measure_peak,
+)
+from hvd_ckpt.models.objectives import (
+    Batch as Batch,
+)
+from hvd_ckpt.models.objectives import (
+    Objective as Objective,
+)
+from hvd_ckpt.pipeline.microbatch import (
+    accumulate as accumulate,
+)
+from hvd_ckpt.pipeline.pipeline import (
+    Pipeline as Pipeline,
+)
+from hvd_ckpt.pipeline.random_state import (
+    seed_blocks as seed_blocks,
+)
+from hvd_ckpt.pipeline.skip import (
+    pop as pop,
+)
+from hvd_ckpt.pipeline.skip import (
+    skippable as skippable,
+)
+from hvd_ckpt.pipeline.skip import (
+    stash as stash,
+)
+from hvd_ckpt.planning.balance import (
+    balance_by_size as balance_by_size,
+)
+from hvd_ckpt.planning.balance import (
+    balance_by_time as balance_by_time,
 )
 from hvd_ckpt.planning.budget import BudgetError as BudgetError
 from hvd_ckpt.planning.plan import (
@@ -304,9 +346,6 @@ from hvd_ckpt.training.build import (
 )
 from hvd_ckpt.training.config import (
     Config as Config,
-)
-from hvd_ckpt.training.microbatch import (
-    accumulate as accumulate,
 )
 from hvd_ckpt.training.trainer import (
     Trainer as Trainer,

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hvd_ckpt.folders import new_folder
-from hvd_ckpt.heartbeat import Heartbeat, elapsed
 from hvd_ckpt.launchers import launched_rank
-from hvd_ckpt.text import one_line
+from hvd_ckpt.text import Heartbeat, elapsed, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +156,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["auto", "gloo", "mpi"]),
             default="auto",
             show_default=True,
-            help="What starts the ranks.",
+            help="Controller that starts the ranks.",
         ),
     ):
         command = option(command)

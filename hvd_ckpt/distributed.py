@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.buckets import MEBIBYTE, BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.construction import (
@@ -22,7 +24,9 @@ from hvd_ckpt.reduction.construction import (
 )
 from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer, register, wrapping
 from hvd_ckpt.reduction.reducer import Reducer
-from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, shard_optimizer
+from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
+from hvd_ckpt.replicas import Replicas, check_replicas
+from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, model_of, shard_optimizer
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.units import check_memory, check_not_split
 
@@ -48,6 +52,7 @@ def DistributedOptimizer(
     wire: str | Mapping[str, str] = "fp32",
     master_weights: bool | None = None,
     elementwise: bool = False,
+    replicas: int | None = None,
 ) -> ReducedOptimizer:
     """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
 
@@ -93,6 +98,9 @@ def DistributedOptimizer(
             are any.
         elementwise: promises that an optimizer which is not one of torch.optim's own updates each element from its value,
             gradient and state alone, so that shards can be stepped.
+        replicas: a number of logical replicas, a power of two; any smaller power of two of ranks then computes the same bits.
+            Each step goes through ``optimizer.local_replicas()``. Needs the model, as ``shard="parameters"`` does, and
+            ``op=Average`` over all ranks.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -140,6 +148,10 @@ def DistributedOptimizer(
             master_weights,
             elementwise,
         )
+        if replicas is not None:
+            model = model_of(named_parameters) if model is None else model
+            check_replicas(replicas, process_set.size(), model)
+            check_replica_options(op, gradient_predivide_factor, compression, process_set, sharding)
         named, known_names = name_parameters(optimizer, named_parameters)
         check_not_split(named)
         if sharding is not None:
@@ -157,6 +169,8 @@ def DistributedOptimizer(
         "groups": describe_groups(groups, known_names),
         **({} if sharding is None else sharding.described()),
     }
+    if replicas is not None:
+        options["replicas"] = replicas
     if sharding is not None and sharding.stage > 1:
         options["backward_passes_per_step"] = backward_passes_per_step
     identity = agree_at_construction(error, named, options, process_set if member else None)
@@ -173,7 +187,16 @@ def DistributedOptimizer(
     prescale = 1.0 / gradient_predivide_factor if op == Average else 1.0
     if sharding is not None:
         shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
-    if (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or is_elastic()):
+    if replicas is not None:
+        assert model is not None
+        assignment = BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups)
+        new._reducer = ReplicaReducer(assignment, replicas, process_set, identity)
+        means = dataclasses.replace(
+            TreeCommunicator.of(replicas, process_set), name=f"hvd_ckpt.{identity}.replicas"
+        )
+        seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
+        new.replicas = Replicas(replicas, model, new._reducer, means, seed)
+    elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or is_elastic()):
         new._reducer = Reducer(
             BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups),
             Communicator(
@@ -190,3 +213,15 @@ def DistributedOptimizer(
         )
     register(new)
     return result
+
+
+def check_replica_options(
+    op: int, predivide: float, compression: Any, process_set: Any, sharding: ShardOptions | None
+) -> None:
+    """Raises ValueError for the first argument that does not go with replicas."""
+    if op != Average or predivide != 1.0 or compression is not Compression.none:
+        raise ValueError("replicas needs op=Average, gradient_predivide_factor=1.0 and Compression.none")
+    if process_set != global_process_set:
+        raise ValueError("replicas works on all ranks only, not on a process set")
+    if sharding is not None and sharding.stage > 1:
+        raise ValueError("replicas needs shard='none' or shard='optimizer'")

@@ -68,7 +68,7 @@ class Process(NamedTuple):
 
 
 def look_up(pid: int) -> Process | None:
-    """The process with this id, or None if there is none."""
+    """The process with this id, or None if it does not exist."""
     try:
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -85,9 +85,9 @@ def launched_rank() -> int | None:
 def launcher_chain(rank: int) -> list[int]:
     """Process ids from a rank's up to its launcher's; empty if there is no launcher above it.
 
-    The launcher is the first ancestor that is no part of the rank, whatever its name: ``mpirun``, ``orted``, ``slurmstepd``,
+    The launcher is the first ancestor that is not part of the rank, whatever its name: ``mpirun``, ``orted``, ``slurmstepd``,
     ``horovodrun`` or a program that calls Horovod's. Over ssh, where the launcher is elsewhere, it is ssh's daemon. A shell that is
-    no part of the rank does not count: somebody may have given the rank by hand, and leave the shell while it trains.
+    not part of the rank does not count: somebody may have given the rank by hand, and leave the shell while it trains.
     """
     chain = [rank]
     while (process := look_up(chain[-1])) is not None and process.parent > 1:

@@ -156,6 +156,15 @@ def recording_marks(device: torch.device | str = "cpu") -> Iterator[Marks]:
         yield marks
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a CUDA device, or for processes of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 def _measurable(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):

@@ -15,10 +15,14 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
+from hvd_ckpt.grid import current
 from hvd_ckpt.install.extras import apex_unavailable as apex_unavailable
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.text import PRECISIONS
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precisions that run under ``torch.autocast``, and its dtypes."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -33,7 +37,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Works with any optimizer; for a ``DistributedOptimizer`` gradients are reduced before they are unscaled and checked, so every
-    rank finds the same and takes or skips the same step.
+    rank finds the same and takes or skips the same step. With pipeline stages, each of which needs one ``DistributedOptimizer``,
+    an overflow on one stage skips the step on all.
 
     Args:
         device: the device type of the gradients; by default "cuda" where there is a GPU, else "cpu".
@@ -58,6 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ReducedOptimizer):
             super().unscale_(optimizer)
             return
+        self._begin_on_every_stage()
         optimizer.reduce_once()
         error: Exception | None = None
         try:
@@ -77,14 +83,27 @@ class GradScaler(torch.amp.GradScaler):
             found.setdefault(torch.device("cpu"), torch.zeros(()))
             for value in found.values():
                 value.fill_(anywhere.item())
+        if self._enabled and (stages := current()).stages > 1:
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            own = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
+            on_any = max(float(one) for one in stages.gather(own))
+            found.setdefault(torch.device("cpu"), torch.zeros(()))
+            for value in found.values():
+                value.fill_(on_any)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank."""
         if not isinstance(optimizer, ReducedOptimizer):
             return super().step(optimizer, *args, **kwargs)
+        self._begin_on_every_stage()
         optimizer.reduce_once()
         with optimizer.without_reduction():
             return super().step(optimizer, *args, **kwargs)
+
+    def _begin_on_every_stage(self) -> None:
+        """Makes the scale where no loss has been scaled: losses are on the last pipeline stage only."""
+        if self._enabled and self._scale is None and current().stages > 1:
+            self.scale(torch.zeros((), device=self._device))
 
 
 class Precision:
@@ -151,9 +170,8 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward pass and loss."""
-        if self.name in ("fp16", "bf16"):
-            return torch.autocast(self.device, dtype=torch.float16 if self.name == "fp16" else torch.bfloat16)
-        return nullcontext()
+        dtype = AUTOCAST.get(self.name)
+        return nullcontext() if dtype is None else torch.autocast(self.device, dtype=dtype)
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, last: bool = True) -> None:
         """The backward pass of one (micro-)batch.

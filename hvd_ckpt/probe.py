@@ -1,6 +1,6 @@
-"""Do Horovod's operations really work here? Two ranks are started and try them.
+"""A test of Horovod's operations by two ranks.
 
-What Horovod was built with says little about what works: a launcher may be missing, a firewall may stand between the
+The build flags of Horovod say little about what works: a launcher may be missing, a firewall may stand between the
 ranks, a library may be of another build. :func:`probe` starts ranks over one controller, as a user would, and each
 rank runs this module: it tries every operation on small tensors and checks the numbers. A controller that hangs ends at
 the time limit.

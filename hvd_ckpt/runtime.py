@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt import uncaught, watchdog
+from hvd_ckpt import grid, uncaught, watchdog
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.launchers import check_environment, whole_in
 
@@ -57,7 +57,7 @@ class _State:
 _state = _State()
 
 
-def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
+def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwargs: Any) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
     Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
@@ -90,6 +90,10 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
             back. Give it on every rank (it is then collective), and longer
             than ranks are ever apart: when they start, or while one validates and the others wait. It holds for a Horovod
             that is shut down and started again; in an elastic job a start is left to Horovod's ``--elastic-timeout``.
+        stages: pipeline stages, for :class:`hvd_ckpt.Pipeline`. The processes of the job are ``stages`` times as many as the
+            replicas of each stage: process ``stage * replicas + replica``. The replicas of a stage are a Horovod world of their
+            own, so that ``rank()``, ``size()`` and every collective are what a data-parallel loop expects: the replica, the
+            number of replicas, and an operation among them. :func:`stage` and :func:`stages` tell the rest.
 
     Horovod 0.28.1 has limits of its own (measured). Over Gloo a peer that is stopped or cut off raises ``HorovodInternalError``
     after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30), from which an elastic job recovers: choose a longer ``stall_timeout`` there. A rank
@@ -98,8 +102,9 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     after ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` (0: never), but over MPI only, and only while all ranks still answer each other.
 
     Raises:
-        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is no number
-            above zero, or an environment variable that holds a number holds none.
+        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
+            number above zero, or an environment variable that must be a number is not; or ``stages`` does not divide the number
+            of processes, or differs from what Horovod was started with, or is given with ``comm``.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
             elastic job later, with both variables set, and cannot.
     """
@@ -107,6 +112,10 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
+        if stages not in (1, grid.stages()):
+            raise ValueError(
+                f"init(): Horovod runs with stages={grid.stages()} already, so it cannot have {stages}"
+            )
         _watch(stall_timeout)
         return
     if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
@@ -120,14 +129,18 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
     _check_restart()
     _set_mpi_prefix()
     _watch(stall_timeout)
-    hvd.init(*args, **kwargs)
+    if stages == 1:
+        grid.leave()
+        hvd.init(*args, **kwargs)
+    else:
+        kwargs = _init_stages(stages, *args, **kwargs)
     _state.started = True
     _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
     comm = args[0] if args else kwargs.get("comm")
     if comm is not None or not _state.communicator:
         _state.ranks_argument, _state.communicator = comm, None
     if THREADS_VARIABLE not in os.environ:
-        torch.set_num_threads(threads_per_rank(hvd.local_size()))
+        torch.set_num_threads(threads_per_rank(grid.current().local_size))
     if not repeatable() and not _state.warned and hvd.rank() == 0:
         _state.warned = True
         warnings.warn(
@@ -135,6 +148,26 @@ def init(*args: Any, stall_timeout: float | None = None, **kwargs: Any) -> None:
             f"(unset it, or set {FUSION_VARIABLE}=0, for repeatable runs).",
             stacklevel=2,
         )
+
+
+def _init_stages(stages: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Starts Horovod as one world per pipeline stage; returns its keyword arguments."""
+    if args or kwargs.get("comm") is not None:
+        raise ValueError(
+            f"init(): stages={stages} makes the communicator of each stage itself; leave comm out"
+        )
+    own = grid.enter(stages, _import_mpi if _starts_over_mpi() else None)
+    if "comm" in own.horovod:
+        kwargs["comm"] = own.horovod["comm"]
+    with grid.starting(own):
+        hvd.init(**kwargs)
+    watchdog.introduce(own.peers, own.process(own.stage))
+    return kwargs
+
+
+def _starts_over_mpi() -> bool:
+    """Whether Horovod will run over MPI: it does where it can, unless the launcher says otherwise."""
+    return os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and bool(hvd.mpi_built())
 
 
 def _watch(stall_timeout: float | None) -> None:
@@ -187,9 +220,7 @@ def _restarts_with_both_set() -> bool:
 
     Released as 0.28.1, it writes through a null pointer: the vector of parameters that it may tune is empty.
     """
-    if os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and hvd.mpi_built():
-        return True
-    return hasattr(hvd.mpi_ops._basics.MPI_LIB_CTYPES, RESTARTS_SYMBOL)
+    return _starts_over_mpi() or hasattr(hvd.mpi_ops._basics.MPI_LIB_CTYPES, RESTARTS_SYMBOL)
 
 
 def _launched_local_size() -> int:

@@ -1,9 +1,19 @@
-"""Texts: names of settings, messages about unknown ones, and byte sizes. Importing it imports no PyTorch, so that help is quick."""
+"""Texts for people: names of settings, messages about unknown ones, byte sizes, and lines from work that takes long.
+
+Importing it imports no PyTorch, so that help is quick.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from typing_extensions import Self
 
 CHECKPOINTS = ("always", "except_last", "never")
 """Which micro-batches :func:`hvd_ckpt.accumulate` recomputes."""
@@ -15,6 +25,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3"
 """Recipes of :class:`hvd_ckpt.Precision`."""
 
 LONGEST = 900  # characters of a message
+SECONDS = 25.0  # of silence, so that lines that take their time come within 30
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -34,7 +45,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     if not known:
-        return f"no {what} '{name}': there is none"
+        return f"no {what} '{name}': none is known"
     guess = nearest(name, known)
     hint = f": did you mean '{guess}'?" if guess else "."
     return f"no {what} '{name}'{hint} Known: {', '.join(known)}"
@@ -59,3 +70,69 @@ def show_bytes(count: int) -> str:
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace("_", "-")
+
+
+class Heartbeat:
+    """Calls a function, on a thread of its own, whenever nothing was said for a while. A context manager.
+
+    Nobody should have to ask whether a silent process hangs: in a log file or behind a pipe, a line is due every 30 seconds.
+
+    Args:
+        speak: prints a line.
+    """
+
+    def __init__(self, speak: Callable[[], None]) -> None:
+        self._speak = speak
+        self._ended = threading.Event()
+        self._said = time.monotonic()
+
+    def said(self) -> None:
+        """Notes that a line was printed; the next is due after another while."""
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.said()
+        threading.Thread(target=self._run, name="hvd_ckpt heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(self._said + SECONDS - time.monotonic(), 0.01)):
+            if time.monotonic() - self._said >= SECONDS:
+                self.said()
+                with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+                    self._speak()
+
+
+@contextlib.contextmanager
+def talking(name: str, after: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """Gives a function that prints on standard error what is being done now, and repeats it with the time while it lasts.
+
+    Args:
+        name: of the work, in front of each line.
+        after: seconds in which nothing is printed: work that is done by then is silent.
+    """
+    start, now = time.monotonic(), ""
+
+    def speak(also: str = "") -> None:
+        print(f"{name}: {now}{also}", file=sys.stderr, flush=True)
+
+    def say(what: str) -> None:
+        nonlocal now
+        now = what
+        if time.monotonic() - start >= after:
+            beat.said()
+            speak()
+
+    with Heartbeat(lambda: speak(f" ({elapsed(time.monotonic() - start)} so far)") if now else None) as beat:
+        yield say
+
+
+def elapsed(seconds: float) -> str:
+    """``1:02:03``; ``?`` for what is not known."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

@@ -38,26 +38,27 @@ _held: list[socket.socket] = []
 
 
 def install() -> None:
-    """Shows uncaught errors as said above from now on, unless something else than Python shows them or no launcher is there."""
+    """Shows uncaught errors by :func:`show` from now on, unless something else than Python shows them or no launcher is there."""
     interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
     if sys.excepthook == sys.__excepthook__ and launched_rank() is not None and not interactive:
         sys.excepthook = _show
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    show(error)
+
+
+def show(error: BaseException) -> None:
+    """Shows an error that ends this process: its traceback, or one line where another rank explains it."""
     line = ""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):  # a doubt is resolved by showing everything
-            line = _line_for(error, trace)
-    if line:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
-        return
-    sys.__excepthook__(kind, error, trace)
-    if _held:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.flush()
+            line = _line_for(error, error.__traceback__)
+    shown = line or f"{_who()}: ended by this error:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{shown}\n")  # at once: a launcher would mix its parts with other ranks' lines
+        sys.stderr.flush()
+    if not line and _held:
         time.sleep(HOLD_SECONDS)
 
 
@@ -86,7 +87,7 @@ def _is_first(shown: str) -> bool:
     digest = hashlib.sha256("\n".join([str(os.getuid()), *job, shown]).encode(errors="replace")).hexdigest()
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        mark.bind(f"\0hvd_ckpt.{digest}")  # a name of Linux's that is no file, and ends with the process
+        mark.bind(f"\0hvd_ckpt.{digest}")  # a name of Linux's that is not a file, and ends with the process
     except OSError as error:
         mark.close()
         return error.errno != errno.EADDRINUSE
@@ -95,8 +96,10 @@ def _is_first(shown: str) -> bool:
 
 
 def _who() -> str:
-    rank = hvd.rank() if hvd.is_initialized() else launched_rank()
-    return f"rank {rank} on host {host_name()}"
+    rank = watchdog.own_rank()  # of the whole job, where Horovod's ranks are those of one pipeline stage
+    if rank is None:
+        rank = hvd.rank() if hvd.is_initialized() else launched_rank()
+    return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -186,6 +186,32 @@ def unlimited() -> Iterator[None]:
     finally:
         if first:
             _dog.unlimited.discard(thread)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Around a wait for another process that is not Horovod's: watched like any other.
+
+    Args:
+        what: what is waited for, in words, for the message.
+    """
+    thread = threading.get_ident()
+    _dog.waits[thread] = Wait(_dog.now(), what)
+    try:
+        yield
+    finally:
+        _dog.waits.pop(thread, None)
+
+
+def introduce(peers: Sequence[Peer], rank: int) -> None:
+    """Tells where each process of the job runs, for the message, where Horovod's ranks are only some of them."""
+    _dog.peers = list(peers)
+    _dog.own = Peer.here(rank)
+
+
+def own_rank() -> int | None:
+    """This process's rank in the whole job, where ranks have met; else None."""
+    return _dog.own.rank if _dog.own is not None else None
 
 
 def meet() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds import SELECTIONS, kind_of
 
 from hvd_ckpt.launchers import RANK_VARIABLES
 
@@ -50,13 +51,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leaves out files of another kind before they are imported."""
     if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
-    text = collection_path.read_text(encoding="utf-8")
-    kind = next((kind for kind in ("hosts", "launch", "ranks") if f"pytest.mark.{kind}" in text), "process")
+    kind = kind_of(collection_path.read_text(encoding="utf-8"))
     if LAUNCHED or kind == "ranks":
         return None if LAUNCHED and kind == "ranks" else True
-    only = {"hosts": "hosts", "launch and not hosts": "launch", "not launch": "process"}.get(
-        config.option.markexpr
-    )
+    only = {selection: kind for kind, selection in SELECTIONS.items()}.get(config.option.markexpr)
     return None if only in (None, kind) else True
 
 
@@ -111,13 +109,18 @@ def _in_step_with_the_others() -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three rounds of timing for each kind of block, and one thread: bytes and results are what is looked at."""
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+def one_thread() -> Iterator[None]:
+    """One thread for tiny operators, which would mostly wait for each other on several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Three rounds of timing for each kind of block: bytes and results are what is looked at."""
+    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
 
 
 @pytest.fixture

@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from helpers.kinds import SELECTIONS, kind_of
+
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
 SECONDS = 2700.0  # that a run may take on a busy machine
-
-SELECTIONS = {"hosts": "hosts", "launch": "launch and not hosts", "process": "not launch"}
 
 _interrupted = threading.Event()
 
@@ -82,11 +82,6 @@ def belongs(path: str, run: Run) -> bool:
         return bool(texts)
     sizes = re.findall(r"(?:gloo|mpi)=\(([\d, ]+)\)", "".join(texts))
     return str(run.ranks) in re.findall(r"\d+", " ".join(sizes))
-
-
-def kind_of(text: str) -> str:
-    """Which kind of tests a file has; conftest.py collects by the same rule."""
-    return next((kind for kind in ("hosts", "launch", "ranks") if f"pytest.mark.{kind}" in text), "process")
 
 
 @functools.cache

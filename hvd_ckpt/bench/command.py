@@ -8,8 +8,11 @@ import click
 
 COMMANDS = {
     "faults": "hvd_ckpt.bench.faults.command",
+    "local": "hvd_ckpt.bench.local.command",
+    "pipeline": "hvd_ckpt.bench.pipeline.command",
     "recompute": "hvd_ckpt.bench.recompute.command",
     "reduce": "hvd_ckpt.bench.reduce",
+    "replicas": "hvd_ckpt.bench.replicas.command",
     "shard": "hvd_ckpt.bench.shard.command",
     "train": "hvd_ckpt.bench.train.command",
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.heartbeat import SECONDS, talking
+from hvd_ckpt.text import SECONDS, talking
 
 
 @click.command("consolidate", cls=OneLineErrors)

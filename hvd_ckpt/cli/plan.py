@@ -11,12 +11,16 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from hvd_ckpt.cli.plan_cluster import Cluster, cluster_of, cluster_options
 from hvd_ckpt.command_line import (
     BadArgument,
     OneLineErrors,
@@ -28,8 +32,8 @@ from hvd_ckpt.command_line import (
 from hvd_ckpt.install.extras import explain_import_error, say_no_pictures
 from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.schedule import NAMES
 from hvd_ckpt.text import show_bytes
-from hvd_ckpt.values import named
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +41,12 @@ if TYPE_CHECKING:
     from hvd_ckpt.cli.plan_models import Job
     from hvd_ckpt.planning.plan import Cost, Plan
     from hvd_ckpt.planning.profile import Step
+    from hvd_ckpt.sharding.estimate import Estimator, MemoryEstimate
 
 
 ROUNDS = 5  # of timing
+MOST_RANKS = 1 << 20
+FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"))  # stage, offload
 WIDTH = 120  # of the tables where the output is not a terminal
 
 HELP = f"""Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
@@ -82,7 +89,36 @@ below that you give.
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @click.option("--load", "file", metavar="FILE", help="Measure the plan in this file instead of making one.")
-@cluster_options
+@click.option(
+    "--np",
+    "ranks",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Also estimate the memory of each rank of clusters up to this size.",
+)
+@click.option(
+    "--shard",
+    metavar="STAGE",
+    help="Show this in its parts: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
+)
+@click.option("--offload", type=click.Choice(["optimizer"]), help="Show it with its state offloaded.")
+@click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
+@click.option("--wire", help="Format in which shards travel: fp32, fp16, bf16, int8.  [default: fp32]")
+@click.option(
+    "--stages",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Plan this many pipeline stages, whose memory the budget is for; --batch is then a micro-batch.",
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Micro-batches of a step.  [default: 2 for each stage]",
+)
+@click.option("--schedule", type=click.Choice(NAMES), help="Of the stages' passes.  [default: 1f1b]")
+@click.option(
+    "--param-scale",
+    type=click.FloatRange(1.0),
+    help="Bytes of parameter, gradient and optimizer state for each byte of a parameter.  [default: 4]",
+)
 @click.option("--output", metavar="FOLDER", help="For plan and pictures.  [default: runs/plan-<time>]")
 def plan(
     name: str,
@@ -95,13 +131,20 @@ def plan(
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
+    from hvd_ckpt.schema import named
+
     try:
         parse_budget(budget)
         model_options = named("--model-option", options)
     except ValueError as error:
         raise BadArgument(str(error)) from None
     place = check_device(device)
+    stages = stages_of(others)
     cluster = cluster_of(others)
+    if stages is not None and (file is not None or cluster is not None):
+        raise BadArgument(
+            f"--stages {stages['stages']}: leave out --load and --np, which are for a model without stages"
+        )
     loaded = _load(file) if file is not None else None
     job = _job(
         name, {size: value for size, value in others.items() if value is not None}, model_options, place
@@ -109,9 +152,8 @@ def plan(
     if loaded is not None:
         loaded = _fitting(loaded, job, budget, place)
     folder = output_folder(output, "plan")
-    chosen, baseline, unmet = _planned(job, loaded, budget, precision)
+    chosen, baseline, unmet = _planned(job, loaded, budget, precision, stages)
     _report(chosen, baseline, folder, job, cluster, precision)
-    assert chosen.measured is not None
     if unmet is not None:
         nearest = unmet.smallest
         share = nearest / chosen.baseline.peak_bytes
@@ -119,7 +161,7 @@ def plan(
             f"Nearest budget: {nearest} ({show_bytes(nearest)}, {share:.2f}x), for which this plan is."
         )
         raise BadArgument(f"--budget {budget}: {unmet}")
-    if chosen.budget is not None and chosen.measured.peak_bytes > chosen.budget:
+    if chosen.budget and chosen.measured and chosen.measured.peak_bytes > chosen.budget:
         over = chosen.measured.peak_bytes - chosen.budget
         click.echo(f"The plan's measured peak is {over} bytes over its budget of {chosen.budget}.", err=True)
         sys.exit(1)
@@ -172,14 +214,14 @@ def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -
 
 
 def _planned(
-    job: Job, loaded: Plan | None, budget: str | None, precision: str
+    job: Job, loaded: Plan | None, budget: str | None, precision: str, stages: dict[str, Any] | None
 ) -> tuple[Plan, Cost | None, BudgetError | None]:
-    """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan."""
-    import torch
-
+    """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
+    A plan for stages is not measured."""
     from hvd_ckpt.planning.profile import Step
+    from hvd_ckpt.precision import AUTOCAST
 
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = AUTOCAST.get(precision)
     unmet = None
     with progress_bar(each=True) as progress:
         task = progress.add_task("planning", total=None)
@@ -188,22 +230,34 @@ def _planned(
             progress.update(task, description=what)
 
         if loaded is None:
-            chosen, unmet = _made(job, budget, autocast, say)
+            chosen, unmet = _made(job, budget, autocast, say, stages)
         else:
             chosen = loaded
+        if chosen.pipeline is not None:
+            return chosen, None, unmet
         chosen, baseline = _measured(chosen, Step(job.model, job.sample, job.kwargs, job.loss, autocast), say)
     return chosen, baseline, unmet
 
 
 def _made(
-    job: Job, budget: str | None, autocast: torch.dtype | None, say: Callable[[str], None]
+    job: Job,
+    budget: str | None,
+    autocast: torch.dtype | None,
+    say: Callable[[str], None],
+    stages: dict[str, Any] | None,
 ) -> tuple[Plan, BudgetError | None]:
     """The plan, or the one that comes nearest, with the error that says so."""
     from hvd_ckpt.planning.planner import Planner
+    from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
 
-    arguments: dict[str, Any] = {"kwargs": job.kwargs, "loss": job.loss, "autocast": autocast}
+    arguments: dict[str, Any] = {"kwargs": job.kwargs, "loss": job.loss, "autocast": autocast, "say": say}
     try:
-        return Planner(job.model, *job.sample, **arguments, say=say, budget=budget).plan(budget), None
+        if stages is not None:
+            scale = stages.get("param_scale", PARAM_SCALE)
+            layout = Layout.make(stages["stages"], stages.get("chunks"), stages.get("schedule", "1f1b"), None)
+            planner = Planner(job.model, *job.sample, **arguments, blocks=layout.blocks_of(job.model))
+            return planner.plan_stages(layout, budget, scale), None
+        return Planner(job.model, *job.sample, **arguments, budget=budget).plan(budget), None
     except BudgetError as error:
         if error.nearest is not None:
             return error.nearest, error
@@ -215,8 +269,7 @@ def _made(
 def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Plan, Cost | None]:
     """The plan with cost and timelines measured anew, and the cost without recomputation, if that was seen to fit; in turns."""
     from hvd_ckpt.measure import undisturbed
-    from hvd_ckpt.planning.plan import Cost, applied
-    from hvd_ckpt.planning.planner import thinned
+    from hvd_ckpt.planning.plan import Cost, applied, thinned
 
     forms: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
     forms["after"] = lambda: applied(step.model, chosen)
@@ -245,21 +298,142 @@ def _report(
     chosen: Plan, baseline: Cost | None, folder: Path, job: Job, cluster: Cluster | None, precision: str
 ) -> None:
     """Prints the tables and writes the files."""
-    from hvd_ckpt.planning.show import print_plan
+    from hvd_ckpt.planning.show import (
+        frontier_plot,
+        print_plan,
+        print_stages,
+        schedule_plot,
+        timeline_plot,
+    )
 
     console = console_for_tables(WIDTH)
     print_plan(chosen, console, baseline)
+    if chosen.pipeline is not None:
+        print_stages(chosen, console)
     if cluster is not None:
         cluster.show(job, chosen, precision, console)
     chosen.save(folder / "plan.json")
     click.echo(f"Plan: {folder / 'plan.json'}")
     try:
-        from hvd_ckpt.planning.pictures import frontier_plot, timeline_plot
-    except ImportError as error:
+        if chosen.pipeline is not None:
+            schedule_plot(chosen, folder / "schedule.png")
+            click.echo(f"Schedule: {folder / 'schedule.png'}")
+            return
+        frontier_plot(chosen, folder / "frontier.png", baseline)
+        click.echo(f"Frontier: {folder / 'frontier.png'}")
+        if any(chosen.timelines.values()):
+            timeline_plot(chosen, folder / "timeline.png", baseline)
+            click.echo(f"Timeline: {folder / 'timeline.png'}")
+    except ImportError as error:  # of matplotlib
         say_no_pictures(error)
-        return
-    frontier_plot(chosen, folder / "frontier.png", baseline)
-    click.echo(f"Frontier: {folder / 'frontier.png'}")
-    if any(chosen.timelines.values()):
-        timeline_plot(chosen, folder / "timeline.png", baseline)
-        click.echo(f"Timeline: {folder / 'timeline.png'}")
+
+
+def stages_of(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes the options of pipeline stages out of the command's; None if there are no stages.
+
+    Raises:
+        BadArgument: one is given without ``--stages``.
+    """
+    names = ("stages", "chunks", "schedule", "param_scale")
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    if given and "stages" not in given:
+        name, value = next(iter(given.items()))
+        raise BadArgument(f"--{name.replace('_', '-')} {value}: give --stages, the number of stages, as well")
+    return given or None
+
+
+# ------------------------------------------------------------------------------------ clusters
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that need not be there, on whose ranks the memory of a step with the plan is estimated.
+
+    Attributes:
+        ranks: of the largest cluster.
+        stage, offload: shown in its parts.
+        optimizer: a name of ``torch.optim`` in lower case.
+        wire: the format in which shards travel.
+    """
+
+    ranks: int
+    stage: int = 0
+    offload: str | None = None
+    optimizer: str = "adamw"
+    wire: str = "fp32"
+
+    def sizes(self) -> list[int]:
+        """Powers of two, and the size asked for."""
+        powers = [1 << power for power in range(self.ranks.bit_length()) if 1 << power < self.ranks]
+        return [*powers, self.ranks]
+
+    def show(self, job: Job, plan: Plan, precision: str, console: Console) -> None:
+        """Measures a step with the plan here, and prints the peak over stages and sizes, and the chosen one in its parts.
+
+        Raises:
+            BadArgument: the optimizer cannot be estimated.
+        """
+        from hvd_ckpt.sharding.estimate import Estimator
+
+        arguments: dict[str, Any] = {"sample": job.sample, "kwargs": job.kwargs, "loss": job.loss}
+        try:
+            estimator = Estimator(job.model, plan, self.optimizer, precision, **arguments)
+            console.print(self._table(estimator))
+            console.print(Text(str(self._estimate(estimator, self.ranks, self.stage, self.offload))))
+        except ValueError as error:
+            raise BadArgument(f"--np {self.ranks}: {error}") from None
+
+    def _table(self, estimator: Estimator) -> Table:
+        table = Table(box=SIMPLE_HEAD, title="peak of a step, per rank", title_justify="left")
+        table.add_column("np", justify="right", no_wrap=True)
+        for stage, offload in FORMS:
+            table.add_column(
+                f"shard {stage}" + (", offload" if offload else ""), justify="right", no_wrap=True
+            )
+        for ranks in self.sizes():
+            cells = []
+            for form in FORMS:
+                chosen = ranks == self.ranks and form == (self.stage, self.offload)
+                peak = show_bytes(self._estimate(estimator, ranks, *form).peak)
+                cells.append(Text(f"* {peak}" if chosen else peak, style="bold" if chosen else ""))
+            table.add_row(Text(str(ranks)), *cells)
+        return table
+
+    def _estimate(self, estimator: Estimator, ranks: int, stage: int, offload: str | None) -> MemoryEstimate:
+        """With the wire format where the stage uses one."""
+        wire = {
+            "gradients": self.wire if stage >= 2 else "fp32",
+            "parameters": self.wire if stage >= 1 else "fp32",
+        }
+        return estimator.estimate(ranks, stage, offload, wire)
+
+
+def cluster_of(options: dict[str, Any]) -> Cluster | None:
+    """Takes the options of a cluster out of the command's; None if none was given.
+
+    Raises:
+        BadArgument: one is wrong, or there is no ``--np``.
+    """
+    names = ("ranks", "shard", "offload", "optimizer", "wire")
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    if not given:
+        return None
+    if "ranks" not in given:
+        name, value = next(iter(given.items()))
+        raise BadArgument(f"--{name} {value}: give --np, the number of ranks, as well")
+    from hvd_ckpt.sharding import stage_of
+    from hvd_ckpt.sharding.formats import wire_format
+    from hvd_ckpt.sharding.measured_memory import check_optimizer
+
+    for name, check in (("shard", stage_of), ("wire", wire_format), ("optimizer", check_optimizer)):
+        try:
+            if name in given:
+                check(given[name])
+        except ValueError as error:
+            raise BadArgument(f"--{name}: {error}") from None
+    cluster = Cluster(stage=stage_of(given.pop("shard", "none")), **given)
+    if cluster.offload and not cluster.stage:
+        raise BadArgument(
+            f"--offload {cluster.offload}: give --shard optimizer, gradients or parameters as well"
+        )
+    return cluster

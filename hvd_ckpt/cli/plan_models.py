@@ -6,18 +6,18 @@ data, so that a plan made for a model fits that model in training.
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.data.text import TEXTS
 from hvd_ckpt.models import catalog
-from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.models.objectives import IGNORED, OBJECTIVES
+from hvd_ckpt.models.objectives import OBJECTIVES, Batch
+from hvd_ckpt.named import import_named, is_named
 from hvd_ckpt.recompute.calls import map_tensors
 
 SEED = 0
@@ -62,7 +62,7 @@ def build(
     """
     options = options or {}
     torch.manual_seed(SEED)
-    if ":" in name and not os.path.isdir(name):
+    if is_named(name):
         return _returned(name, sizes, options, device)
     return _of_catalogue(name, sizes, options, device)
 
@@ -101,7 +101,7 @@ def _of_catalogue(
 
 
 def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> Job:
-    function = _function(name)
+    function = import_named("model", name)
     known = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
     for given, shown in (
@@ -126,44 +126,25 @@ def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], d
     return Job(model.to(device), sample, {}, loss)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"no model '{name}': {error}") from None
-    if not callable(function):
-        raise ValueError(f"'{name}' is a {type(function).__name__}, not a function")
-    found: Callable[..., Any] = function
-    return found
-
-
 def _flags(names: Mapping[str, Any]) -> str:
     return ", ".join(f"--{name}" for name in names)
 
 
-def _causal(batch: int, length: int, vocabulary: int) -> Batch:
-    tokens = torch.randint(vocabulary, (batch, length + 1))
-    return Batch((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous())
+class _RandomTokens:
+    """Random text with the attributes of :class:`~hvd_ckpt.data.tokens.Tokens` that samples need."""
+
+    def __init__(self, vocabulary: int, count: int) -> None:
+        self.array = torch.randint(vocabulary, (count,)).numpy()
+        self.ordinary, self.mask = vocabulary, vocabulary - 1
+
+    def __len__(self) -> int:
+        return len(self.array)
 
 
-def _masked(batch: int, length: int, vocabulary: int) -> Batch:
-    """15 % of the positions are predicted, as in Devlin et al., "BERT" (2018)."""
-    tokens = torch.randint(vocabulary, (batch, length))
-    targets = tokens.clone()
-    targets[:, max(round(0.15 * length), 1) :] = IGNORED
-    return Batch((tokens,), targets)
-
-
-def _permuted(batch: int, length: int, vocabulary: int) -> Batch:
-    """The last sixth of the positions is predicted, each from those before it (Yang et al., "XLNet", 2019)."""
-    tokens = torch.randint(vocabulary, (batch, length))
-    predicted = max(length // 6, 1)
-    hidden = torch.ones(length, length).triu()
-    hidden[:, : length - predicted] = 0  # the context sees itself
-    masks = {"perm_mask": hidden, "target_mapping": torch.eye(length)[length - predicted :]}
-    shared = {name: mask.expand(batch, -1, -1).contiguous() for name, mask in masks.items()}
-    return Batch((tokens,), tokens[:, length - predicted :].contiguous(), shared)
+def _text(kind: str, batch: int, length: int, vocabulary: int) -> Batch:
+    samples = TEXTS[kind](_RandomTokens(vocabulary, max(batch, 2) * length + 1), length)
+    made: Batch = samples.batch(range(batch), [0] * batch)
+    return made
 
 
 def _images(batch: int, pixels: int, channels: int, classes: int) -> Batch:
@@ -180,9 +161,7 @@ _DIGITS = {"channels": 1, "classes": 10}
 _ELLIPSOIDS = {"batch": 2, "channels": 1, "classes": 2}  # a V-Net takes seconds for one
 
 _SAMPLES: dict[str, tuple[Callable[..., Batch], dict[str, int]]] = {
-    "causal": (_causal, _BYTES),
-    "masked": (_masked, _BYTES),
-    "permutation": (_permuted, _BYTES),
+    **{kind: (functools.partial(_text, kind), _BYTES) for kind in TEXTS},
     "images": (_images, _DIGITS),
     "volumes": (_volumes, _ELLIPSOIDS),
 }

@@ -30,7 +30,7 @@ def plot(runs: tuple[str, ...], output: str, title: str) -> None:
     file = Path(output)
     if file.suffix.lower() != ".png":
         raise BadArgument(f"--output: '{output}' is not a PNG: give a name that ends in .png")
-    from hvd_ckpt.training.plots import loss_plot
+    from hvd_ckpt.training.logs import loss_plot
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,13 @@ from pydantic.fields import FieldInfo
 
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.folders import new_folder
-from hvd_ckpt.heartbeat import SECONDS, talking
 from hvd_ckpt.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.models.catalog import overview
 from hvd_ckpt.probe import find_launcher, launcher_environment
-from hvd_ckpt.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.training.supervise import Commands, supervise
-from hvd_ckpt.values import named, parsed
+from hvd_ckpt.schema import named, parsed
+from hvd_ckpt.text import SECONDS, talking
+from hvd_ckpt.training.config import Config, ConfigError, Options, read_yaml
+from hvd_ckpt.training.supervise import Commands, asked_by, supervise
 
 if TYPE_CHECKING:
     from hvd_ckpt.training.trainer import Trainer
@@ -31,13 +31,19 @@ if TYPE_CHECKING:
 
 # One setting of these replaces the others.
 ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments", "reentrant"})
+OF_STAGES = {
+    "pipeline_schedule",
+    "virtual_stages",
+    "balance",
+    "checkpoint",
+}  # which another number of stages replaces
 
 
 def _flag(name: str, field: FieldInfo) -> click.Option:
     flag, help = name.replace("_", "-"), field.description or ""
     if field.default is False:
         return click.Option([f"--{flag}/--no-{flag}", name], default=None, help=help)
-    if name.endswith("_options"):
+    if field.annotation == Options:
         return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
     if field.default is not None and not field.is_required():
         help += f"  [default: {field.default}]"
@@ -61,6 +67,8 @@ def _train(
         if max_restarts is None and np is None and launcher is None:
             run(config)
             return
+        if np is not None and np % config.stages:
+            raise ConfigError(f"--np {np}: stages {config.stages} do not divide it, give a multiple")
         words = _launcher(np, launcher)
         commands = _commands(config, words, file, flags)
     except ConfigError as error:
@@ -140,7 +148,7 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
         try:
-            if name.endswith("_options"):
+            if Config.model_fields[name].annotation == Options:
                 if options := named(flag.removesuffix("s"), value):
                     values[name] = {**(values.get(name) or {}), **options}
             elif isinstance(value, str) and not _is_text(Config.model_fields[name].annotation):
@@ -161,6 +169,8 @@ def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
     for alternatives in ALTERNATIVES:
         if given & alternatives:
             replaced |= alternatives
+    if "stages" in given:
+        replaced |= OF_STAGES
     return {name: value for name, value in values.items() if name not in replaced}
 
 
@@ -178,24 +188,28 @@ def run(config: Config) -> None:
     import horovod.torch as hvd
 
     from hvd_ckpt import runtime, watchdog
+    from hvd_ckpt.grid import current
     from hvd_ckpt.reduction.construction import is_elastic
     from hvd_ckpt.training import elastic
-    from hvd_ckpt.training.failures import exit_handler, exit_now
-    from hvd_ckpt.training.report import DryRun
-    from hvd_ckpt.training.stopping import asked_by, status_of
+    from hvd_ckpt.training.ending import exit_handler, exit_now, status_of
+    from hvd_ckpt.training.summary import DryRun
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
         watchdog.end_with_parent()
+        if config.stages > 1 and is_elastic():
+            raise ConfigError(
+                f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
+            )
         try:
-            runtime.init(stall_timeout=config.stall_timeout)
+            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:
             outcome = elastic.train(config) if is_elastic() else _prepared(config).run()
         except DryRun:
             return
-    if hvd.rank() == 0:
+    if current().number == 0:
         end = "ended early" if outcome.ended_early else "done"
         if outcome.stopped:
             end = f"stopped by {asked_by(outcome.stopped)}, with a snapshot,"
@@ -255,7 +269,7 @@ train = OneLineErrors(
 
     Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
 
-    Models: {overview()}, or a folder of a Hugging Face model.
+    Models: {overview()}, a folder of a Hugging Face model, or module:function.
     """,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

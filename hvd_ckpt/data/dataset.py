@@ -1,4 +1,4 @@
-"""What the data sets share: their protocol, random numbers, splits, and labelled arrays of NumPy files.
+"""Common parts of the data sets: their protocol, random numbers, splits, and labelled arrays of NumPy files.
 
 Random numbers are a function of seed, epoch and sample, so that the number of ranks does not matter.
 """
@@ -17,14 +17,13 @@ import numpy
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import Batch
 from hvd_ckpt.text import one_line
 
 Integers = NDArray[numpy.int64]
 
 Source = str | os.PathLike[str] | tuple[NDArray[Any], NDArray[Any]]
 
-SEEDS = 2**63
 MOST_CLASSES = 1 << 20
 LARGEST = 1e30  # beyond it sums of squares overflow in float32
 STRETCH = 1024  # samples read together, so that statistics take little memory
@@ -58,17 +57,6 @@ class Purpose(IntEnum):
     VOLUME = 4
 
 
-def check_seed(seed: int) -> int:
-    """The seed.
-
-    Raises:
-        ValueError: it is negative or has more than 63 bits.
-    """
-    if not 0 <= seed < SEEDS:
-        raise ValueError(f"seed {seed}: give a number from 0 to 2**63 - 1")
-    return seed
-
-
 def generator(purpose: Purpose, seed: int, epoch: int = 0, sample: int = 0) -> numpy.random.Generator:
     """A generator of random numbers that depends on these four numbers alone."""
     # All 64 bits of each: a SeedSequence takes words of 32 bits, and a list of ints would give a large one two words.
@@ -89,7 +77,7 @@ def check_samples(indices: Sequence[int], epoch: Sequence[int], samples: int) ->
 
     Raises:
         IndexError: a sample number is out of range.
-        ValueError: there are not as many epochs as sample numbers, or there are none.
+        ValueError: there are not as many epochs as sample numbers, or the batch is empty.
     """
     which, epochs = numpy.asarray(indices, dtype=numpy.int64), numpy.asarray(epoch, dtype=numpy.int64)
     if which.ndim != 1 or which.shape != epochs.shape or not len(which):
@@ -106,15 +94,44 @@ def validation_size(samples: int, share: float) -> int:
     """The number of samples to evaluate on: that share of them, but at least one on either side; 0 for a share of 0.
 
     Raises:
-        ValueError: the share is not in [0, 1), or there is only one sample.
+        ValueError: there is only one sample.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"validation split of {share}: give a number from 0, below 1")
     if not share:
         return 0
     if samples < 2:
         raise ValueError(f"{samples} sample cannot be split into training and evaluation: give at least two")
     return min(max(round(share * samples), 1), samples - 1)
+
+
+class ConsecutiveSamples:
+    """Samples of which the last ones are for evaluation.
+
+    Args:
+        count: how many there are.
+        seed: of random numbers.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._first, self._count, self._seed = 0, count, seed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def split(self, share: float) -> tuple[Self, Self | None]:
+        """Data sets for training and for evaluation, which is the last ``share`` of the samples, or None for a share of 0.
+
+        Raises:
+            ValueError: there is only one sample.
+        """
+        count = validation_size(self._count, share)
+        training = self._part(0, self._count - count)
+        return training, self._part(len(training), count) if count else None
+
+    def _part(self, first: int, count: int) -> Self:
+        part = copy.copy(self)
+        part._first += first
+        part._count = count
+        return part
 
 
 # ------------------------------------------------------------------------------------ labelled arrays
@@ -204,12 +221,12 @@ class StandardisedSamples(ABC):
         standardised by the samples of the first.
 
         Raises:
-            ValueError: the share is not in [0, 1), or there is only one sample.
+            ValueError: there is only one sample.
         """
         count = validation_size(len(self), share)
         if not count:
             return self, None
-        order = generator(Purpose.SPLIT, check_seed(self._seed)).permutation(len(self))
+        order = generator(Purpose.SPLIT, self._seed).permutation(len(self))
         training, evaluation = copy.copy(self), copy.copy(self)
         training._chosen = self._chosen[numpy.sort(order[count:])]
         evaluation._chosen = self._chosen[numpy.sort(order[:count])]

@@ -23,10 +23,9 @@ from hvd_ckpt.data.dataset import (
     StandardisedSamples,
     channel_statistics,
     check_samples,
-    check_seed,
     load_arrays,
 )
-from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import Batch
 from hvd_ckpt.text import one_line
 
 Integers = NDArray[numpy.int64]
@@ -43,7 +42,7 @@ def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int
     """The data set of a folder with a folder of images for each class, of an .npz file, or scikit-learn's digits for None.
 
     Raises:
-        ValueError: there are no images; one sentence.
+        ValueError: images are missing; one sentence.
     """
     if source is None:
         return Digits(pixels, seed=seed)
@@ -64,12 +63,10 @@ class Images(StandardisedSamples):
     """
 
     def __init__(self, labels: Integers, channels: int, classes: int, pixels: int, seed: int) -> None:
-        if pixels < 1:
-            raise ValueError(f"images of {pixels} pixels: give one at least")
         self.channels = channels
         self.classes = classes
         self.pixels = pixels
-        self._seed = check_seed(seed)
+        self._seed = seed
         self._labels = labels
         self._chosen = numpy.arange(len(labels))
         self._standardise_by(self._chosen)
@@ -103,7 +100,7 @@ class ImageArrays(Images):
         seed: of the split.
 
     Raises:
-        ValueError: the file is missing or no such file, or arrays do not fit; one sentence.
+        ValueError: the file is missing or not such a file, or arrays do not fit; one sentence.
     """
 
     def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:

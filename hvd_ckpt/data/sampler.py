@@ -16,8 +16,8 @@ import numpy
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from hvd_ckpt.data.dataset import Dataset, Purpose, check_seed, generator
-from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.data.dataset import Dataset, Purpose, generator
+from hvd_ckpt.models.objectives import Batch
 
 PREFETCHED = 2  # batches
 
@@ -34,13 +34,13 @@ class Sampler:
         length: samples in the whole sequence; None if it has no end.
 
     Raises:
-        ValueError: there are no samples or no epochs, or the seed is invalid.
+        ValueError: there are no samples.
     """
 
     def __init__(self, samples: int, seed: int, epochs: int | None = None) -> None:
-        if samples < 1 or (epochs is not None and epochs < 1):
-            raise ValueError(f"{samples} samples, {epochs} epochs: give at least one of each")
-        self.samples, self.seed, self.epochs = samples, check_seed(seed), epochs
+        if samples < 1:
+            raise ValueError("the data set has no samples: give at least one")
+        self.samples, self.seed, self.epochs = samples, seed, epochs
         self.length = None if epochs is None else samples * epochs
         self._cached: tuple[int, NDArray[numpy.integer]] | None = None
 
@@ -55,12 +55,7 @@ class Sampler:
         Returns:
             Sample numbers, and the epoch of each. The parts of two ranks differ by at most one sample; a rank may get none of a
             short last batch.
-
-        Raises:
-            ValueError: position, count or rank is out of range.
         """
-        if position < 0 or count < 1 or not 0 <= rank < size:
-            raise ValueError(f"position {position}, {count} samples, rank {rank} of {size}: out of range")
         end = position + count if self.length is None else min(position + count, self.length)
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
@@ -82,11 +77,11 @@ class Sampler:
 
 
 class Loader:
-    """Iterates over ``(batch, samples)``, a rank's part of each global batch, to the end of the sampler's sequence.
+    """Iterates over ``(batch, samples)``, a rank's parts of each global batch in turn, to the end of the sampler's sequence.
 
     The next two batches are made in a thread while the model works on this one: a process started beside Horovod would have to
-    import everything again. ``samples`` is the length of the batch, or 0 for a rank that gets no sample of a short last global
-    batch: its batch then holds the first sample of the global batch, so that it can take part in the step, with a weight of 0.
+    import everything again. ``samples`` is the length of the batch, or 0 for a part that gets no sample of a short last global
+    batch: it then holds the first sample of the global batch, so that it can take part in the step, with a weight of 0.
 
     A context manager; :meth:`close` ends the thread. An error in the thread is raised where its batch is asked for, and ends the
     iteration.
@@ -94,21 +89,30 @@ class Loader:
     Args:
         dataset: its ``batch`` runs in the thread.
         sampler: the order of its samples.
-        batch: samples in each rank's part of a global batch.
+        batch: samples in each part of a global batch.
         rank, size: this rank, and the number of ranks.
         position: samples that all ranks together have consumed before.
+        parts: consecutive parts of each global batch that a rank has: its logical replicas, or 1.
 
     Attributes:
-        position: samples that all ranks together have consumed, up to the batch returned last.
+        position: samples that all ranks together have consumed, up to the global batch whose last part was returned last.
     """
 
     def __init__(
-        self, dataset: Dataset, sampler: Sampler, batch: int, rank: int, size: int, position: int = 0
+        self,
+        dataset: Dataset,
+        sampler: Sampler,
+        batch: int,
+        rank: int,
+        size: int,
+        position: int = 0,
+        parts: int = 1,
     ) -> None:
         self.position = position
-        self._dataset, self._sampler, self._rank, self._size = dataset, sampler, rank, size
-        self._count = batch * size
-        self._requested = position
+        self._dataset, self._sampler = dataset, sampler
+        self._own, self._parts = range(rank * parts, (rank + 1) * parts), size * parts
+        self._count = batch * self._parts
+        self._requested, self._next, self._returned = position, 0, 0
         self._thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
         self._batches: deque[Future[tuple[Batch, int]]] = deque()
         for _ in range(PREFETCHED):
@@ -121,11 +125,12 @@ class Loader:
     def _request(self) -> None:
         end = self._end(self._requested)
         if end > self._requested:
-            self._batches.append(self._thread.submit(self._make, self._requested))
-            self._requested = end
+            self._batches.append(self._thread.submit(self._make, self._requested, self._own[self._next]))
+            self._next = (self._next + 1) % len(self._own)
+            self._requested = self._requested if self._next else end
 
-    def _make(self, position: int) -> tuple[Batch, int]:
-        indices, epochs = self._sampler.part(position, self._count, self._rank, self._size)
+    def _make(self, position: int, part: int) -> tuple[Batch, int]:
+        indices, epochs = self._sampler.part(position, self._count, part, self._parts)
         samples = len(indices)
         if not samples:
             indices, epochs = self._sampler.part(position, 1, 0, 1)
@@ -143,7 +148,8 @@ class Loader:
         except BaseException:
             self.close()
             raise
-        self.position = self._end(self.position)
+        self._returned = (self._returned + 1) % len(self._own)
+        self.position = self.position if self._returned else self._end(self.position)
         self._request()
         return batch
 

@@ -7,56 +7,31 @@ batch, the one for permutations even from PyTorch's global one, so that a sample
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Self
 
-from hvd_ckpt.data.dataset import Purpose, check_samples, check_seed, generators, validation_size
+from hvd_ckpt.data.dataset import ConsecutiveSamples, Purpose, check_samples, generators
 from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.models.objectives import IGNORED
+from hvd_ckpt.models.objectives import IGNORED, Batch
 
 Integers = NDArray[numpy.int64]
 
 
-class _Windows:
+class _Windows(ConsecutiveSamples):
     def __init__(self, tokens: Tokens, length: int, seed: int, *, beyond: int = 0) -> None:
         """Windows of ``length`` tokens, each followed by ``beyond`` more that belong to the next one, too."""
-        if length < 1:
-            raise ValueError(f"samples of {length} tokens: give at least one")
-        self._count = max(len(tokens) - beyond, 0) // length
-        if self._count < 2:
+        super().__init__(max(len(tokens) - beyond, 0) // length, seed)
+        if len(self) < 2:
             raise ValueError(
                 f"the text has {len(tokens)} tokens, less than two samples of {length}: give more text or shorter samples"
             )
         self.tokens = tokens
         self.length = length
-        self._seed = check_seed(seed)
-        self._first = 0
         self._within = numpy.arange(length + beyond)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def split(self, share: float) -> tuple[Self, Self | None]:
-        """Data sets for training and for evaluation, which is the last ``share`` of the samples, or None for a share of 0.
-
-        Raises:
-            ValueError: the share is not in [0, 1).
-        """
-        count = validation_size(self._count, share)
-        training = self._part(0, self._count - count)
-        return training, self._part(len(training), count) if count else None
-
-    def _part(self, first: int, count: int) -> Self:
-        part = copy.copy(self)
-        part._first += first
-        part._count = count
-        return part
 
     def _take(self, indices: Sequence[int], epoch: Sequence[int]) -> tuple[Integers, Integers, Integers]:
         """Tokens of samples (samples, length), numbers of their windows, and the epochs."""
@@ -135,9 +110,9 @@ class MaskedText(_Windows):
 class PermutedText(_Windows):
     """Tokens are predicted in a random order, each from those before it in that order (Yang et al., "XLNet", 2019).
 
-    The last tokens of the order, ``predicted`` of them, are predicted. They stand in spans of 1 to 5 neighbours, of random length
-    and at random places, any two of them apart. As in the authors' program, the tokens before those in the order see one
-    another whatever their order.
+    The last sixth of the tokens in the order, ``predicted`` of them, is predicted, as in the paper. They stand in spans of 1 to 5
+    neighbours, of random length and at random places, any two of them apart. As in the authors' program, the tokens before those in
+    the order see one another whatever their order.
 
     A batch's inputs are the tokens (samples, length), nothing replaced; its targets (samples, predicted) the tokens to be
     predicted, from left to right. Shared between the blocks of the model, float32:
@@ -150,19 +125,14 @@ class PermutedText(_Windows):
         tokens: the text.
         length: tokens in a sample.
         seed: of order and spans.
-        predicted: tokens to predict in each sample, up to half of them; by default a sixth, as in the paper.
 
     Raises:
-        ValueError: the text is shorter than two samples, or ``predicted`` is not from 1 to half the length.
+        ValueError: the text is shorter than two samples.
     """
 
-    def __init__(self, tokens: Tokens, length: int, seed: int = 0, *, predicted: int | None = None) -> None:
+    def __init__(self, tokens: Tokens, length: int, seed: int = 0) -> None:
         super().__init__(tokens, length, seed)
-        self.predicted = max(length // 6, 1) if predicted is None else predicted
-        if not 1 <= self.predicted <= length // 2:
-            raise ValueError(
-                f"{self.predicted} tokens to predict in samples of {length}: give a number from 1 to half of the length"
-            )
+        self.predicted = max(length // 6, 1)
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         tokens, which, epochs = self._take(indices, epoch)
@@ -203,3 +173,7 @@ def _spans(lengths: Integers, gap: NDArray[numpy.float64]) -> Integers:
     places.sort(axis=1)
     # Before a token stand those of the context up to its gap, and the predicted ones on its left.
     return numpy.asarray(numpy.take_along_axis(places, span, axis=1) + tokens)
+
+
+TEXTS: dict[str, Any] = {"causal": CausalText, "masked": MaskedText, "permutation": PermutedText}
+"""By the kind of data set that a model needs."""

@@ -57,8 +57,8 @@ class Tokens:
     the same. Several processes may do so at once, and then each does all the work: on one machine, let one go first.
 
     Args:
-        text: a text file or a folder of them, or several (see :func:`find_text_files`); without it the source text of the
-            Python standard library.
+        text: a text file or a folder of them (see :func:`find_text_files`); without it the source text of the Python standard
+            library.
         tokenizer: a JSON file of the ``tokenizers`` library; without it tokens are bytes.
         cache: a folder; without it ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
 
@@ -75,7 +75,7 @@ class Tokens:
 
     def __init__(
         self,
-        text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        text: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -128,49 +128,39 @@ class Tokens:
             yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
 
 
-def find_text_files(text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def find_text_files(text: str | os.PathLike[str]) -> list[Path]:
     """The files of a text, in order.
 
     A file is taken whatever its name. Of a folder, all files below it are taken that have a suffix in ``SUFFIXES`` (in upper
     or lower case) and are not empty, sorted by path; hidden files and folders and symbolic links below it are left out.
 
-    Args:
-        text: a file or a folder, or several, which follow one another.
-
     Raises:
-        ValueError: a file is missing, unreadable or empty, or a folder has no text; one sentence.
+        ValueError: the file is missing, unreadable or empty, or the folder has no text; one sentence.
     """
-    sources = [text] if isinstance(text, (str, os.PathLike)) else text
+    source = Path(text)
     try:
-        files = [file for source in sources for file in _files_of(Path(source))]
-    except OSError as error:
-        raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
-    if not files:
-        raise ValueError("no text file is named: name one, or a folder")
-    return files
-
-
-def library_files() -> list[Path]:
-    """The modules of the Python standard library: text that every machine has."""
-    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-
-
-def _files_of(source: Path) -> list[Path]:
-    if source.is_dir():
+        if not source.is_dir():
+            if not source.stat().st_size:
+                what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
+                raise ValueError(f"the text {what.format(source)}")
+            return [source]
         found = []
         for parent, folders_, files in os.walk(source):
             folders_[:] = [name for name in folders_ if not name.startswith(".")]
             paths = (Path(parent, name) for name in files if not name.startswith("."))
             found += [path for path in paths if path.suffix.lower() in SUFFIXES and _is_text(path)]
-        if not found:
-            raise ValueError(
-                f"the folder '{source}' holds no text: files in it need a suffix such as .txt, .md or .py"
-            )
-        return sorted(found, key=lambda path: path.relative_to(source).parts)
-    if not source.stat().st_size:
-        what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
-        raise ValueError(f"the text {what.format(source)}")
-    return [source]
+    except OSError as error:
+        raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
+    if not found:
+        raise ValueError(
+            f"the folder '{source}' holds no text: files in it need a suffix such as .txt, .md or .py"
+        )
+    return sorted(found, key=lambda path: path.relative_to(source).parts)
+
+
+def library_files() -> list[Path]:
+    """The modules of the Python standard library: text that every machine has."""
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
 def _is_text(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 
@@ -10,20 +9,18 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
-from typing_extensions import Self
 
 from hvd_ckpt.data.dataset import (
+    ConsecutiveSamples,
     Purpose,
     Source,
     StandardisedSamples,
     channel_statistics,
     check_samples,
-    check_seed,
     generators,
     load_arrays,
-    validation_size,
 )
-from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import Batch
 
 NOISE = 0.5  # its standard deviation
 
@@ -34,12 +31,12 @@ def open_volumes(
     """The data set of an .npz file, scaled to ``pixels`` on each side, or synthetic ellipsoids for None.
 
     Raises:
-        ValueError: the file is missing or no such file; one sentence.
+        ValueError: the file is missing or not such a file; one sentence.
     """
     return Ellipsoids(pixels, seed=seed) if source is None else VolumeArrays(source, pixels, seed=seed)
 
 
-class Ellipsoids:
+class Ellipsoids(ConsecutiveSamples):
     """Noisy cubes, each with a bright ellipsoid in it to be found; drawn when they are asked for, the same in each epoch.
 
     Place, half axes (from a tenth to a third of the cube's side) and orientation are random. Voxels are 1 inside and 0 outside,
@@ -52,32 +49,20 @@ class Ellipsoids:
         pixels: of a side.
         samples: how many there are.
         seed: of all of them.
-
-    Raises:
-        ValueError: cubes of less than 4 pixels, or no samples.
     """
 
     channels = 1
     classes = 2
 
     def __init__(self, pixels: int = 32, *, samples: int = 1024, seed: int = 0) -> None:
-        if pixels < 4:
-            raise ValueError(f"volumes of {pixels} pixels: give 4 at least")
-        if samples < 1:
-            raise ValueError(f"a data set of {samples} volumes: give one at least")
+        super().__init__(samples, seed)
         self.pixels = pixels
-        self._samples = samples
-        self._first = 0
-        self._seed = check_seed(seed)
         # Centres of the voxels in a cube from -1 to 1.
         along = (2 * numpy.arange(pixels, dtype=numpy.float32) + 1) / pixels - 1
         self._places = numpy.stack(numpy.meshgrid(along, along, along, indexing="ij")).reshape(3, -1)
 
-    def __len__(self) -> int:
-        return self._samples
-
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
-        which, epochs = check_samples(indices, epoch, self._samples)
+        which, epochs = check_samples(indices, epoch, len(self))
         shape = (len(which), self.pixels, self.pixels, self.pixels)
         volumes = numpy.empty((len(which), self.pixels**3), dtype=numpy.float32)
         labels = numpy.empty(volumes.shape, dtype=numpy.int64)
@@ -92,21 +77,6 @@ class Ellipsoids:
         return Batch(
             (torch.from_numpy(volumes.reshape(shape)).unsqueeze(1),), torch.from_numpy(labels.reshape(shape))
         )
-
-    def split(self, share: float) -> tuple[Self, Self | None]:
-        """Data sets for training and for evaluation, which is the last ``share`` of the samples, or None for a share of 0.
-
-        Raises:
-            ValueError: the share is below 0 or not below 1, or there is just one sample.
-        """
-        count = validation_size(self._samples, share)
-        if not count:
-            return self, None
-        training, evaluation = copy.copy(self), copy.copy(self)
-        training._samples -= count
-        evaluation._first += training._samples
-        evaluation._samples = count
-        return training, evaluation
 
     def _inside(self, random: numpy.random.Generator) -> NDArray[numpy.bool_]:
         axes = random.uniform(0.2, 2 / 3, 3)
@@ -130,7 +100,7 @@ class VolumeArrays(StandardisedSamples):
         seed: of the split.
 
     Raises:
-        ValueError: the file is missing or no such file, or arrays do not fit; one sentence.
+        ValueError: the file is missing or not such a file, or arrays do not fit; one sentence.
     """
 
     channels = 1
@@ -141,13 +111,11 @@ class VolumeArrays(StandardisedSamples):
             raise ValueError(
                 f"{name}: volumes are of shape {volumes.shape} and labels {labels.shape}, give both as (N, D, H, W)"
             )
-        if pixels is not None and pixels < 1:
-            raise ValueError(f"volumes of {pixels} pixels: give one at least")
         self.classes = int(labels.max()) + 1
         self._volumes = volumes
         self._labels = labels
         self._shape = tuple(volumes.shape[1:]) if pixels is None else (pixels,) * 3
-        self._seed = check_seed(seed)
+        self._seed = seed
         self._chosen = numpy.arange(len(volumes))
         self._standardise_by(self._chosen)
 

@@ -90,7 +90,7 @@ def apex_unavailable() -> str | None:
         )
     if not hasattr(amp, "initialize"):
         return "the installed 'apex' has no apex.amp.initialize: it is not NVIDIA Apex up to 25.05"
-    return None if cuda else "NVIDIA Apex needs a CUDA device, and there is none here"
+    return None if cuda else "NVIDIA Apex needs a CUDA device, and this machine has no such device"
 
 
 def _extra_of(package: str) -> str | None:

@@ -10,10 +10,8 @@ also share arguments, such as a mask, the model is a ``Chain``, which hands thes
     bert, xlnet, gpt2
                      models of ``transformers`` as chains; bert has RoBERTa too
     hugging_face     the same from a configuration or a local folder
-    sizes            of DenseNets and ResNets by depth, and checks of sizes
-    catalog          names for the commands: which kind of data a model is for, how it is built, its options
-    batch            Batch: inputs, targets and shared arguments of samples
-    objectives       loss, metrics and weight of a batch, by kind of data
+    catalog          names for the commands: which kind of data a model is for, how it is built, its options and sizes
+    objectives       Batch: inputs, targets and shared arguments of samples; its loss, metrics and weight, by kind of data
 
 Import the module you need: nothing is imported here, so that a model's own requirements (``transformers``, say) are only met by
 those who use it.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, PreTrainedModel, RobertaForMaskedLM
 from transformers.masking_utils import create_bidirectional_mask
 
+from hvd_ckpt.models.catalog import check_sizes
 from hvd_ckpt.models.chain import HeadBlock, LayerBlock, WrappedChain
-from hvd_ckpt.models.sizes import check_sizes
 
 
 class EmbeddingsBlock(nn.Module):

@@ -1,7 +1,7 @@
 """A chain of blocks with arguments that all of them share, such as the mask of a transformer.
 
-What every block takes is derived once per forward pass and handed to each of them as a keyword argument; what flows from block to
-block is the hidden state alone. Blocks hold nothing of a batch, so a recomputation finds what its own forward pass was given,
+The shared arguments are derived once per forward pass and handed to each block as keyword arguments; only the hidden state flows
+from block to block. Blocks hold nothing of a batch, so a recomputation finds what its own forward pass was given,
 however many forward passes came in between.
 
 A model of Hugging Face's ``transformers`` becomes a chain of blocks that hold its own modules, so its weights, configuration and

@@ -21,8 +21,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from hvd_ckpt.models.catalog import DENSENETS, DenseNetShape, at_least_1, check_dropout
 from hvd_ckpt.models.resnet import imagenet_stem, initialize
-from hvd_ckpt.models.sizes import DENSENETS, DenseNetShape, at_least_1, check_dropout
 from hvd_ckpt.recompute import checkpoint
 
 BOTTLENECK = 4  # a bottleneck makes 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hvd_ckpt.models.catalog import check_sizes
 from hvd_ckpt.models.chain import Chain
-from hvd_ckpt.models.sizes import check_sizes
 
 STANDARD_DEVIATION = 0.02  # of initial weights, as in GPT-2's published code
 

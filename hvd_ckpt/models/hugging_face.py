@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_ckpt.json_file import Wrong, read_json, shown
+from hvd_ckpt.schema import Wrong, read_json, shown
 from hvd_ckpt.text import one_line
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from hvd_ckpt.models.sizes import at_least_1, check_dropout
+from hvd_ckpt.models.catalog import at_least_1, check_dropout
 
 
 class Recurrence(nn.Module):

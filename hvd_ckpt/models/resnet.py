@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.models.sizes import RESNETS, ResNetShape, at_least_1
+from hvd_ckpt.models.catalog import RESNETS, ResNetShape, at_least_1
 
 EXPANSION = 4  # a bottleneck unit gives 4 times the maps of its 3x3 convolution
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hvd_ckpt.models.sizes import at_least_1
+from hvd_ckpt.models.catalog import at_least_1
 
 DOWN = (2, 3, 3, 3)  # convolutions in each stage of the way down, after the first stage's one (figure 2)
 UP = (3, 3, 2, 1)  # and of the way up

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import XLNetConfig, XLNetLMHeadModel
 
+from hvd_ckpt.models.catalog import check_sizes
 from hvd_ckpt.models.chain import WrappedChain
-from hvd_ckpt.models.sizes import check_sizes
 
 
 class EmbeddingsBlock(nn.Module):

@@ -14,8 +14,13 @@ One file per step:
     plan          the decision, as data and as a JSON file; applying it
     planner       predict, measure, correct: from a model to a plan
     ranks         one plan for all ranks
-    show          a plan as tables
-    pictures      a plan as pictures
+    show          a plan as tables and pictures
+
+and for pipeline stages:
+
+    balance       cuts of a chain into parts
+    schedule      the order of the passes of each rank
+    stages        cuts and checkpoint policies together, for the memory of each stage
 
 Import the module you need: nothing is imported here, so that reading a budget needs no PyTorch.
 """

@@ -52,7 +52,7 @@ class BlockRunner:
         self._autocast = autocast
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh inputs: the block may change them, and they are no leaves of the graph, as in the model."""
+        """Fresh inputs: the block may change them, and they are not leaves of the graph, as in the model."""
 
         def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()

@@ -161,6 +161,32 @@ def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
     return blocks
 
 
+def children_of(model: nn.Module) -> list[str]:
+    """The names of the blocks of a chain that can be cut into parts.
+
+    Raises:
+        ValueError: the model is not a chain, or a block stands at several places.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(f"stages need a chain or an nn.Sequential, got {type(model).__name__}")
+    children = {name: one for name, one in model._modules.items() if one is not None}
+    places = list(children.values())
+    for name, one in children.items():
+        if places.count(one) > 1:
+            raise ValueError(
+                f"block '{name}' stands at several places of the chain: give each place a block of its own"
+            )
+    return list(children)
+
+
+def check_called(model: nn.Module, found: Sequence[FoundBlock]) -> None:
+    """Raises ValueError unless the blocks found are all of :func:`children_of` a chain."""
+    called = {block.members[0] for block in found}
+    for name in children_of(model):
+        if name not in called:
+            raise ValueError(f"stages need a chain that calls each block once, but not block '{name}'")
+
+
 def _is_container(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return len(module) > 1

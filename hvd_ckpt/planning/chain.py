@@ -105,15 +105,19 @@ class Solution:
     seconds: float
 
 
-def simulate(blocks: Sequence[Block], items: Sequence[Item]) -> tuple[int, float]:
+def simulate(blocks: Sequence[Block], items: Sequence[Item], in_flight: int = 1) -> tuple[int, float]:
     """Peak bytes above the start, and seconds, of running ``items``.
+
+    Args:
+        in_flight: micro-batches that are held at a time, as in a pipeline stage: while one runs forward or backward, what the
+            others keep from their forward to their backward pass is there, too. Seconds are those of one.
 
     Raises:
         ValueError: if the items do not cover the blocks in order, each once, or if a segment spans blocks
             that do not join.
     """
     walk = _simulate(blocks, items)
-    return walk.peak, walk.seconds
+    return walk.peak + (in_flight - 1) * walk.kept, walk.seconds
 
 
 def bottleneck(blocks: Sequence[Block], items: Sequence[Item]) -> int:
@@ -124,24 +128,26 @@ def bottleneck(blocks: Sequence[Block], items: Sequence[Item]) -> int:
 def _simulate(blocks: Sequence[Block], items: Sequence[Item]) -> _Walk:
     walk = _Walk(blocks)
     _check_order(blocks, items, 0, len(blocks))
-    walk.level(items, 0, 0)
+    walk.kept = walk.level(items, 0, 0)
     return walk
 
 
 class _Walk:
-    """The state of one simulation: the highest peak so far, the block it was at, the time so far."""
+    """The state of one simulation: the highest peak so far, the block it was at, the time so far, and what is kept from the forward
+    to the backward pass of the whole chain."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
         self.peak = 0
         self.block = 0
         self.seconds = 0.0
+        self.kept = 0
 
-    def level(self, items: Sequence[Item], base: int, waiting: int) -> None:
-        """Forward and backward of ``items`` above ``base`` bytes. While the forward runs, ``waiting`` bytes
-        of gradient are held outside; the backward consumes them, so its peaks have them included.
+    def level(self, items: Sequence[Item], base: int, waiting: int) -> int:
+        """Forward and backward of ``items`` above ``base`` bytes; returns what is held between them.
 
-        What is held after a forward counts even where a measured peak says less.
+        While the forward runs, ``waiting`` bytes of gradient are held outside; the backward consumes them, so its peaks have them
+        included. What is held after a forward counts even where a measured peak says less.
         """
         blocks = self.blocks
         starts = []
@@ -160,6 +166,7 @@ class _Walk:
                     self.seconds += block.forward_seconds
                     boundary = block.output
                 held += boundary
+        between = held
         for item, start in zip(reversed(items), reversed(starts)):
             if isinstance(item, Run):
                 choice = blocks[item.block].choices[item.choice]
@@ -167,6 +174,7 @@ class _Walk:
                 self.seconds += choice.seconds
             else:
                 self.level(item.items, start, blocks[item.last].output)
+        return between
 
     def reach(self, block: int, held: int) -> None:
         if held > self.peak:

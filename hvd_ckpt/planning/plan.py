@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import nn
 
-from hvd_ckpt.json_file import Wrong, dumps, read_bytes, shown, write_text
 from hvd_ckpt.planning.policy import (
     KEEP,
     CheckpointPolicy,
@@ -31,7 +30,7 @@ from hvd_ckpt.planning.policy import (
     remove_policy,
 )
 from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.schema import Strict, parse_json
+from hvd_ckpt.schema import Strict, Wrong, dumps, parse_json, read_bytes, shown, write_text
 from hvd_ckpt.text import one_line
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,6 +66,10 @@ class PlanError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+Timeline = tuple[tuple[float, int], ...]
+"""(seconds, bytes) during a step."""
 
 
 class Cost(NamedTuple):
@@ -123,6 +126,78 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """Consecutive blocks that run on one pipeline stage: all of the stage's, or with ``"interleaved"`` one of several parts.
+
+    Attributes:
+        blocks: how many.
+        recompute: whether they are recomputed as a whole from their input, under the policies of the blocks; False: the policies
+            alone decide.
+        in_flight: micro-batches whose activations are held at a time.
+        forward_seconds, backward_seconds: of one micro-batch, the latter with all recomputation.
+        state_bytes: parameters, buffers, gradients and optimizer state.
+        activation_bytes: input, output, and what is kept and recomputed in between, of all micro-batches in flight, at the peak.
+        transport_bytes: gradients on their way to the stage before and from the stage behind.
+    """
+
+    blocks: Annotated[int, Field(ge=1)]
+    recompute: bool
+    in_flight: Annotated[int, Field(ge=1)]
+    forward_seconds: Annotated[float, Field(ge=0)]
+    backward_seconds: Annotated[float, Field(ge=0)]
+    state_bytes: Count
+    activation_bytes: Count
+    transport_bytes: Count
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def memory(self) -> int:
+        """Bytes at the peak."""
+        return self.state_bytes + self.activation_bytes + self.transport_bytes
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Cuts of a model into pipeline stages, and the cost of each.
+
+    Attributes:
+        stages, micro_batches, schedule: it was made for, see :class:`hvd_ckpt.Pipeline`.
+        parts: in the order of the model; part c runs on stage ``c % stages``.
+
+    Raises:
+        ValueError: the number of parts is not a multiple of the stages.
+    """
+
+    stages: Annotated[int, Field(ge=1, le=2**20)]
+    micro_batches: Annotated[int, Field(ge=1, le=2**20)]
+    schedule: Annotated[str, Field(pattern="^(gpipe|1f1b|interleaved)$")]
+    parts: tuple[StagePlan, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts or len(self.parts) % self.stages:
+            raise ValueError(f"{len(self.parts)} parts cannot be spread evenly over {self.stages} stages")
+
+    @property
+    def virtual_stages(self) -> int:
+        """Parts on each stage."""
+        return len(self.parts) // self.stages
+
+    @property
+    def balance(self) -> list[int]:
+        """Number of blocks in each part."""
+        return [part.blocks for part in self.parts]
+
+    @property
+    def memory(self) -> list[int]:
+        """Bytes of each stage. Its parts need theirs at different times, so with several its peak may be lower."""
+        return [sum(part.memory for part in self.parts[stage :: self.stages]) for stage in range(self.stages)]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Checkpoint policies of the blocks of one model, as :func:`hvd_ckpt.plan` returns them.
 
@@ -140,9 +215,12 @@ class Plan:
         frontier: predicted costs of the plans on the Pareto frontier, from the smallest peak to the fastest.
         timelines: (seconds, bytes) during one step, under ``"before"`` (without recomputation, where that was measured) and
             ``"after"``.
+        pipeline: cuts into pipeline stages, or None for a model without stages. Costs above are then those of the largest stage
+            (bytes) and of a step with all micro-batches (seconds).
 
     Raises:
-        ValueError: the items do not list every block once, in order, or a segment spans several containers.
+        ValueError: the items do not list every block once, in order, or a segment spans several containers; or the stages do not
+            have as many blocks.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -156,6 +234,7 @@ class Plan:
     smallest: Cost = _NOTHING
     frontier: tuple[Cost, ...] = ()
     timelines: dict[_Moment, tuple[tuple[float, Bytes], ...]] = field(default_factory=dict)
+    pipeline: PipelinePlan | None = None
 
     def __post_init__(self) -> None:
         if _blocks_of(self.items) != list(range(len(self.blocks))):
@@ -165,6 +244,10 @@ class Plan:
         for item in self.items:
             if isinstance(item, tuple) and len({name.rpartition(".")[0] for name in self._members(item)}) > 1:
                 raise ValueError("items have a segment of blocks that are not in one container")
+        if self.pipeline is not None and sum(self.pipeline.balance) != len(self.blocks):
+            raise ValueError(
+                f"the stages have {sum(self.pipeline.balance)} blocks, and there are {len(self.blocks)}"
+            )
 
     def apply(self, model: M) -> M:
         """Gives the blocks of ``model`` their policies, in place; returns ``model``.
@@ -283,6 +366,19 @@ class _PlanFile(Strict):
 
 def _blocks_of(items: Sequence[Any]) -> list[int]:
     return [block for item in items for block in (_blocks_of(item) if isinstance(item, tuple) else [item])]
+
+
+def thinned(timeline: Timeline, points: int = 400) -> Timeline:
+    """At most so many points, the highest and lowest of each stretch among them."""
+    if len(timeline) <= points:
+        return timeline
+    width = -(-len(timeline) * 2 // points)
+    kept: list[tuple[float, int]] = []
+    for start in range(0, len(timeline), width):
+        part = timeline[start : start + width]
+        ends = (max(part, key=lambda point: point[1]), min(part, key=lambda point: point[1]))
+        kept += sorted(set(ends))
+    return tuple(kept)
 
 
 @contextlib.contextmanager

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.heartbeat import talking
 from hvd_ckpt.measure import undisturbed
+from hvd_ckpt.memory import free_memory
+from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.chain import Block, Item, Run, Segment, Solution, bottleneck, simulate
-from hvd_ckpt.planning.plan import Cost, Plan, applied, sample_shapes
+from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_stages
+from hvd_ckpt.text import show_bytes, talking
 
 _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
@@ -31,9 +33,6 @@ _RIVALS = 4
 _MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that takes at most so many times as long as no recomputation
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
 _FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
-
-
-Timeline = tuple[tuple[float, int], ...]
 
 
 class _Tried(NamedTuple):
@@ -121,6 +120,28 @@ class Planner:
                     return self._finished(error.smallest, *self._fastest(error.smallest, rounds))
                 error.nearest = self._finished(limit, *self._fastest(error.smallest, rounds))
                 raise
+
+    def plan_stages(self, layout: Layout, budget: int | float | str | None, param_scale: float) -> Plan:
+        """The plan for pipeline stages with the shortest longest stage within ``budget`` for each. It is predicted, not measured.
+
+        Args:
+            layout: stages, micro-batches and schedule; the blocks of this planner are ``layout.blocks_of(model)``.
+            budget, param_scale: as in :func:`plan`.
+
+        Raises:
+            ValueError: the budget cannot be read, or the model does not call each block once.
+            BudgetError: no plan stays within it; has the plan that comes nearest.
+        """
+        self._say("solving")
+        found = self.profile.found
+        check_called(self._step.model, found)
+        chain = [
+            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak - extra})  # type: ignore[misc]
+            for block, extra in zip(self._chain, [0, *self.profile.waiting, 0])
+        ]
+        planner = StagePlanner(chain, [block.modules[0] for block in found], layout, param_scale)
+        make = functools.partial(self.profile.plan_of, sample=sample_shapes(*self._args))
+        return plan_stages(planner, budget, self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried, seconds: float) -> Plan:
         """The plan of a schedule, with all that is known of it."""
@@ -218,7 +239,7 @@ class Planner:
         self._chain: list[Block] = self.profile.chain
         self._kept: Timeline | None = None
         everything = self.baseline
-        if everything.peak_bytes > _FITS * _free_memory(self._step.device):
+        if everything.peak_bytes > _FITS * free_memory(self._step.device):
             return
         self._say("measuring a step without recomputation")
         self._step.run()
@@ -264,9 +285,19 @@ def plan(
     autocast: torch.dtype | None = None,
     lossy: torch.dtype | None = None,
     verbose: bool | None = None,
+    stages: int | None = None,
+    chunks: int | None = None,
+    schedule: str = "1f1b",
+    virtual_stages: int | None = None,
+    param_scale: float = PARAM_SCALE,
 ) -> Plan:
     """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
     time.
+
+    With ``stages`` it also decides where a chain is cut into pipeline stages, together with what the blocks of each stage keep: the
+    longest stage is as short as possible, and each stage fits ``budget`` with its own number of micro-batches in flight. The sample
+    is then *one micro-batch*, and the plan is for ``hc.Pipeline(model, plan=plan)``. It is predicted from blocks that are measured
+    on one process, so it can be made without stages.
 
     Args:
         model: any module with a chain of blocks in an ``nn.Sequential`` or ``nn.ModuleList``; on its device, in training mode.
@@ -282,6 +313,15 @@ def plan(
             that rounding in the gradients.
         verbose: print progress on standard error, a line for each kind of block and one at least every 30 seconds;
             None to begin with that once planning has taken 10 seconds. On rank 0 alone, which plans.
+        stages: number of pipeline stages; the model is a chain of this library or an ``nn.Sequential``, and the blocks are its
+            children. The budget is then for all memory of a stage: its parameters, gradients and optimizer state (see
+            ``param_scale``), its activations, and gradients on their way between stages. ``"0.3x"`` is a part of what the largest
+            stage takes without recomputation, ``"min"`` the smallest budget that does not double the time of the longest stage.
+        chunks: micro-batches of a step; by default 2 for each stage.
+        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. With several parts of the model on a stage, each gets an equal
+            share of the budget.
+        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone: 4 for
+            Adam, 3 for SGD with momentum, 2 for SGD, 2 + 2 / replicas for Adam with ``shard="optimizer"``.
 
     Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It
     can be called before or after an optimizer is wrapped. Where Horovod runs on several ranks, all of them must call it:
@@ -291,11 +331,19 @@ def plan(
         The plan, measured, not yet applied: ``plan.apply(model)``.
 
     Raises:
-        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number.
+        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number; stages of a model that is not a
+            chain, or has too few blocks.
         BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. A
             budget in bytes that is below what runs around the blocks (embeddings, head, loss) is refused before they are measured.
     """
     from hvd_ckpt.planning.ranks import on_rank_0
+
+    layout = None
+    if stages is not None:
+        if blocks is not None:
+            raise ValueError("blocks: with stages the blocks are the children of the chain")
+        layout = Layout.make(stages, chunks, schedule, virtual_stages)
+        blocks = layout.blocks_of(model)
 
     def make(limit: int | float | str | None) -> Plan:
         with _talking(verbose) as say:
@@ -308,9 +356,9 @@ def plan(
                 autocast=autocast,
                 lossy=lossy,
                 say=say,
-                budget=limit,
+                budget=None if layout else limit,
             )
-            return planner.plan(limit)
+            return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
 
     return on_rank_0(make, budget, Step(model, args, kwargs or {}, loss, autocast).device)
 
@@ -379,27 +427,6 @@ def _evenly(points: list[Solution], count: int) -> list[Solution]:
     if len(points) <= count:
         return points
     return [points[round(index * (len(points) - 1) / (count - 1))] for index in range(count)]
-
-
-def thinned(timeline: Timeline, points: int = 400) -> Timeline:
-    """At most so many points, the highest and lowest of each stretch among them."""
-    if len(timeline) <= points:
-        return timeline
-    width = -(-len(timeline) * 2 // points)
-    kept: list[tuple[float, int]] = []
-    for start in range(0, len(timeline), width):
-        part = timeline[start : start + width]
-        ends = (max(part, key=lambda point: point[1]), min(part, key=lambda point: point[1]))
-        kept += sorted(set(ends))
-    return tuple(kept)
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:

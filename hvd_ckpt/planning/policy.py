@@ -16,9 +16,9 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import nn
 
-from hvd_ckpt.json_file import shown
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
 from hvd_ckpt.recompute.tape import Policy, run_selectively
+from hvd_ckpt.schema import shown
 
 
 def _printable(text: str) -> str:

@@ -117,6 +117,7 @@ class Profile:
         found: the blocks.
         policies: of each block, those measured.
         chain: for the solver, with one block more at each end.
+        waiting: of each block, bytes of the gradients of tied parameters that wait while it runs backward.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class Profile:
                 where = -1 if isinstance(module, nn.Embedding) else len(inner)
                 for parameter in module.parameters(recurse=False):
                     users.setdefault(parameter, set()).add(where)
-        waiting = [0] * len(inner)
+        self.waiting = waiting = [0] * len(inner)
         for parameter, indices in users.items():
             if parameter.requires_grad:
                 for index in range(max(min(indices), 0), max(indices)):

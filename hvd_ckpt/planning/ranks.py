@@ -1,36 +1,42 @@
-"""One plan for all ranks: rank 0 plans, with the smallest budget of all."""
+"""One plan for all ranks, those of other pipeline stages too: rank 0 of stage 0 plans, with the smallest budget of all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import horovod.torch as hvd
 import torch
 
+from hvd_ckpt import watchdog
+from hvd_ckpt.grid import current
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
-from hvd_ckpt.planning.plan import Plan
 
+T = TypeVar("T")
 Limit = int | float | str | None
 
 
-def on_rank_0(make: Callable[[Limit], Plan], budget: Limit, device: torch.device) -> Plan:
-    """``make(budget)``, on rank 0 alone where there are several, and its plan on every rank.
+@watchdog.unlimited()
+def on_rank_0(make: Callable[[Limit], T], budget: Limit, device: torch.device) -> T:
+    """``make(budget)``, on rank 0 alone where there are several, and what it gives on every rank.
 
     Raises:
         ValueError, BudgetError: on every rank, what one of them raised.
     """
-    if not hvd.is_initialized() or hvd.size() == 1:
+    if not hvd.is_initialized() or hvd.size() * current().stages == 1:
         return make(budget)
     limit = _smallest_of_all(budget, device)
-    answer: Plan | Exception | None = None
-    if hvd.rank() == 0:
+    answer: T | Exception | None = None
+    if hvd.rank() == 0 and current().stage == 0:
         try:
             answer = make(limit)
         except (BudgetError, ValueError) as error:
             answer = error if isinstance(error, BudgetError) else ValueError(str(error))
         except Exception as error:  # the other ranks wait for an answer
             answer = RuntimeError(f"planning failed on rank 0: {type(error).__name__}: {error}")
-    result: Plan | Exception = hvd.broadcast_object(answer, root_rank=0, name="hvd_ckpt.plan")
+    result: T | Exception = current().gather_objects(
+        hvd.broadcast_object(answer, root_rank=0, name="hvd_ckpt.plan")
+    )[0]
     if isinstance(result, Exception):
         raise result
     return result
@@ -49,7 +55,8 @@ def _smallest_of_all(budget: Limit, device: torch.device) -> Limit:
             local = wanted.bytes(0, 0, device)
     except ValueError as error:
         local = ValueError(str(error))
-    everyone = hvd.allgather_object(local, name="hvd_ckpt.plan.budget")
+    replicas = current().gather_objects(hvd.allgather_object(local, name="hvd_ckpt.plan.budget"))
+    everyone = [one for stage in replicas for one in stage]
     for rank, one in enumerate(everyone):
         if isinstance(one, ValueError):
             raise ValueError(f"rank {rank}: {one}")

@@ -1,10 +1,12 @@
-"""A plan as tables for the terminal: the policy of each block, and the cost of a step."""
+"""A plan for people: tables of its blocks and costs, and two pictures, time against memory and memory over time."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,9 +14,24 @@ from rich.table import Table
 from rich.text import Text
 
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
+from hvd_ckpt.planning.schedule import BACKWARD, FORWARD, Span, bubble
+from hvd_ckpt.planning.stages import spans_of
 
 MIB = 1 << 20
+GIB = 1 << 30
 COLUMNS = ("block", "policy", "kept MiB", "added ms")
+STAGE_COLUMNS = (
+    "stage",
+    "blocks",
+    "forward ms",
+    "backward ms",
+    "in flight",
+    "states MiB",
+    "activations MiB",
+    "all MiB",
+    "policies",
+)
+OURS, BASELINE, LIMIT = "#1b6ca8", "#8a8f98", "#2e2e2e"  # colours
 TOTALS = ("", "peak MiB", "of no recomputation", "step ms", "of no recomputation")
 
 
@@ -56,10 +73,67 @@ def print_plan(plan: Plan, console: Console, baseline: Cost | None = None) -> No
     console.print(table)
 
 
+def print_stages(plan: Plan, console: Console) -> None:
+    """Prints a table of the pipeline stages of a plan, its bubble, and a step of each stage over time."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    table = _table(STAGE_COLUMNS)
+    first = 0
+    for number, part in enumerate(pipeline.parts):
+        blocks = plan.blocks[first : first + part.blocks]
+        first += part.blocks
+        name = f"{number % pipeline.stages}" + (
+            f" (part {number // pipeline.stages})" if pipeline.virtual_stages > 1 else ""
+        )
+        policies = Counter(block.policy.title.split()[0].rstrip(",") for block in blocks)
+        whole = ["recomputed as a whole"] if part.recompute else []
+        row = (
+            name,
+            blocks[0].name if part.blocks == 1 else f"{blocks[0].name} .. {blocks[-1].name} ({part.blocks})",
+            f"{1000 * part.forward_seconds:.1f}",
+            f"{1000 * part.backward_seconds:.1f}",
+            str(part.in_flight),
+            _mib(part.state_bytes),
+            _mib(part.activation_bytes),
+            _mib(part.memory),
+            ", ".join(whole + [f"{title} {count}" for title, count in policies.items()]),
+        )
+        table.add_row(*map(Text, row))
+    console.print(table)
+    spans = spans_of(pipeline)
+    console.print(
+        f"One micro-batch takes {1000 * max(part.seconds for part in pipeline.parts):.1f} ms on the longest part. A step of "
+        f"{pipeline.micro_batches} micro-batches takes {1000 * max(rank[-1].end for rank in spans):.1f} ms, without the time of "
+        f"messages, in which stages wait for {100 * bubble(spans):.0f} % of the time.",
+        highlight=False,
+    )
+    console.print(
+        f"Schedule {pipeline.schedule}: micro-batch, - forward, = backward, . waits", highlight=False
+    )
+    for stage, line in enumerate(schedule_lines(spans, console.width - 10)):
+        console.print(f"stage {stage:<3} {line}", highlight=False, markup=False, no_wrap=True)
+
+
+def schedule_lines(spans: Sequence[Sequence[Span]], width: int) -> list[str]:
+    """A line of text for each stage: each pass over the time that it takes, with the number of its micro-batch."""
+    last = max(rank[-1].end for rank in spans) or 1.0
+    lines = []
+    for rank in spans:
+        line = ["."] * width
+        for span in rank:
+            start, end = (round(width * moment / last) for moment in (span.start, span.end))
+            label = str(span.action.micro_batch)
+            line[start:end] = label.ljust(end - start, "-" if span.action.kind == FORWARD else "=")[
+                : end - start
+            ]
+        lines.append("".join(line))
+    return lines
+
+
 def _table(columns: tuple[str, ...]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for column in columns:
-        numbers = column not in ("block", "policy", "")
+        numbers = column not in ("block", "blocks", "policy", "policies", "stage", "")
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
     return table
 
@@ -108,3 +182,176 @@ def _mib(count: float) -> str:
 
 def _ratio(one: float, other: float) -> str:
     return f"{one / other:.2f}" if other else ""
+
+
+# ------------------------------------------------------------------------------------ pictures
+
+
+class _Unit(NamedTuple):
+    """The unit of an axis of bytes."""
+
+    size: int
+    name: str
+
+    def of(self, count: float) -> float:
+        return count / self.size
+
+
+def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None = None) -> None:
+    """Draws time against peak memory: the Pareto frontier, the baseline without recomputation, this plan, and its budget.
+
+    Args:
+        plan: with a frontier and predicted costs.
+        path: of the PNG.
+        baseline: the measured cost without recomputation.
+    """
+    unit = _unit([plan.baseline.peak_bytes])
+    figure, axes = _figure(5.4)
+    points: list[tuple[float, float]] = []
+
+    def put(cost: Cost, marker: str, label: str, size: float, **style: Any) -> None:
+        points.append((unit.of(cost.peak_bytes), 1000 * cost.seconds))
+        axes.plot(*points[-1], marker, label=label, markersize=size, **style)
+
+    line = [(unit.of(cost.peak_bytes), 1000 * cost.seconds) for cost in sorted(plan.frontier)]
+    if line:
+        axes.plot(*zip(*line), "-o", color=OURS, markersize=3, linewidth=1.2, label="plans, predicted")
+    put(plan.baseline, "*", "no recomputation, predicted", 13, color=BASELINE)
+    hollow = {"markerfacecolor": "none", "markeredgecolor": OURS, "markeredgewidth": 2}
+    put(plan.predicted, "o", "this plan, predicted", 11, **hollow)
+    if baseline is not None:
+        put(baseline, "X", "no recomputation, measured", 10, color=BASELINE, markeredgecolor="white")
+    if plan.measured is not None:
+        put(plan.measured, "X", "this plan, measured", 10, color=OURS, markeredgecolor="white")
+    widest = [x for x, _ in points + line]
+    if plan.budget is not None:
+        widest.append(unit.of(plan.budget))
+        axes.axvline(widest[-1], color=LIMIT, linewidth=1, linestyle="--", label="budget")
+    axes.set_xlabel(f"peak memory of a step, {unit.name}")
+    axes.set_ylabel("time of a step, ms")
+    axes.set_xlim(0, 1.08 * max(widest) or 1)
+    axes.set_ylim(0, 1.15 * max(y for _, y in points + line) or 1)
+    _save(figure, axes, path, 3)
+
+
+def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None = None) -> None:
+    """Draws the bytes allocated over one step, without recomputation and with the plan.
+
+    Recording takes longer than a step, so each curve is stretched to the time that a step takes.
+
+    Args:
+        plan: with timelines.
+        path: of the PNG.
+        baseline: the measured cost without recomputation.
+
+    Raises:
+        ValueError: the plan has no timelines.
+    """
+    curves = [
+        ("no recomputation", BASELINE, plan.timelines.get("before"), (baseline or plan.baseline).seconds),
+        ("this plan", OURS, plan.timelines.get("after"), (plan.measured or plan.predicted).seconds),
+    ]
+    unit = _unit(count for _, _, timeline, _ in curves for _, count in timeline or ())
+    figure, axes = _figure(4.6)
+    for label, color, timeline, seconds in curves:
+        if timeline:
+            stretch = 1000 * seconds / (timeline[-1][0] or 1)
+            across = [stretch * moment for moment, _ in timeline]
+            counts = [unit.of(count) for _, count in timeline]
+            peak = max(counts)
+            title = f"{label}: peak {_number(peak)} {unit.name}, {_number(1000 * seconds)} ms"
+            axes.fill_between(across, counts, step="post", color=color, alpha=0.35, linewidth=0)
+            axes.step(across, counts, where="post", color=color, linewidth=1, label=title)
+            axes.plot(across[counts.index(peak)], peak, "o", color=color, markersize=5)
+    if not axes.lines:
+        raise ValueError("the plan has no timelines: measure it")
+    if plan.budget is not None:
+        budget = unit.of(plan.budget)
+        label = f"budget: {_number(budget)} {unit.name}"
+        axes.axhline(budget, color=LIMIT, linewidth=1, linestyle="--", label=label)
+    axes.set_xlabel("time since the start of the step, ms")
+    axes.set_ylabel(f"memory above the start of the step, {unit.name}")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _save(figure, axes, path, 2)
+
+
+def schedule_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Draws the passes of one step on each pipeline stage over time.
+
+    Args:
+        plan: with stages.
+        path: of the PNG.
+    """
+    assert plan.pipeline is not None
+    spans = spans_of(plan.pipeline)
+    least = 0.015 * 1000 * max(rank[-1].end for rank in spans)  # of a bar with a number in it
+    figure, axes = _figure(1.6 + 0.5 * len(spans))
+    for kind, color, label in (
+        (FORWARD, OURS, "forward"),
+        (BACKWARD, BASELINE, "backward and recomputation"),
+    ):
+        for stage, rank in enumerate(spans):
+            chosen = [span for span in rank if span.action.kind == kind]
+            bars = [(1000 * span.start, 1000 * (span.end - span.start)) for span in chosen]
+            axes.broken_barh(
+                bars,
+                (stage - 0.4, 0.8),
+                facecolors=color,
+                edgecolors="white",
+                label=label if stage == 0 else "_",
+            )
+            for span, (start, length) in zip(chosen, bars):
+                if length < least:
+                    continue
+                axes.text(
+                    start + length / 2,
+                    stage,
+                    str(span.action.micro_batch),
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=7,
+                    clip_on=True,
+                )
+    axes.set_yticks(range(len(spans)), [f"stage {stage}" for stage in range(len(spans))])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("predicted time since the start of the step, ms; numbers are micro-batches")
+    _save(figure, axes, path, 2)
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.2, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, axes: Any, path: str | os.PathLike[str], columns: int) -> None:
+    axes.grid(alpha=0.25)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=columns,
+        fontsize=9,
+        frameon=False,
+    )
+    figure.savefig(os.fspath(path), dpi=120)
+
+
+def _unit(counts: Iterable[int]) -> _Unit:
+    most = max(counts, default=0)
+    return (
+        _Unit(GIB, "GiB")
+        if most >= 16 * GIB
+        else _Unit(MIB, "MiB")
+        if most >= MIB // 2
+        else _Unit(1024, "KiB")
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"

@@ -8,7 +8,8 @@ planner, which watches a block once and decides, and the tape, which carries the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _RANDOM = {
 }  # fmt: skip
 
 
-class CallMode(TorchFunctionMode):
+class CallMode(TorchFunctionMode, ABC):
     """While it is active on a thread, :meth:`call` runs every torch function that the thread's code calls.
 
     Not within a region that is checkpointed as a whole: what that keeps is already decided.
@@ -48,9 +49,9 @@ class CallMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
+    @abstractmethod
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)`` and returns what it returns."""
-        raise NotImplementedError
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -76,6 +77,20 @@ def map_tensors(change: Callable[[Any], Any], kind: type | tuple[type, ...], val
     if isinstance(value, dict):
         return {name: map_tensors(change, kind, item) for name, item in value.items()}
     return value
+
+
+def separate_tensors(
+    values: Sequence[Any],
+) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], list[Any]]]:
+    """The tensors among some values, and a function that gives the values with other tensors in their place."""
+    is_tensor = [isinstance(value, torch.Tensor) for value in values]
+    others = [None if tensor else value for value, tensor in zip(values, is_tensor)]
+
+    def with_tensors(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        remaining = iter(tensors)
+        return [next(remaining) if tensor else other for other, tensor in zip(others, is_tensor)]
+
+    return [value for value in values if isinstance(value, torch.Tensor)], with_tensors
 
 
 @functools.cache

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.saved import Compressed
-from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
+from hvd_ckpt.torch_private import infer_device_type, top_saved_tensors_default_hooks
 from hvd_ckpt.unmaterialized import present
 
 
@@ -169,7 +170,7 @@ def memory_of(tensor: Tensor) -> int | None:
         return None
     try:
         return tensor.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # a wrapper subclass has no storage that can be asked for
         return None
 
 
@@ -215,19 +216,21 @@ def attention_context() -> Callable[[], AbstractContextManager[Any]]:
     return lambda: sdpa_kernel(allowed)
 
 
-def random_context(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which the random numbers of the CPU and the device are drawn from the present state on."""
+def random_context(*inputs: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """A context in which random numbers of the CPU and of the inputs' devices are drawn from the present state on."""
     cpu = torch.get_rng_state()
-    accelerator = getattr(torch, device.type) if device.type != "cpu" else None
-    other = None if accelerator is None else accelerator.get_rng_state(device)
+    kind: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
+    devices: list[int] = []
+    states: list[Tensor] = []
+    if getattr(getattr(torch, kind, None), "_initialized", False):
+        devices, states = get_device_states(*inputs)
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        devices = [] if accelerator is None else [device]
-        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else device.type):
+        with torch.random.fork_rng(devices, device_type=kind):
             torch.set_rng_state(cpu)
-            if accelerator is not None:
-                accelerator.set_rng_state(other, device)
+            if devices:
+                set_device_states(devices, states, device_type=kind)
             yield
 
     return context

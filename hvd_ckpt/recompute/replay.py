@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,12 @@ class Call:
         "read", "wanted",
     )  # fmt: skip
 
-    def __init__(self, func: Callable[..., Any], number: int, device: torch.device) -> None:
+    def __init__(self, func: Callable[..., Any], number: int, inputs: Sequence[Tensor]) -> None:
         self.func = func
         self.number = number
         self.grad = torch.is_grad_enabled()
-        self.autocast = autocast_state(device.type)
-        self.random = random_context(device) if is_random(func) else None
+        self.autocast = autocast_state(inputs[0].device.type if inputs else "cpu")
+        self.random = random_context(*inputs) if is_random(func) else None
         self.attention = attention_context() if "attention" in call_name(func) else None
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}

@@ -150,11 +150,11 @@ def _run(
         keywords = {name: value for name, value in shared.items() if name in part.accepted_names}
         kept = keep_last and part is parts[-1]
         result = part(*inputs, **keywords) if kept else run_checkpointed(part, inputs, keywords, options)
-        inputs = _as_arguments(result)
+        inputs = as_arguments(result)
     return result
 
 
-class _Segment:
+class Segment:
     """Some layers in a row, called like one function."""
 
     def __init__(
@@ -183,7 +183,7 @@ class _Segment:
                 result = self._call_first(layer, arguments, keywords)
             else:
                 result = layer(*arguments, **keywords)
-            values = _as_arguments(result)
+            values = as_arguments(result)
         return result
 
     def _arguments(self, offset: int, values: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
@@ -260,19 +260,19 @@ def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[st
     return named
 
 
-def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[_Segment]:
-    accepted = [_accepted(layer, shared) if shared else frozenset[str]() for layer in layers]
+def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[Segment]:
+    accepted = [accepted_names(layer, shared) if shared else frozenset[str]() for layer in layers]
     for name in shared:
         if not any(name in names for names in accepted):
             raise TypeError(f"None of the {len(layers)} layers accepts the keyword argument {name!r}.")
     ends = list(itertools.accumulate(lengths))
     return [
-        _Segment(layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length)
+        Segment(layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length)
         for number, (length, end) in enumerate(zip(lengths, ends), start=1)
     ]
 
 
-def _accepted(layer: Layer, shared: Iterable[str]) -> frozenset[str]:
+def accepted_names(layer: Layer, shared: Iterable[str]) -> frozenset[str]:
     signature = _signature(layer)
     if signature is None:
         return frozenset()
@@ -302,7 +302,7 @@ def _binds(signature: inspect.Signature, values: tuple[Any, ...], keywords: dict
     return True
 
 
-def _as_arguments(result: Any) -> tuple[Any, ...]:
+def as_arguments(result: Any) -> tuple[Any, ...]:
     # Subclasses of tuple have named parts: they are one structured value.
     return result if type(result) is tuple else (result,)
 

@@ -166,7 +166,7 @@ class Tape(CallMode):
         self._protect(func, args, kwargs)
         call = group = None
         if self._drops(number, func) and self._repeatable(func, args, kwargs, inputs):
-            call = Call(func, number, inputs[0][0].device if inputs else torch.device("cpu"))
+            call = Call(func, number, [tensor for tensor, _, _ in inputs])
             group = Group()
             self._begin(call)
         outer, self._running = self._running, _Running(func, inputs, call, group)

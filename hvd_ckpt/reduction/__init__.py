@@ -5,10 +5,10 @@ from hvd_ckpt.reduction.collectives import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    join,
 )
 from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.construction import register_elastic as _register_elastic
-from hvd_ckpt.reduction.optimizer import join
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 _register_elastic()

@@ -109,7 +109,7 @@ class Bucket:
         expected = flat.data_ptr() + entry.offset * self.dtype.itemsize
         # A conversion of the model (``Module.to``) moves the view object itself.
         if view is None or view.data_ptr() != expected or view.dtype is not self.dtype:
-            view = entry.view = _view(flat, entry)
+            view = entry.view = view_of(flat, entry)
             entry.pointer = view.data_ptr()
         return view
 
@@ -185,21 +185,19 @@ class Bucket:
         return flat
 
 
-def _view(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
+def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
     """An entry's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say)."""
     with torch.no_grad():
-        if entry.numel and _is_dense(entry.shape, entry.stride):
+        if entry.numel and is_dense(entry.shape, entry.stride):
             return flat.as_strided(entry.shape, entry.stride, entry.offset)
         return flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
 
 
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if the elements fill consecutive places, in whatever order of dimensions."""
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements, of which there are some, fill consecutive places, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape)):
-        if size == 1:
-            continue
-        if stride != expected:
+        if size != 1 and stride != expected:
             return False
         expected *= size
     return True

@@ -12,6 +12,7 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
+from hvd_ckpt.reduction.optimizer import live_optimizers
 from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.unmaterialized import is_absent
 
@@ -59,6 +60,53 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         Exception: a rank's object cannot be stored; on every rank.
     """
     return allgather_objects(obj, global_process_set, name or "hvd_ckpt.allgather_object")
+
+
+def join(device: int = -1) -> int:
+    """Horovod's ``join``: this rank has no more data; it takes part in the others' allreduces with zeros until all have joined.
+
+    Averages still divide by the number of all ranks. Afterwards every optimizer takes over the order and layout of the rank
+    that joined last, which has seen every step. Collective.
+
+    Args:
+        device: where Horovod makes its zeros (-1: CPU, else a CUDA device index).
+
+    Returns:
+        The rank that joined last: its weights are the ones to broadcast.
+
+    Raises:
+        ValueError: an optimizer is sharded, or one of ``LocalSGD``; on every rank.
+    """
+    optimizers = live_optimizers()
+    for optimizer in optimizers:
+        if not optimizer.can_join:
+            raise ValueError(
+                "join() cannot be used while there is an optimizer of LocalSGD: a rank without data goes on to call its step(), "
+                "without gradients"
+            )
+        if optimizer.shard_stage:
+            raise ValueError(
+                "join() cannot be used while an optimizer is sharded: each rank holds a part that the others need in every step; "
+                "give every rank as many batches"
+            )
+    last: int = mpi_ops.join(device)
+    reducers = {}
+    for optimizer in optimizers:
+        if optimizer._process_set == global_process_set and optimizer._reducer:
+            reducers[optimizer._identity] = optimizer._reducer
+    # A rank may have collected an optimizer that others still have.
+    known = [
+        set(identities)
+        for identities in allgather_objects(list(reducers), global_process_set, "hvd_ckpt.join")
+    ]
+    for identity in sorted(set.intersection(*known)):
+        reducer = reducers[identity]
+        own = (reducer.state_dict(), reducer.naming)
+        state, (_, generation) = broadcast_from(own, last, global_process_set, f"hvd_ckpt.join.{identity}")
+        if mpi_ops.rank() != last:
+            reducer.follow(state)
+        reducer.rename(identity, generation + 1)
+    return last
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -199,7 +247,7 @@ def broadcast_tensors(
     with torch.no_grad():
         for number, given in enumerate(tensors):
             if given.numel():
-                tensor = _once(given.detach())
+                tensor = distinct(given.detach())
                 contiguous = tensor.contiguous()
                 wire = contiguous.view(-1).view(torch.uint8)
                 handle = mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}", process_set)
@@ -210,8 +258,8 @@ def broadcast_tensors(
                 tensor.copy_(contiguous)
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the repetitions of an expanded one."""
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the tensor without the repetitions of an expanded one."""
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
         if size > 1 and not stride:
             tensor = tensor.narrow(dimension, 0, 1)

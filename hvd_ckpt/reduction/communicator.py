@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from hvd_ckpt.reduction.buckets import Bucket
 
 __all__ = ["Compression", "Compressor"]
 
-POLL_SECONDS = 50e-6
+POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
+POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
 
@@ -30,20 +31,64 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     Args:
         name, awaited: of the tensor, and in words what is waited for: the watchdog reads them from the stack.
     """
-    while not mpi_ops.poll(handle):
-        time.sleep(POLL_SECONDS)
+    for _ in pauses():
+        if mpi_ops.poll(handle):
+            break
     return mpi_ops.synchronize(handle)
 
 
-@dataclass
-class Work:
-    """A bucket on its way: ``wire`` travels, and is written back to ``flat`` on arrival."""
+def pauses() -> Iterator[None]:
+    """Pauses of a loop that waits, longer and longer: first none, then 50 us, at last 5 ms."""
+    seconds = POLL_SECONDS
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(seconds * POLL_GROWTH, LONGEST_POLL_SECONDS)
 
-    bucket: Bucket
-    handle: int
-    flat: torch.Tensor
-    wire: torch.Tensor
-    context: Any
+
+class Work:
+    """A collective in flight, as in torch.distributed; holds all tensors that it needs."""
+
+    def __init__(
+        self, named_handles: Sequence[tuple[str, int]], finish: Callable[[list[Any]], torch.Tensor]
+    ) -> None:
+        self._pending = named_handles
+        self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
+        return all(mpi_ops.poll(handle) for _, handle in self._pending)
+
+    def wait(self, awaited: str = "") -> torch.Tensor:
+        """The result; asleep until all messages are here. A second call returns the same tensor.
+
+        Args:
+            awaited: in words what is waited for, for the line that says so when it does not come.
+
+        Raises:
+            horovod.common.exceptions.HorovodInternalError: another rank is gone.
+        """
+        if self._finish is not None:
+            pending, self._pending = self._pending, ()
+            finish, self._finish = self._finish, None
+            with torch.no_grad():
+                self._result = finish([wait(handle, name, awaited) for name, handle in pending])
+        if self._result is None:
+            raise RuntimeError("this collective has failed before; start the step again")
+        return self._result
+
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
+        """This work, with another result; wait for the new one instead."""
+        finish = self._finish
+        assert finish is not None
+        return Work(self._pending, lambda results: change(finish(results)))
+
+    def forget(self) -> None:
+        """Drops what is not waited for; it completes by itself."""
+        for _, handle in self._pending:
+            mpi_ops._handle_map.pop(handle, None)
+        self._pending, self._finish = (), None
 
 
 @dataclass(frozen=True)
@@ -99,15 +144,15 @@ class Communicator:
         return self.linear and bucket.dtype is torch.float32 and self.compression is NoneCompressor
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
-        """Launches a bucket's allreduce."""
+        """Launches a bucket's allreduce; its result is ``flat``."""
         wire, context = encode(flat, self.compression)
-        return Work(bucket, self._allreduce(wire, f"bucket.{bucket.position}"), flat, wire, context)
+        what = f"bucket.{bucket.position}"
 
-    def receive(self, work: Work) -> None:
-        """Waits for a bucket's allreduce."""
-        wait(work.handle, f"{self.name}.bucket.{work.bucket.position}", GRADIENTS)
-        with torch.no_grad():
-            decode(work.wire, work.context, self.compression, work.flat)
+        def finish(_: list[Any]) -> torch.Tensor:
+            decode(wire, context, self.compression, flat)
+            return flat
+
+        return Work([(f"{self.name}.{what}", self._allreduce(wire, what))], finish)
 
     def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Reduces one gradient by itself; returns a dense tensor of its own."""

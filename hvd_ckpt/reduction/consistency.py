@@ -19,6 +19,7 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.hosts import host_name, ranks_text
 from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.collectives import distinct
 from hvd_ckpt.unmaterialized import is_absent
 
 NAME = "hvd_ckpt.weights"
@@ -79,21 +80,13 @@ def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
         return _Fingerprint(name, tuple(parameter.shape), dtype, b"")
     try:
         with torch.no_grad():
-            data = _distinct(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+            data = distinct(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
         values: Any = data.numpy()
         hashed = hashlib.sha256(values).digest()
         return _Fingerprint(name, tuple(parameter.shape), dtype, hashed)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    # Without dense values on this rank (sparse, quantized, on the meta device): all ranks raise it, with the parameter's name.
+    except (RuntimeError, ValueError, TypeError) as error:
         return _Fingerprint(name, (), dtype, b"", str(error).partition("\n")[0])
-
-
-def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor, those that share memory once."""
-    repeated = [dimension for dimension, stride in enumerate(tensor.stride()) if stride == 0]
-    for dimension in repeated:
-        if tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor.clone(memory_format=torch.contiguous_format) if repeated else tensor
 
 
 def _digest(table: Sequence[_Fingerprint]) -> bytes:

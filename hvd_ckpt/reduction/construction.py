@@ -173,7 +173,7 @@ def _check_options_equal(options: Sequence[dict[str, Any]]) -> None:
             if others[name] != value:
                 raise ValueError(
                     f"{name} differs between ranks: {value} on rank 0 and {others[name]} on rank {rank}; "
-                    f"pass DistributedOptimizer the same arguments on every rank"
+                    f"pass the same arguments on every rank"
                 )
 
 

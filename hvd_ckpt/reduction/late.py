@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters
 from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
+
+
+class ControlFlags(NamedTuple):
+    """What a rank tells the others in each synchronization, and their sum over the ranks.
+
+    Attributes:
+        used: of each parameter, whether it has a gradient.
+        late: of each parameter, whether a gradient came after its bucket had left.
+        resynchronize: a rank asks for the resynchronization.
+        notice: a rank has a notice for the caller.
+    """
+
+    used: Sequence[float]
+    late: Sequence[float]
+    resynchronize: float
+    notice: float
+
+    def tensor(self) -> torch.Tensor:
+        """The flags, float32 [2 * parameters + 2]."""
+        return torch.tensor([*self.used, *self.late, self.resynchronize, self.notice], dtype=torch.float32)
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> ControlFlags:
+        """From the values of :meth:`tensor`."""
+        count = len(values) // 2 - 1
+        return cls(values[:count], values[count : 2 * count], *values[2 * count :])
+
 
 # The resynchronization: what ranks tell each other when something has changed that buckets cannot express.
 #

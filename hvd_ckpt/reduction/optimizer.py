@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
+from horovod.torch.mpi_ops import Adasum, Average, Sum
 from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
 
 from hvd_ckpt.reduction.accumulation import forget_sums
-from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from
+from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.communicator import adasum_step
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.stats import ReductionStats
@@ -55,6 +55,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _notice = _noticed = False  # where there is no reducer
     _announced = False  # reduce_for_caller() has reduced: step() reduces only if a gradient has come since
     backward_passes_per_step: int
+    replicas: Any = None
+    can_join = True  # allreduces alone, in which ranks without data may be absent
 
     # -------------------------------------------------------------------------------- Horovod's public methods
 
@@ -230,6 +232,16 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     # -------------------------------------------------------------------------------- beyond Horovod
 
+    def local_replicas(self) -> Iterator[Any]:
+        """The logical replicas of one step that this rank computes, each within ``with replica:`` (see ``replicas``).
+
+        Raises:
+            RuntimeError: the optimizer was made without ``replicas``, or a replica was not computed.
+        """
+        if self.replicas is None:
+            raise RuntimeError("this optimizer has no replicas; pass replicas=... to DistributedOptimizer")
+        return iter(self.replicas.local())
+
     @property
     def shard_stage(self) -> int:
         """0: nothing is split over the ranks."""
@@ -341,7 +353,15 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Forgets order, layout and counts; the next step learns them from rank 0. To be called on every rank.
 
         Needed when the set of ranks has changed; ``elastic.TorchState`` does it. All gradients are dropped.
+
+        Raises:
+            RuntimeError: the optimizer has logical replicas, and computes those of its number of ranks.
         """
+        if self.replicas is not None:
+            raise RuntimeError(
+                f"an optimizer with replicas={self.replicas.number} computes those of the ranks that it was made for; when ranks "
+                f"change, make model and optimizer anew and load optimizer.replicas.state_dict(), as hvd-ckpt train does"
+            )
         if self._reducer is not None:
             self._reducer.reset()
         self._drop_gradients()
@@ -404,45 +424,3 @@ def live_optimizers() -> list[ReducedOptimizer]:
     """Those of this process that are in use, the oldest first."""
     _live[:] = [reference for reference in _live if reference() is not None]
     return [optimizer for reference in _live if (optimizer := reference()) is not None]
-
-
-def join(device: int = -1) -> int:
-    """Horovod's ``join``: this rank has no more data; it takes part in the others' allreduces with zeros until all have joined.
-
-    Averages still divide by the number of all ranks. Afterwards every optimizer takes over the order and layout of the rank
-    that joined last, which has seen every step. Collective.
-
-    Args:
-        device: where Horovod makes its zeros (-1: CPU, else a CUDA device index).
-
-    Returns:
-        The rank that joined last: its weights are the ones to broadcast.
-
-    Raises:
-        ValueError: an optimizer is sharded; on every rank.
-    """
-    optimizers = live_optimizers()
-    for optimizer in optimizers:
-        if optimizer.shard_stage:
-            raise ValueError(
-                "join() cannot be used while an optimizer is sharded: each rank holds a part that the others need in every step; "
-                "give every rank as many batches"
-            )
-    last: int = mpi_ops.join(device)
-    reducers = {}
-    for optimizer in optimizers:
-        if optimizer._process_set == global_process_set and optimizer._reducer:
-            reducers[optimizer._identity] = optimizer._reducer
-    # A rank may have collected an optimizer that others still have.
-    known = [
-        set(identities)
-        for identities in allgather_objects(list(reducers), global_process_set, "hvd_ckpt.join")
-    ]
-    for identity in sorted(set.intersection(*known)):
-        reducer = reducers[identity]
-        own = (reducer.state_dict(), reducer.naming)
-        state, (_, generation) = broadcast_from(own, last, global_process_set, f"hvd_ckpt.join.{identity}")
-        if mpi_ops.rank() != last:
-            reducer.follow(state)
-        reducer.rename(identity, generation + 1)
-    return last

@@ -25,13 +25,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
 from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
-from hvd_ckpt.reduction.communicator import Communicator, Work
-from hvd_ckpt.reduction.late import Report, UnbucketedGradients, check_reports, find_changes
+from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
+from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, find_changes
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 
 
@@ -77,7 +76,7 @@ class Reducer(OwningReducer):
         self._diverted: set[int] = set()
         self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
         self._late_parts: dict[int, torch.Tensor] = {}
-        self._in_flight: list[Work] = []
+        self._in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0
         self._step = StepStats()
         self._report = Report()
@@ -192,16 +191,15 @@ class Reducer(OwningReducer):
         replaced, self._report.error = find_changes(assignment, self._late, self._diverted, self._cleared)
         self._report.wanted |= self._report.error is not None
         self._report.wanted |= bool(replaced) or len(assignment.parameters) != self._known
-        flags = self._reduce_buckets()
+        flags = ControlFlags.of(self._reduce_buckets())
 
-        count = self._known
-        self.noticed, self.notice = flags[2 * count + 1] > 0, False
-        used = [index for index, flag in enumerate(flags[:count]) if flag > 0]
-        late = [index for index, flag in enumerate(flags[count : 2 * count]) if flag > 0]
+        self.noticed, self.notice = flags.notice > 0, False
+        used = [index for index, ranks in enumerate(flags.used) if ranks > 0]
+        late = [index for index, ranks in enumerate(flags.late) if ranks > 0]
         self._assign_gradients(set(used), keep=set(replaced))
         self._unbucketed.add_late_parts(late, self._late_parts)
         self._unbucketed.reduce_sparse([index for index in used if index in assignment.sparse])
-        if flags[2 * count] > 0:
+        if flags.resynchronize > 0:
             used = self._resynchronize(replaced)
         self._assign_buckets([index for index in used if not assignment.has(index)])
         self._communicator.remember_sums(assignment.parameters[index] for index in used)
@@ -218,22 +216,19 @@ class Reducer(OwningReducer):
             self._launch(with_flags=riding)
         if riding:
             return self._arrive()
-        flags: list[float] = self._sum(self._control_flags(), "flags")
+        flags: list[float] = self._sum(self._control_flags().tensor(), "flags")
         self._arrive()
         return flags
 
-    def _control_flags(self) -> torch.Tensor:
-        """This rank's flags, float32: [is used] * n + [has a late gradient] * n + [wants a resynchronization] + [has a notice]."""
-        count = self._known
-        flags = [float(parameter.grad is not None) for parameter in self.assignment.parameters[:count]]
-        flags.extend([0.0] * (count + 2))
+    def _control_flags(self) -> ControlFlags:
+        """This rank's flags."""
+        used = [float(parameter.grad is not None) for parameter in self.assignment.parameters[: self._known]]
+        late = [0.0] * self._known
         for index in self._diverted:  # their gradients are in flight, but hidden from ``grad``
-            flags[index] = 1.0
+            used[index] = 1.0
         for index in self._late:
-            flags[count + index] = 1.0
-        flags[2 * count] = float(self._report.wanted)
-        flags[2 * count + 1] = float(self.notice)
-        return torch.tensor(flags, dtype=torch.float32)
+            late[index] = 1.0
+        return ControlFlags(used, late, float(self._report.wanted), float(self.notice))
 
     def _launch(self, with_flags: bool = False) -> None:
         """Fills the next bucket and sends it on its way."""
@@ -252,8 +247,8 @@ class Reducer(OwningReducer):
         if bucket.flags:
             with torch.no_grad():
                 tail = flat[bucket.numel :]
-                tail.copy_(self._control_flags()) if with_flags else tail.zero_()
-        self._in_flight.append(self._communicator.send(bucket, flat))
+                tail.copy_(self._control_flags().tensor()) if with_flags else tail.zero_()
+        self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
         bucket.launched = True
         self._watched.update(bucket.indices)
         bucket.version = flat._version
@@ -264,10 +259,10 @@ class Reducer(OwningReducer):
         """Waits for all buckets, in order; returns the control flags if the last one carried them."""
         flags: list[float] = []
         while self._in_flight:
-            work = self._in_flight.pop(0)
-            self._communicator.receive(work)
-            if work.bucket.flags:
-                flags = work.flat[work.bucket.numel :].tolist()
+            bucket, work = self._in_flight.pop(0)
+            flat = work.wait(GRADIENTS)
+            if bucket.flags:
+                flags = flat[bucket.numel :].tolist()
         return flags
 
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
@@ -394,9 +389,9 @@ class Reducer(OwningReducer):
 
         Work in flight ends in memory and under names that are not used again.
         """
-        for work in self._in_flight:
-            mpi_ops._handle_map.pop(work.handle, None)
-            work.bucket.free()
+        for bucket, work in self._in_flight:
+            work.forget()
+            bucket.free()
         for parameter in self.assignment.parameters:
             parameter.grad = None
         self._generation += 1

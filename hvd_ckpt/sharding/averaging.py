@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.formats import sum_dtype
-from hvd_ckpt.sharding.state import Sources, targets_of
+from hvd_ckpt.sharding.state import Sources, ranges_of
 from hvd_ckpt.torch_private import foreach_copy_
 
 
@@ -134,7 +134,7 @@ class AveragedWeights:
         """
         return {
             "n_averaged": self.n_averaged,
-            "pieces": [[target.name, target.start, target.stop] for target in targets_of(self._optimizer)],
+            "pieces": [[target.name, target.start, target.stop] for target in ranges_of(self._optimizer)],
             "averages": {number: average for number, (average, _) in enumerate(self._follow())},
         }
 
@@ -182,7 +182,7 @@ class AveragedWeights:
             }
             for part in parts
         ]
-        targets = targets_of(self._optimizer)
+        targets = ranges_of(self._optimizer)
         found = Sources(as_state, []).states(targets)
         for number, target in enumerate(targets):
             if number not in found:

@@ -38,25 +38,21 @@ def clip_grad_norm_(
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
     """
     chosen = _parameters(parameters)
-    owners = [parameters] if isinstance(parameters, ReducedOptimizer) else _owners(chosen)
+    owners = [parameters] if isinstance(parameters, ReducedOptimizer) else owners_of(chosen)
     for optimizer in owners:
         optimizer.reduce_for_caller()
-    split = [
-        optimizer
-        for optimizer in owners
-        if isinstance(optimizer, ShardedOptimizer) and optimizer.shard_stage > 1
-    ]
-    if not split:
+    split = split_gradients(owners, chosen)
+    if split is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
-    if len(owners) > 1 or any(
-        parameter.grad is not None and split[0]._sharding.layout.index(parameter) is None
-        for parameter in chosen
-    ):
-        raise ValueError(
-            "clip_grad_norm_: the gradients of these parameters are not all split by one optimizer; clip those of each optimizer "
-            "by themselves"
+    total = split.norm(float(norm_type)) or 0.0
+    result = torch.tensor(total, dtype=torch.float32)
+    if error_if_nonfinite and not torch.isfinite(result):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
         )
-    return _clip_shards(split[0], chosen, float(max_norm), float(norm_type), error_if_nonfinite)
+    split.clip(float(max_norm), total)
+    return result
 
 
 def _parameters(given: Any) -> list[torch.Tensor]:
@@ -67,36 +63,58 @@ def _parameters(given: Any) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-def _owners(chosen: Iterable[torch.Tensor]) -> list[ReducedOptimizer]:
+def owners_of(chosen: Iterable[torch.Tensor]) -> list[ReducedOptimizer]:
     """The distributed optimizers that the parameters belong to, in an order that is the same on every rank."""
     owners = {id(owner): owner for parameter in chosen if (owner := owner_of(parameter)) is not None}
     return sorted(owners.values(), key=lambda owner: owner._identity)
 
 
-def _clip_shards(
-    optimizer: ShardedOptimizer,
-    chosen: Sequence[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> torch.Tensor:
-    sharding = optimizer._sharding
-    wanted = {index for parameter in chosen if (index := sharding.layout.index(parameter)) is not None}
-    pieces = [
-        piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
-    ]
-    used = [index for index in sorted(wanted) if optimizer._reducer.used[index]]
-    total = _total_norm(pieces, used, norm_type, sharding.exchange) if used else 0.0
-    result = torch.tensor(total, dtype=torch.float32)
-    if error_if_nonfinite and not torch.isfinite(result):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+def split_gradients(
+    owners: Sequence[ReducedOptimizer], chosen: Sequence[torch.Tensor]
+) -> SplitGradients | None:
+    """The gradients of the parameters, if they are split over the ranks, else None.
+
+    Args:
+        owners: the optimizers of the parameters; their gradients are reduced.
+
+    Raises:
+        ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
+    """
+    split = [one for one in owners if isinstance(one, ShardedOptimizer) and one.shard_stage > 1]
+    if not split:
+        return None
+    if len(owners) > 1 or any(
+        parameter.grad is not None and split[0]._sharding.layout.index(parameter) is None
+        for parameter in chosen
+    ):
+        raise ValueError(
+            "clip_grad_norm_: the gradients of these parameters are not all split by one optimizer; clip those of each optimizer "
+            "by themselves"
         )
-    coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else float("nan")
-    if pieces:
-        foreach_mul_([_gradient(piece) for piece in pieces], coefficient)
-    return result
+    return SplitGradients(split[0], chosen)
+
+
+class SplitGradients:
+    """Gradients of which each rank has its shards (stages 2 and 3)."""
+
+    def __init__(self, optimizer: ShardedOptimizer, chosen: Sequence[torch.Tensor]) -> None:
+        sharding = optimizer._sharding
+        wanted = {index for parameter in chosen if (index := sharding.layout.index(parameter)) is not None}
+        self._exchange = sharding.exchange
+        self._used = [index for index in sorted(wanted) if optimizer._reducer.used[index]]
+        self._pieces = [
+            piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
+        ]
+
+    def norm(self, order: float) -> float | None:
+        """The norm of these gradients together, or None if no rank has any. Collective."""
+        return _total_norm(self._pieces, self._used, order, self._exchange) if self._used else None
+
+    def clip(self, max_norm: float, total: float) -> None:
+        """Scales them as torch does for that norm of all gradients."""
+        coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
+        if self._pieces:
+            foreach_mul_([_gradient(piece) for piece in self._pieces], coefficient)
 
 
 def _total_norm(pieces: Sequence[Piece], used: Sequence[int], order: float, exchange: Exchange) -> float:

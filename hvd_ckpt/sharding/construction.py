@@ -85,6 +85,33 @@ class ShardOptions:
         return [[names[id(module)] for module in unit.modules] for unit in self.units]
 
 
+def check_stage(
+    shard: object, offload: str | None, wire: str | Mapping[str, str]
+) -> tuple[int, WireFormat, WireFormat]:
+    """The stage, and the formats in which gradients and parameters travel.
+
+    Raises:
+        ValueError: an argument is unknown, or needs a higher stage.
+    """
+    stage = stage_of(shard)
+    gradients, parameters = wire_formats(wire)
+    if offload not in (None, "optimizer"):
+        raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
+    if stage == 0:
+        for name, value in (
+            ("offload", offload),
+            ("wire", None if gradients is parameters is FP32 else wire),
+        ):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
+    if stage == 1 and gradients is not FP32:
+        raise ValueError(
+            f"wire={wire!r}: gradients that are not split travel in Horovod's formats; pass compression=Compression.fp16, or "
+            f"shard='gradients'"
+        )
+    return stage, gradients, parameters
+
+
 def check_shard_options(
     optimizer: torch.optim.Optimizer,
     shard: object,
@@ -105,17 +132,9 @@ def check_shard_options(
     Raises:
         ValueError, TypeError: for the first one that is wrong.
     """
-    stage = stage_of(shard)
-    gradients, parameters = wire_formats(wire)
-    if offload not in (None, "optimizer"):
-        raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
+    stage, gradients, parameters = check_stage(shard, offload, wire)
     if stage == 0:
-        for name, value in (
-            ("offload", offload),
-            ("units", units),
-            ("wire", None if gradients is parameters is FP32 else wire),
-            ("master_weights", master_weights or None),
-        ):
+        for name, value in (("units", units), ("master_weights", master_weights or None)):
             if value is not None:
                 raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
         return None
@@ -126,11 +145,6 @@ def check_shard_options(
         )
     if op not in (Average, Sum):
         raise ValueError("shard works with op=Average and op=Sum only")
-    if stage == 1 and gradients is not FP32:
-        raise ValueError(
-            f"wire={wire!r}: gradients that are not split travel in Horovod's formats; pass compression=Compression.fp16, or "
-            f"shard='gradients'"
-        )
     if stage > 1 and compression is not Compression.none:
         raise ValueError("compression is for gradients that are not split; with this shard, pass wire='fp16'")
     if stage > 1 and groups not in (None, 0):
@@ -140,7 +154,7 @@ def check_shard_options(
     if stage < 3 and units is not None:
         raise ValueError("units needs shard='parameters'")
     check_elementwise(optimizer, elementwise)
-    found = model if model is not None else _model_of(named_parameters)
+    found = model if model is not None else model_of(named_parameters)
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if stage == 3 and found is None:
@@ -159,7 +173,7 @@ def check_shard_options(
     )
 
 
-def _model_of(named_parameters: Any) -> torch.nn.Module | None:
+def model_of(named_parameters: Any) -> torch.nn.Module | None:
     """The module whose ``named_parameters()`` this is, if it is that generator, not begun."""
     if inspect.isgenerator(named_parameters) and named_parameters.gi_code.co_name == "named_parameters":
         frame = named_parameters.gi_frame
@@ -237,7 +251,7 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 def _stored(
     named: Sequence[tuple[str, torch.Tensor]], options: ShardOptions, exchange: Exchange, cap: float
-) -> tuple[Layout, Any]:
+) -> tuple[Layout, FlatParameters | ShardedParameters]:
     layout = Layout(exchange.ranks)
     if options.stage < 3:
         layout.add(list(reversed(named)), cap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -61,3 +62,14 @@ def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class that steps: of a distributed optimizer the wrapped one."""
     kind: type[Any] = getattr(optimizer, "_wrapped_class", type(optimizer))
     return kind
+
+
+def optimizer_classes() -> dict[str, Any]:
+    """The classes of torch.optim by lower-case name. Typed as Any: each has its own arguments."""
+    return {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }

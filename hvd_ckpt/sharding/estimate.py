@@ -2,9 +2,9 @@
 
 Parameters, gradients, optimizer state and master weights follow from the layout that the sharded optimizer uses: that is
 arithmetic. Activations are measured in one forward and backward pass on this machine, with the gradients that are final at
-each peak. What communication holds then is a formula for each stage: gradients that wait for their bucket, the last two
-buckets on their way, and the parameters of two units that are gathered (stage 3). Nothing here follows the reducer event by
-event, so the peak is an estimate: within 10 % of what was measured.
+each peak. What communication holds then is a formula for each stage: gradients that wait for their bucket or are on their way, and
+the parameters of two units that are gathered (stage 3). Nothing here follows the reducer event by event, so the peak is an
+estimate: about 10 % from what was measured at most (``docs/sharding/memory.md``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,20 +24,114 @@ from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.sharding import stage_of
+from hvd_ckpt.sharding import STAGES
+from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_formats
+from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
-from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
+from hvd_ckpt.text import show_bytes
+from hvd_ckpt.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "MemoryEstimate", "estimate_memory"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+PARTS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "master_weights",
+    "activations",
+    "buckets",
+    "temporaries",
+)
+_WHEN = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer's step",
+    "gather": "as parameters are gathered after the step",
+}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that a training step takes on a rank, on the one that needs most; see :func:`hvd_ckpt.estimate_memory`.
+
+    Attributes:
+        ranks: number of ranks.
+        stage: 0 to 3, what is split over them.
+        offload: None or ``"optimizer"``.
+        parameters: weights that are there all the time: all of them, or (stage 3) this rank's shard; with the padding of shards.
+        buffers: of the model, such as running statistics.
+        gradients: when all of them are reduced: whole, or (stages 2 and 3) this rank's shard.
+        optimizer_state: of this rank's shard; 0 where it is offloaded.
+        master_weights: float32 copies of half-precision weights; 0 where they are offloaded.
+        activations: the most that forward and backward pass hold, gradients not counted; None if there was no sample.
+        buckets: the most that communication holds: gradients waiting for their bucket, buffers on their way, and (stage 3)
+            parameters that are gathered for a while.
+        temporaries: the most that the optimizer's step allocates for a while.
+        offloaded: bytes of optimizer state and master weights that are kept elsewhere (pinned host memory, files).
+        peak: the most that is held at one time. Less than the sum of all parts, which are not at their highest together.
+        peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, or ``"gather"`` (of stepped parameters).
+        at_peak: what each part holds then; its values add up to the peak.
+        recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
+            alltoalls until they are copied): what :func:`hvd_ckpt.memory.recording_peak` sees on a CPU.
+    """
+
+    ranks: int
+    stage: int
+    offload: str | None
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    master_weights: int
+    activations: int | None
+    buckets: int
+    temporaries: int
+    offloaded: int
+    peak: int
+    peak_phase: str
+    at_peak: dict[str, int] = field(default_factory=dict)
+    recorded_peak: int = 0
+
+    @property
+    def model_state(self) -> int:
+        """Parameters, gradients, optimizer state and master weights together."""
+        return self.parameters + self.gradients + self.optimizer_state + self.master_weights
+
+    def table(self) -> str:
+        """The parts and the peak as lines of text."""
+        split = STAGES[self.stage] if self.stage else "nothing"
+        head = f"shard {self.stage} ({split} split), {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if self.offload:
+            head += f", {self.offload} offloaded"
+        rows = [("per rank", "at most", "at the peak")]
+        for name in PARTS:
+            most = getattr(self, name)
+            shown = "not known" if most is None else show_bytes(most)
+            rows.append((name.replace("_", " "), shown, show_bytes(self.at_peak.get(name, 0))))
+        if self.offloaded:
+            rows.append(("offloaded", show_bytes(self.offloaded), ""))
+        rows.append((f"peak, {_WHEN[self.peak_phase]}", "", show_bytes(self.peak)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [
+            f"{name:<{widths[0]}}  {most:>{widths[1]}}  {then:>{widths[2]}}".rstrip()
+            for name, most, then in rows
+        ]
+        if self.activations is None:
+            lines.append("The peak is without activations: no sample batch was given.")
+        return "\n".join([head, *lines])
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 def estimate_memory(
@@ -80,7 +174,7 @@ def estimate_memory(
     Raises:
         ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
     """
-    _check(np, shard, offload, wire)
+    check_stage(shard, offload, wire)
     estimator = Estimator(
         model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
     )
@@ -101,6 +195,10 @@ class _Moment:
     @property
     def recorded(self) -> int:
         return self.activations + self.gradients + self.buckets + self.temporaries
+
+    @property
+    def total(self) -> int:
+        return self.recorded + self.received
 
 
 class Estimator:
@@ -128,7 +226,7 @@ class Estimator:
             raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
         _check_model(model, sample)
         self._optimizer = make_optimizer(optimizer, model)
-        self._taken: dict[torch.dtype, OptimizerMemory] = {}
+        self._measured: dict[torch.dtype, OptimizerMemory] = {}
         self._cap_bytes = bucket_cap_mb * MEBIBYTE
         own = next(model.parameters()).device
         place = own if device is None else torch.device(device)
@@ -138,16 +236,18 @@ class Estimator:
             self._units = [[names[id(one)] for one in unit.parameters] for unit in find_units(model, units)]
             if dtype is not None or place != own:
                 model = copy.deepcopy(model).to(device=place, dtype=dtype)
-            self._parameters = {name: _shape_of(one) for name, one in model.named_parameters()}
+            self._parameters = {
+                name: torch.empty_like(one, device="meta", requires_grad=one.requires_grad)
+                for name, one in model.named_parameters()
+            }
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
-            trained = [name for name, one in self._parameters.items() if one.requires_grad]
-            self._order = trained[::-1]  # in which gradients become final
-            self._stretches = [Stretch("forward", 0, 0, 0), Stretch("backward", 0, 0, len(trained))]
-            if sample is not None:
+            if sample is None:
+                trained = sum(one.nbytes for one in self._parameters.values() if one.requires_grad)
+                self._stretches = [Stretch("forward", 0, 0), Stretch("backward", 0, trained)]
+            else:
                 arguments = (sample if isinstance(sample, tuple) else (sample,), dict(kwargs or {}))
                 args, named_args = map_tensors(lambda one: _moved(one, place, dtype), Tensor, arguments)
-                step = Step(model, args, named_args, loss, _AUTOCAST.get(precision))
-                self._stretches, self._order = measure_step(step)
+                self._stretches = measure_step(Step(model, args, named_args, loss, _AUTOCAST.get(precision)))
         self._has_sample = sample is not None
         self._place = torch.device("cpu") if place.type == "meta" else place
 
@@ -163,25 +263,27 @@ class Estimator:
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
         """
-        stage, gradients, weights = _check(np, shard, offload, wire)
+        if not isinstance(np, int) or isinstance(np, bool) or np < 1:
+            raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
+        stage, gradients, weights = check_stage(shard, offload, wire)
         if stage:
             check_elementwise(self._optimizer, promised=True)
-        layout, unit_groups = Layout(np), []
+        layout, units = Layout(np), []
         if stage == 3:
-            units = [[(name, self._parameters[name]) for name in unit] for unit in self._units]
-            unit_groups = [layout.add(unit) for unit in units]
+            units = [layout.add([(name, self._parameters[name]) for name in unit]) for unit in self._units]
         else:
             layout.add(list(reversed(self._parameters.items())), self._cap_bytes)
         trained = [group for group in layout.groups if group.requires_grad]
-        base, offloaded = self._held(stage, layout.groups, weights, offload)
-        reduced = sum(self._parameters[name].nbytes for name in self._order)
-        if stage >= 2:
-            reduced = sum(group.shard_numel * sum_dtype(group.dtype).itemsize for group in trained)
-        moments = self._moments(stage, layout, unit_groups, gradients, weights)
+        held, offloaded = self._held(stage, layout.groups, weights, offload)
+        reduced = sum(
+            group.shard_numel * sum_dtype(group.dtype).itemsize if stage >= 2 else group.nbytes
+            for group in trained
+        )
+        moments = self._passes(stage, np, trained, units, reduced, gradients, weights)
         moments += self._step(stage, trained, weights, offload, reduced)
-        highest = max(moments, key=lambda moment: moment.recorded + moment.received)
+        highest = max(moments, key=lambda moment: moment.total)
         at_peak = {
-            **base,
+            **held,
             "gradients": highest.gradients,
             "activations": highest.activations,
             "buckets": highest.buckets + highest.received,
@@ -191,7 +293,7 @@ class Estimator:
             ranks=np,
             stage=stage,
             offload=offload,
-            **base,
+            **held,
             gradients=reduced,
             activations=max(moment.activations for moment in moments) if self._has_sample else None,
             buckets=max(moment.buckets + moment.received for moment in moments),
@@ -200,7 +302,7 @@ class Estimator:
             peak=sum(at_peak.values()),
             peak_phase=highest.phase,
             at_peak=at_peak,
-            recorded_peak=sum(base.values()) + max(moment.recorded for moment in moments),
+            recorded_peak=sum(held.values()) + max(moment.recorded for moment in moments),
         )
 
     def _held(
@@ -209,15 +311,10 @@ class Estimator:
         """Bytes that are there all the time, by part, and those that are offloaded."""
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
         whole = sum(group.padded * group.dtype.itemsize for group in groups)
-        exact = shards if stage in (1, 2) and weights is not FP32 else 0
-        base = {
-            "parameters": (
-                sum(one.nbytes for one in self._parameters.values())
-                if stage == 0
-                else shards
-                if stage == 3
-                else whole + exact
-            ),
+        exact = 0 if weights is FP32 else shards
+        parameters = {0: sum(one.nbytes for one in self._parameters.values()), 3: shards}
+        held = {
+            "parameters": parameters.get(stage, whole + exact),
             "buffers": self._buffers,
             "optimizer_state": sum(
                 round(self._memory(group, stage).state * (group.shard_numel if stage else group.numel))
@@ -227,181 +324,125 @@ class Estimator:
             "master_weights": sum(4 * group.shard_numel for group in groups if stage and group.dtype in HALF),
         }
         offloaded = 0
-        if offload:
-            parts = ["optimizer_state"]
-            if self._place.type != "cuda":  # there, master weights are beside the device's own
-                parts.append("master_weights")
-            for part in parts:
-                offloaded += base[part]
-                base[part] = 0
-        return base, offloaded
+        if offload:  # on CUDA devices, master weights are beside the weights
+            for part in ["optimizer_state"] + ["master_weights"] * (self._place.type != "cuda"):
+                offloaded += held[part]
+                held[part] = 0
+        return held, offloaded
 
     def _memory(self, group: Group, stage: int) -> OptimizerMemory:
         """Memory of the optimizer for a group; master weights are stepped in float32."""
         dtype = torch.float32 if stage and group.dtype in HALF else group.dtype
-        if dtype not in self._taken:
-            self._taken[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self._place)
-        return self._taken[dtype]
+        if dtype not in self._measured:
+            self._measured[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self._place)
+        return self._measured[dtype]
 
-    def _moments(
+    def _passes(
         self,
         stage: int,
-        layout: Layout,
+        ranks: int,
+        trained: Sequence[Group],
         units: Sequence[Sequence[Group]],
-        gradients: WireFormat,
+        reduced: int,
+        wire: WireFormat,
         weights: WireFormat,
     ) -> list[_Moment]:
-        """The measured step with what gradients and gathered parameters take at this stage."""
-        place = {name: number for number, name in enumerate(self._order)}
-        ready = {  # for each group, how many parameters are final once all of its own are
-            group.position: 1 + max(place.get(layout.names[index], -1) for index in group.indices)
-            for group in layout.groups
-            if group.requires_grad
-        }
-        by_time = sorted((layout.groups[number] for number in ready), key=lambda group: ready[group.position])
-        final = [0, *accumulate(self._parameters[name].nbytes for name in self._order)]
+        """Forward and backward pass: measured activations, and what gradients and gathered parameters take beside them."""
+        whole = sum(group.nbytes for group in trained)
+        travelling = trained if stage < 3 else [group for unit in units[:-1] for group in unit] or trained
+        sizes = [_flat_bytes(group) for group in travelling]
         found = []
         for stretch in self._stretches:
-            moment = _Moment(stretch.phase, stretch.peak)
+            final = min(stretch.final, whole)
+            moment = _Moment(stretch.phase, stretch.activations)
             found.append(moment)
-            complete = [group for group in by_time if ready[group.position] <= stretch.final]
-            waiting = max(final[stretch.final] - sum(group.nbytes for group in complete), 0)
-            if layout.ranks == 1 and stage < 2:
-                moment.gradients = final[stretch.final]
-                continue
-            moment.buckets = waiting
-            if stage < 2:
-                moment.gradients = final[-1]
-                # Horovod cannot add bfloat16: complete buckets travel in float32 until all are reduced.
-                moment.buckets += sum(2 * group.nbytes for group in complete if group.dtype is torch.bfloat16)
-                continue
-            _reduce(moment, complete, gradients)
+            if stage < 2 and ranks == 1:
+                moment.gradients = final
+            elif stage < 2:  # gradients lie in buckets, but for those that wait until theirs is complete
+                moment.gradients = whole
+                waiting = min(final, max(sizes)) if final < whole else 0
+                moment.buckets = waiting
+                # Horovod cannot add bfloat16: buckets travel in float32 until all are reduced.
+                halves = sum(group.nbytes for group in trained if group.dtype is torch.bfloat16)
+                moment.buckets += 2 * (final - waiting) * halves // whole
+            else:
+                on_way = min(final, max(_in_flight(sizes), SMALL_BYTES))
+                moment.gradients = final * reduced // whole
+                moment.buckets = on_way
+                if ranks > 1:
+                    encoded = on_way * sum(_wire_bytes(group, wire) for group in trained) // whole
+                    moment.received = encoded
+                    moment.buckets += encoded if any(wire.changes(group.dtype) for group in trained) else 0
             if stage == 3:
-                _gather(moment, units, complete, weights)
-            if complete and ready[complete[-1].position] == stretch.final:
-                # As the stretch began, its gradients had been copied into a flat buffer and its shard was not there yet.
-                last = complete[-1]
-                copied = replace(moment, activations=stretch.start, received=0)
-                copied.buckets += last.nbytes
-                copied.gradients -= last.shard_numel * sum_dtype(last.dtype).itemsize
-                found.append(copied)
+                self._gather(moment, units, weights, whole - final)
         return found
+
+    @staticmethod
+    def _gather(moment: _Moment, units: Sequence[Sequence[Group]], wire: WireFormat, left: int) -> None:
+        """Adds the parameters that stage 3 gathers: the last unit all the time, and one of the others with the next ahead of it;
+        in the backward pass no more than those whose gradients are ``left``."""
+        *others, rest = [sum(map(_flat_bytes, unit)) for unit in units]
+        moment.buckets += rest + min(left, max(map(sum, pairwise(others)), default=sum(others)))
+        rows = (sum(_wire_bytes(group, wire) for group in unit if group.ranks > 1) for unit in units[:-1])
+        moment.received += min(left, max(rows, default=0))
 
     def _step(
         self, stage: int, trained: Sequence[Group], weights: WireFormat, offload: str | None, reduced: int
     ) -> list[_Moment]:
         """The optimizer's step, and the gathers after it."""
         halves = [group for group in trained if stage and group.dtype in HALF]
-        converted = sum(4 * group.shard_numel for group in halves) if stage == 1 else 0
         compared = max((3 * group.shard_numel for group in halves), default=0)
+        gradients = reduced + (sum(4 * group.shard_numel for group in halves) if stage == 1 else 0)
         temporaries = 0
         for dtype in {group.dtype for group in trained}:
             of_dtype = [group for group in trained if group.dtype is dtype]
-            taken = self._memory(of_dtype[0], stage)
-            numel = sum(group.shard_numel if stage else group.numel for group in of_dtype)
-            largest = max(
-                min(max(group.numels), group.shard_numel) if stage else max(group.numels)
-                for group in of_dtype
-            )
-            here = 0
+            memory = self._memory(of_dtype[0], stage)
+            own = [group.shard_numel if stage else group.numel for group in of_dtype]
+            stepped = max(min(max(group.numels), numel) for group, numel in zip(of_dtype, own))
+            each = memory.temporaries
             if offload:  # one parameter at a time; on CUDA with the state of two
-                numel = largest
-                here = round(2 * taken.state * numel) if self._place.type == "cuda" else 0
-            temporaries = max(temporaries, here + taken.temporaries(numel, largest))
-        found = [
-            _Moment("step", gradients=reduced, temporaries=compared),
-            _Moment("step", gradients=reduced + converted, temporaries=temporaries),
-        ]
+                each += 2 * memory.state if self._place.type == "cuda" else 0
+            elif memory.at_once:
+                stepped = sum(own)
+            temporaries = max(temporaries, round(each * stepped))
+        found = [_Moment("step", gradients=gradients, temporaries=max(temporaries, compared))]
         if stage in (1, 2) and trained and trained[0].ranks > 1:
-            rows = [weights.row_bytes(group.shard_numel, group.dtype) for group in trained]
-            sent = [row if weights.changes(group.dtype) else 0 for row, group in zip(rows, trained)]
-            received = [trained[0].ranks * row for row in rows]
-            found.append(
-                _Moment(
-                    "gather",
-                    gradients=reduced + converted,
-                    buckets=_together(sent),
-                    received=_together(received),
-                )
-            )
+            received = _in_flight([_wire_bytes(group, weights) for group in trained])
+            encoded = 0 if weights is FP32 else received // trained[0].ranks
+            found.append(_Moment("gather", gradients=gradients, buckets=encoded, received=received))
         return found
 
 
-def _reduce(moment: _Moment, complete: Sequence[Group], wire: WireFormat) -> None:
-    """Adds shards of complete groups, and the groups that are on their way: two, or more while they are small."""
-    moment.gradients = sum(group.shard_numel * sum_dtype(group.dtype).itemsize for group in complete)
-    flying = 0
-    for number, group in enumerate(reversed(complete)):
-        flat = group.padded * group.dtype.itemsize
-        if number >= IN_FLIGHT and flying + flat > SMALL_BYTES:
-            break
-        flying += flat
-        received = group.ranks * wire.row_bytes(group.shard_numel, group.dtype) if group.ranks > 1 else 0
-        moment.buckets += flat + (received if wire.changes(group.dtype) else 0)
-        moment.received += received
+def _flat_bytes(group: Group) -> int:
+    return group.padded * group.dtype.itemsize
 
 
-def _gather(
-    moment: _Moment, units: Sequence[Sequence[Group]], complete: Sequence[Group], wire: WireFormat
-) -> None:
-    """Adds the parameters that stage 3 gathers: the last unit all the time, and of the others one with the next ahead of it;
-    in the backward pass the last two whose gradients are not complete."""
-    *others, rest = units
-    if moment.phase == "backward":
-        gone = {group.position for group in complete}
-        others = [unit for unit in others if any(group.position not in gone for group in unit)][-2:]
-    whole = [sum(group.padded * group.dtype.itemsize for group in unit) for unit in others]
-    moment.buckets += sum(group.padded * group.dtype.itemsize for group in rest)
-    moment.buckets += max(map(sum, pairwise(whole)), default=sum(whole))
-    rows = [
-        sum(group.ranks * wire.row_bytes(group.shard_numel, group.dtype) for group in unit if group.ranks > 1)
-        for unit in others
-    ]
-    moment.received += max(rows, default=0)
+def _wire_bytes(group: Group, wire: WireFormat) -> int:
+    """Bytes of a group from all ranks as they travel."""
+    return group.ranks * wire.row_bytes(group.shard_numel, group.dtype)
 
 
-def _together(sizes: Sequence[int]) -> int:
-    """The largest sum of sizes in a row that are in flight at a time."""
-    return max((sum(sizes[start : start + IN_FLIGHT]) for start in range(len(sizes))), default=0)
-
-
-def _check(np: object, shard: object, offload: object, wire: Any) -> tuple[int, WireFormat, WireFormat]:
-    """Stage, and formats of gradients and of parameters."""
-    if not isinstance(np, int) or isinstance(np, bool) or np < 1:
-        raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
-    stage = stage_of(shard)
-    if offload not in (None, "optimizer"):
-        raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
-    if offload and not stage:
-        raise ValueError(f"offload={offload!r} needs shard='optimizer' or more")
-    gradients, parameters = wire_formats(wire)
-    if (stage == 0 and parameters is not FP32) or (stage < 2 and gradients is not FP32):
-        raise ValueError(
-            f"wire={wire!r}: gradients travel in another format from shard='gradients' on, parameters from 'optimizer' on"
-        )
-    return stage, gradients, parameters
+def _in_flight(sizes: Sequence[int]) -> int:
+    """The most bytes in flight at a time."""
+    return sum(sorted(sizes)[-IN_FLIGHT:])
 
 
 def _check_model(model: nn.Module, sample: object) -> None:
-    parameters = list(model.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
+    parameters = dict(model.named_parameters())
+    if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError("the model has no parameter that is trained: unfreeze some")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise ValueError(f"parameter '{name}' has no shape yet: run the model once before")
-        if parameter.numel() > 1 and not any(parameter.stride()):
+        if is_absent(parameter):
             raise ValueError(
                 f"parameter '{name}' is split over ranks already: estimate before DistributedOptimizer, or within its "
                 "gathered_parameters()"
             )
-    if sample is not None and parameters[0].is_meta:
+    if sample is not None and next(iter(parameters.values())).is_meta:
         raise ValueError(
             "a sample cannot be run on a model on the meta device: leave sample out, or build the model"
         )
-
-
-def _shape_of(parameter: Tensor) -> Tensor:
-    return torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:

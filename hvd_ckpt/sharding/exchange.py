@@ -8,7 +8,6 @@ this and its allreduce 1 to 3. mpi4py saves a cycle of Horovod's on small messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
-from hvd_ckpt.reduction.communicator import wait
+from hvd_ckpt.reduction.communicator import Work, wait
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
@@ -64,55 +63,10 @@ class Traffic:
         self.sent[kind] += sent
 
 
-class Transfer:
-    """A collective on its way; holds all tensors that it needs."""
-
-    def __init__(
-        self, named_handles: Sequence[tuple[str, int]], finish: Callable[[list[Any]], torch.Tensor]
-    ) -> None:
-        self._pending = named_handles
-        self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
-        self._result: torch.Tensor | None = None
-
-    def done(self) -> bool:
-        """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
-        return all(mpi_ops.poll(handle) for _, handle in self._pending)
-
-    def wait(self, awaited: str = "") -> torch.Tensor:
-        """The result; asleep until all messages are here. A second call returns the same tensor.
-
-        Args:
-            awaited: in words what is waited for, for the line that says so when it does not come.
-
-        Raises:
-            horovod.common.exceptions.HorovodInternalError: another rank is gone.
-        """
-        if self._finish is not None:
-            pending, self._pending = self._pending, ()
-            finish, self._finish = self._finish, None
-            with torch.no_grad():
-                self._result = finish([wait(handle, name, awaited) for name, handle in pending])
-        if self._result is None:
-            raise RuntimeError("this transfer has failed before; start the step again")
-        return self._result
-
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Transfer:
-        """This transfer, with another result; wait for the new one instead."""
-        finish = self._finish
-        assert finish is not None
-        return Transfer(self._pending, lambda results: change(finish(results)))
-
-    def forget(self) -> None:
-        """Drops a transfer that is not waited for; it completes by itself."""
-        for _, handle in self._pending:
-            mpi_ops._handle_map.pop(handle, None)
-        self._pending, self._finish = (), None
-
-
 class Exchange:
     """The collectives of one optimizer.
 
-    All ranks must launch the same ones in the same order. A name (``what``) is free again once its transfer has been waited for.
+    All ranks must launch the same ones in the same order. A name (``what``) is free again once its work has been waited for.
 
     Args:
         process_set: Horovod's, the ranks that take part.
@@ -132,11 +86,11 @@ class Exchange:
 
     def reduce_scatter(
         self, flat: torch.Tensor, what: str, scale: float = 1.0, format: WireFormat = FP32
-    ) -> Transfer:
+    ) -> Work:
         """Starts to add up all ranks' ``flat`` [ranks * m], of which this rank gets its own m elements, times ``scale``.
 
         Args:
-            flat: contiguous, untouched until the transfer is done.
+            flat: contiguous, untouched until the work is done.
             what: names it, the same on every rank.
             scale: of the sum; 1 / ranks gives the average.
             format: of what travels; with one rank nothing does, and nothing is rounded.
@@ -158,23 +112,23 @@ class Exchange:
             return out
 
         if self.ranks == 1 or numel == 0:
-            return Transfer((), add)
+            return Work((), add)
         message = _carried(wire.view(-1))
         name = self._name("reduce_scatter", what, flat.numel())
         splits = torch.full((self.ranks,), message.numel() // self.ranks, dtype=torch.int32)
         handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=self.process_set)
-        return Transfer([(name, handle)], add)
+        return Work([(name, handle)], add)
 
     def all_gather(
         self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32
-    ) -> Transfer:
+    ) -> Work:
         """Starts to write all ranks' ``shard`` [m] into ``flat`` [ranks * m], in rank order, in place.
 
         With a lossy format this rank's own part is what the others get, too, so that ``flat`` is the same on every rank.
 
         Args:
-            shard: contiguous; it may lie in ``flat`` where it belongs. Untouched until the transfer is done.
-            flat: contiguous; undefined until the transfer is done. Its version counter does not move.
+            shard: contiguous; it may lie in ``flat`` where it belongs. Untouched until the work is done.
+            flat: contiguous; undefined until the work is done. Its version counter does not move.
             what: names it, the same on every rank.
             format: of what travels; with one rank nothing does, and nothing is rounded.
 
@@ -193,10 +147,10 @@ class Exchange:
         if self.ranks == 1 or numel == 0:
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
-            return Transfer((), lambda _: flat)
+            return Work((), lambda _: flat)
         name = self._name("all_gather", what, flat.numel())
         if not format.changes(flat.dtype):
-            return Transfer(self._gather(shard.detach(), own, whole, name), lambda _: flat)
+            return Work(self._gather(shard.detach(), own, whole, name), lambda _: flat)
         wire = format.encode(shard.detach())
         message = _carried(wire.view(-1))
         handle = mpi_ops.allgather_async(message, name=name, process_set=self.process_set)
@@ -205,7 +159,7 @@ class Exchange:
             format.decode(results[0].view(wire.dtype).view(self.ranks, -1), whole)
             return flat
 
-        return Transfer([(name, handle)], place)
+        return Work([(name, handle)], place)
 
     def _gather(
         self, shard: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, name: str

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT
 from hvd_ckpt.sharding.layout import Group, Layout
@@ -50,7 +51,7 @@ class FlatParameters:
     def shards_changed(self, groups: Collection[Group] | None = None) -> None:
         """Gathers the shards of these groups, or of all, into the parameters. Collective."""
         wanted = list(self._layout.groups if groups is None else groups)
-        in_flight: deque[Transfer] = deque()
+        in_flight: deque[Work] = deque()
         for group in wanted:
             if len(in_flight) == IN_FLIGHT:  # what arrives lies beside the parameters until it is waited for
                 in_flight.popleft().wait(WEIGHTS)
@@ -58,8 +59,8 @@ class FlatParameters:
             in_flight.append(
                 self._exchange.all_gather(shard, flat, f"weights.{group.position}", self._format)
             )
-        for transfer in in_flight:
-            transfer.wait(WEIGHTS)
+        for work in in_flight:
+            work.wait(WEIGHTS)
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def sync_from_model(self) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_ckpt.reduction.communicator import GRADIENTS, POLL_SECONDS
-from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.reduction.communicator import GRADIENTS, Work, pauses
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
@@ -51,7 +51,7 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
 @dataclass(frozen=True)
 class _Launch:
     group: Group
-    transfer: Transfer
+    work: Work
     nbytes: int
     position: int
 
@@ -73,12 +73,12 @@ class InFlight:
     def launch(self, group: Group, flat: torch.Tensor, position: int, number: int) -> None:
         """Sends a group's buffer at a position of the schedule, its launch ``number`` in this step."""
         what = f"gradients.{group.position}.{number}"
-        transfer = self._exchange.reduce_scatter(flat, what, self._scale, self._format)
-        self._launches.append(_Launch(group, transfer, flat.nbytes, position))
+        work = self._exchange.reduce_scatter(flat, what, self._scale, self._format)
+        self._launches.append(_Launch(group, work, flat.nbytes, position))
 
     def poll(self) -> None:
         """Takes what has arrived."""
-        while self._launches and self._launches[0].transfer.done():
+        while self._launches and self._launches[0].work.done():
             self._wait()
 
     def make_room(self, group: Group, before: float = float("inf"), patience: float | None = None) -> bool:
@@ -100,7 +100,7 @@ class InFlight:
             oldest = self._launches[0]
             if oldest.position >= before:
                 break
-            if patience is not None and not _arrives(oldest.transfer, patience):
+            if patience is not None and not _arrives(oldest.work, patience):
                 return False
             self._wait()
         return True
@@ -112,7 +112,7 @@ class InFlight:
 
     def _wait(self) -> None:
         launch = self._launches.popleft()
-        result = launch.transfer.wait(GRADIENTS)
+        result = launch.work.wait(GRADIENTS)
         shard = self.shards.setdefault(launch.group.position, result)
         if shard is not result:
             with torch.no_grad():
@@ -121,15 +121,14 @@ class InFlight:
     def drop(self) -> None:
         """Forgets everything; what is in flight completes by itself."""
         for launch in self._launches:
-            launch.transfer.forget()
+            launch.work.forget()
         self._launches.clear()
         self.shards.clear()
 
 
-def _arrives(transfer: Transfer, seconds: float) -> bool:
+def _arrives(work: Work, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while not transfer.done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True
+    for _ in pauses():
+        if work.done() or time.monotonic() > deadline:
+            break
+    return work.done()

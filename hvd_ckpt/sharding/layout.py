@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from hvd_ckpt.reduction.buckets import is_dense
+
 ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
 
 
@@ -51,12 +53,7 @@ class TensorSpec:
 
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills consecutive memory, each place with one element."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1 and stride != expected:
-            return not tensor.numel()
-        expected *= size
-    return True
+    return not tensor.numel() or is_dense(tensor.shape, tensor.stride())
 
 
 class ShardSpan(NamedTuple):

@@ -1,7 +1,7 @@
 """Measurements behind a memory estimate: the activations of a step, and what an optimizer takes per element.
 
-An optimizer is measured on small vectors, since implementations differ: a loop over parameters needs temporaries as large as the
-largest of them, one over lists of tensors (``foreach``, the default on CUDA) as large as all of them, a fused one none.
+An optimizer is measured on small vectors: a loop over parameters needs temporaries for the largest of them, one over lists of
+tensors (``foreach``, the default on CUDA) for all of them, a fused one none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.profile import Step
-from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.sharding.elementwise import check_elementwise, class_of, optimizer_classes
 from hvd_ckpt.text import unknown
 
 _NUMEL = 1 << 14
@@ -28,48 +28,44 @@ class Stretch(NamedTuple):
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
-        start, peak: bytes of activations at its start, and the most during it.
-        final: number of parameters whose gradients are final at its start.
+        activations: the most bytes of them during it.
+        final: bytes of the gradients that are final at its start.
     """
 
     phase: str
-    start: int
-    peak: int
+    activations: int
     final: int
 
 
-def measure_step(step: Step) -> tuple[list[Stretch], list[str]]:
-    """Runs the step twice and records the second run; also names parameters in the order in which gradients become final."""
-    accumulations: list[str] = []
+def measure_step(step: Step) -> list[Stretch]:
+    """Runs the step twice, and records the second run."""
+    accumulated: list[Tensor] = []
     with undisturbed(step.model, step.device):
         step.run()
         gc.collect()
         with contextlib.ExitStack() as stack:
             marks = stack.enter_context(recording_marks(step.device))
 
-            def watch(name: str, parameter: Tensor) -> None:
-                def accumulated(_: Tensor) -> None:
-                    accumulations.append(name)
-                    marks.mark("gradient")
+            def after_accumulation(parameter: Tensor) -> None:
+                accumulated.append(parameter)
+                marks.mark("gradient")
 
-                handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-                stack.callback(handle.remove)
-
-            for name, parameter in step.model.named_parameters():
+            for parameter in step.model.parameters():
                 if parameter.requires_grad:
-                    watch(name, parameter)
+                    handle = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
             step.run(marks)
             marks.mark("end")
-    last = {name: number for number, name in enumerate(accumulations)}
-    found, start, seen, final, phase = [], 0, 0, 0, "forward"
+    last = {id(parameter): number for number, parameter in enumerate(accumulated)}
+    gradients = iter(enumerate(accumulated))
+    found: list[Stretch] = []
+    final = 0
     for mark in marks.marks:
-        found.append(Stretch(phase, start, mark.peak_bytes, final))
-        start = mark.bytes
+        found.append(Stretch("backward" if found else "forward", mark.peak_bytes, final))
         if mark.name == "gradient":
-            final += last[accumulations[seen]] == seen
-            seen += 1
-        phase = "backward"
-    return found, sorted(last, key=lambda name: last[name])
+            number, owner = next(gradients)
+            final += owner.nbytes * (last[id(owner)] == number)
+    return found
 
 
 class OptimizerMemory(NamedTuple):
@@ -77,41 +73,57 @@ class OptimizerMemory(NamedTuple):
 
     Attributes:
         state: per element.
-        all: temporaries of a step per element of all parameters.
-        largest: temporaries per element of the largest parameter.
+        temporaries: of a step, per element of what it steps at once.
+        at_once: it steps all parameters at once (``foreach``, the default on CUDA), not one after the other.
     """
 
     state: float
-    all: float
-    largest: float
-
-    def temporaries(self, numel: int, largest: int) -> int:
-        """Bytes that a step on ``numel`` elements in all allocates, of which the largest parameter has ``largest``."""
-        return round(self.all * numel + self.largest * largest)
+    temporaries: float
+    at_once: bool
 
     @classmethod
     def measure(
         cls, optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device
     ) -> OptimizerMemory:
-        """Measures the optimizer's class with its options; where groups have different options, those of each count by its
-        number of elements.
+        """Measures a step of the optimizer's class on two vectors, with the options of its first parameter group.
 
         Raises:
             ValueError: it does not step on a vector, or its state has other shapes than its parameters.
         """
-        kind: Any = getattr(optimizer, "_wrapped_class", type(optimizer))
-        found, sizes = [], []
-        for group in optimizer.param_groups:
-            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            sizes.append(sum(parameter.numel() for parameter in group["params"]) or 1)
-            (_, two), (state, three) = (_step(kind, options, dtype, device, count) for count in (2, 3))
-            each = (three - two) / _NUMEL
-            found.append(cls(state / _NUMEL, each, max(two / _NUMEL - 2 * each, 0)))
-        mean = (
-            sum(values) / sum(sizes)
-            for values in zip(*([size * one for one in memory] for size, memory in zip(sizes, found)))
-        )
-        return cls(*mean)
+        kind: Any = class_of(optimizer)
+        options = {
+            name: value
+            for name, value in optimizer.param_groups[0].items()
+            if name not in ("params", "param_names")
+        }
+        parameters = [nn.Parameter(torch.zeros(_NUMEL, dtype=dtype, device=device)) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        arguments = inspect.signature(kind).parameters
+        reason = None
+        try:
+            own = {name: value for name, value in options.items() if name in arguments}
+            made = kind([{**options, "params": parameters}], **own)
+            made.step()
+            with recording_marks(device) as marks:
+                marks.mark("start")
+                made.step()
+                marks.mark("end")
+            state = [value for value in made.state[parameters[0]].values() if isinstance(value, Tensor)]
+            if any(value.numel() not in (1, _NUMEL) for value in state):
+                reason = "its state has other shapes than its parameters"
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = f"it does not step on a vector ({' '.join(str(error).split())})"
+        if reason:
+            raise ValueError(
+                f"the memory of optimizer {kind.__name__} cannot be estimated, since {reason}; take one such as AdamW"
+            )
+        start, end = marks.marks
+        kept = sum(value.untyped_storage().nbytes() for value in state if value.numel() == _NUMEL)
+        foreach = options.get("foreach")
+        at_once = device.type == "cuda" if foreach is None else bool(foreach)
+        stepped = len(parameters) * _NUMEL if at_once else _NUMEL
+        return cls(kept / _NUMEL, max(end.peak_bytes - start.bytes, 0) / stepped, at_once)
 
 
 def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer:
@@ -131,7 +143,12 @@ def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer
                 "wrapped, or a name such as 'adamw'"
             )
         return optimizer
-    kind: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
+    kind: Any = optimizer
+    if isinstance(optimizer, str):
+        known = optimizer_classes()
+        kind = known.get(optimizer.strip().lower())
+        if kind is None:
+            raise ValueError(unknown("optimizer", optimizer, sorted(known)))
     if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(
             f"optimizer must be the name of a class of torch.optim, a class, or an optimizer, not {optimizer!r}"
@@ -151,48 +168,3 @@ def check_optimizer(name: str) -> None:
         ValueError: it does not exist or cannot be split.
     """
     check_elementwise(make_optimizer(name, nn.Linear(1, 1)))
-
-
-def _class_named(name: str) -> Any:
-    classes = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if inspect.isclass(value)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-    }
-    if name.strip().lower() not in classes:
-        raise ValueError(unknown("optimizer", name, sorted(classes)))
-    return classes[name.strip().lower()]
-
-
-def _step(
-    kind: Any, options: dict[str, Any], dtype: torch.dtype, device: torch.device, count: int
-) -> tuple[int, int]:
-    """Steps twice on so many vectors: bytes of state of the first one, and the peak of the second step."""
-    parameters = [nn.Parameter(torch.zeros(_NUMEL, dtype=dtype, device=device)) for _ in range(count)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    arguments = inspect.signature(kind).parameters
-    try:
-        own = {name: value for name, value in options.items() if name in arguments}
-        optimizer = kind([{**options, "params": parameters}], **own)
-        optimizer.step()
-        with recording_marks(device) as marks:
-            marks.mark("start")
-            optimizer.step()
-            marks.mark("end")
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the memory of optimizer {kind.__name__} cannot be estimated, since it does not step on a vector: "
-            f"{' '.join(str(error).split())}; take one such as AdamW"
-        ) from None
-    state = [value for value in optimizer.state[parameters[0]].values() if isinstance(value, torch.Tensor)]
-    if any(value.numel() not in (1, _NUMEL) for value in state):
-        raise ValueError(
-            f"the memory of optimizer {kind.__name__} cannot be estimated, since its state has other shapes than its parameters; "
-            "take one such as AdamW"
-        )
-    start, end = marks.marks
-    kept = sum(value.untyped_storage().nbytes() for value in state if value.numel() == _NUMEL)
-    return kept, max(end.peak_bytes - start.bytes, 0)

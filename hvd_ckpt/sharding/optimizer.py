@@ -17,6 +17,7 @@ import torch
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding import state
+from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import OffloadError, raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
@@ -261,6 +262,7 @@ class ShardedOptimizer(ReducedOptimizer):
         self._wrapped_class.add_param_group(self, param_group)
         fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
         if fresh:
+            assert isinstance(sharding.store, FlatParameters)  # at stage 3 the layout has the whole model
             sharding.store.add_groups(fresh)
             sharding.store.shards_changed(
                 fresh

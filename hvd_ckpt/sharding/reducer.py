@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from horovod.torch.mpi_ops import Sum
@@ -32,6 +32,38 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.schedule import Schedule
 
 USED, LATE = 1.0, 2.0
+
+
+class ControlFlags(NamedTuple):
+    """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
+
+    Attributes:
+        states: of each parameter, 0, USED or LATE.
+        needs: of each group, how many launches it needs.
+        last_arrivals: of each group, where it was completed on rank 0.
+        notice: a rank has a notice for the caller.
+        converted: 1 + the number of a parameter that was converted, or 0.
+        position: in the schedule.
+        unsteady: a rank had to launch in ``synchronize``.
+    """
+
+    states: Sequence[float]
+    needs: Sequence[float]
+    last_arrivals: Sequence[float]
+    notice: float
+    converted: float
+    position: float
+    unsteady: float
+
+    def tensor(self) -> torch.Tensor:
+        """The flags, float32 [parameters + 2 * groups + 4]."""
+        return torch.tensor([*self.states, *self.needs, *self.last_arrivals, *self[3:]])
+
+    @classmethod
+    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ControlFlags:
+        """From the values of :meth:`tensor`."""
+        needs, arrivals = parameters + groups, parameters + 2 * groups
+        return cls(values[:parameters], values[parameters:needs], values[needs:arrivals], *values[arrivals:])
 
 
 class ShardReducer(OwningReducer):
@@ -188,28 +220,23 @@ class ShardReducer(OwningReducer):
     def _synchronize(self) -> None:
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
-        count, groups = len(parameters), self._layout.groups
-        pending = [index for index in range(count) if parameters[index].grad is not None]
-        unsteady = bool(pending) or schedule.position < self._agreed
+        pending = any(parameter.grad is not None for parameter in parameters)
+        unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
         flags = self._exchange_flags(unsteady)
-        states, needs, last_arrivals = (
-            flags[:count],
-            flags[count : count + len(groups)],
-            flags[count + len(groups) : -4],
-        )
-        self.noticed, self.notice = flags[-4] > 0, False
-        self._check_converted(round(flags[-3]))
-        self._launch_up_to(round(flags[-2]))
-        self._send_rest(needs)
+        self.noticed, self.notice = flags.notice > 0, False
+        self._check_converted(round(flags.converted))
+        self._launch_up_to(round(flags.position))
+        self._send_rest(flags.needs)
         self._in_flight.wait_all()
-        used = [state > 0 for state in states]
-        self._step.late_gradients = [name for name, state in zip(self._layout.names, states) if state == LATE]
+        used = [state > 0 for state in flags.states]
+        late = [name for name, state in zip(self._layout.names, flags.states) if state == LATE]
+        self._step.late_gradients = late
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
         self._end_step(learn=True)
-        schedule.arrange(used, last_arrivals)
+        schedule.arrange(used, flags.last_arrivals)
         self._agreed = whole_rounds * len(schedule.order)
-        self._may_wait = flags[-1] == 0
+        self._may_wait = flags.unsteady == 0
         self.used = [now or before for now, before in zip(used, self.used)]
 
     def _launch_up_to(self, position: int) -> None:
@@ -219,12 +246,8 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _exchange_flags(self, unsteady: bool) -> list[float]:
-        """Tells the ranks what this one knows; returns the greatest of each flag.
-
-        The flags: per parameter 0, USED or LATE; per group how many launches it needs; per group where it was completed on rank 0;
-        has a notice; number of a parameter that was converted; position; had to launch in ``synchronize``.
-        """
+    def _exchange_flags(self, unsteady: bool) -> ControlFlags:
+        """Tells the ranks what this one knows; returns the greatest of each flag."""
         schedule, layout = self._schedule, self._layout
         due = schedule.due
         states = [0.0] * len(layout.parameters)
@@ -240,14 +263,18 @@ class ShardReducer(OwningReducer):
         leads = self._exchange.rank == 0
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
-        rest = [
-            float(self.notice),
-            float(max(converted, default=0)),
-            float(schedule.position),
-            float(unsteady),
-        ]
+        flags = ControlFlags(
+            states,
+            needs,
+            last_arrivals,
+            notice=float(self.notice),
+            converted=float(max(converted, default=0)),
+            position=float(schedule.position),
+            unsteady=float(unsteady),
+        )
         self._step.control_messages += 1
-        return self._exchange.maximum(torch.tensor(states + needs + last_arrivals + rest), "flags")
+        values = self._exchange.maximum(flags.tensor(), "flags")
+        return ControlFlags.of(values, len(layout.parameters), len(layout.groups))
 
     def _check_converted(self, number: int) -> None:
         if number:
@@ -258,7 +285,7 @@ class ShardReducer(OwningReducer):
                 f"then make the optimizer"
             )
 
-    def _send_rest(self, needs: list[float]) -> None:
+    def _send_rest(self, needs: Sequence[float]) -> None:
         """Sends groups that some rank still has gradients of, but no further round: late ones, and those not active so far."""
         order = self._schedule.order
         others = [group.position for group in self._layout.groups if group.position not in set(order)]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import OptimizerOffload
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 
 HALF = (torch.float16, torch.bfloat16)
@@ -81,7 +83,7 @@ class Sharding:
     stage: int
     layout: Layout
     exchange: Exchange
-    store: Any
+    store: FlatParameters | ShardedParameters
     offload: OptimizerOffload | None
     masters: Masters
     bucket_bytes: float

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -92,8 +91,8 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
-    targets = targets_of(optimizer)
-    sources = Sources(parts, _names(optimizer))
+    targets = ranges_of(optimizer)
+    sources = Sources(parts, _whole_ranges(optimizer))
     groups = parts[0]["param_groups"]
     own_groups = optimizer.param_groups
     if len(groups) != len(own_groups):
@@ -128,7 +127,7 @@ def full(optimizer: ShardedOptimizer, all_ranks: bool) -> dict[str, Any] | None:
             parts.append(found)
     if not parts:
         return None
-    state = Sources(parts, []).states(_whole_targets(sharding))
+    state = Sources(parts, []).states(_whole_ranges(optimizer))
     return {"state": state, "param_groups": _numbered(part["param_groups"], sharding.groups)}
 
 
@@ -200,9 +199,8 @@ def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> 
         sharding.store.shards_changed(sharding.layout.groups)
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Elements of a parameter whose state is wanted, 1-D; with ``whole`` all of them, in the parameter's shape."""
+class ShardRange(NamedTuple):
+    """Elements of a parameter that an optimizer has state of, 1-D; with ``whole`` all of them, in the parameter's shape."""
 
     name: str
     start: int
@@ -211,102 +209,85 @@ class _Target:
     whole: bool
 
 
-def targets_of(optimizer: Any) -> list[_Target]:
+def ranges_of(optimizer: Any) -> list[ShardRange]:
     """The elements that an optimizer, sharded or not, has state of, in the order of its parameters."""
+    if not hasattr(optimizer, "_sharding"):
+        return _whole_ranges(optimizer)
+    return [ShardRange(piece.name, piece.start, piece.stop, piece.spec, False) for piece in optimizer.pieces]
+
+
+def _whole_ranges(optimizer: Any) -> list[ShardRange]:
+    """The whole parameters of an optimizer, sharded or not, in the order of its groups."""
     if hasattr(optimizer, "_sharding"):
-        return [_Target(piece.name, piece.start, piece.stop, piece.spec, False) for piece in optimizer.pieces]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [
-        _Target(name, 0, parameter.numel(), TensorSpec.of(parameter), True)
-        for name, parameter in zip(_names(optimizer), parameters)
-    ]
-
-
-def _whole_targets(sharding: Sharding) -> list[_Target]:
-    """The whole parameters of a sharded optimizer."""
-    layout = sharding.layout
-    indices = [layout.index(one) for one in itertools.chain.from_iterable(sharding.groups)]
-    return [
-        _Target(layout.names[index], 0, layout.specs[index].numel, layout.specs[index], True)
-        for index in indices
-        if index is not None
-    ]
-
-
-def _names(optimizer: Any) -> list[str]:
-    """Of the whole parameters, in the order of the groups."""
-    if hasattr(optimizer, "_sharding"):
-        parameters: Iterable[torch.Tensor] = itertools.chain.from_iterable(optimizer._sharding.groups)
+        layout, groups = optimizer._sharding.layout, optimizer._sharding.groups
+        found = [(one, layout.specs[layout.index(one)]) for one in itertools.chain.from_iterable(groups)]
     else:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [optimizer._parameter_names[parameter] for parameter in parameters]
+        found = [(one, TensorSpec.of(one)) for group in optimizer.param_groups for one in group["params"]]
+    return [ShardRange(optimizer._parameter_names[one], 0, spec.numel, spec, True) for one, spec in found]
 
 
 class Sources:
-    """States of pieces or of whole parameters, found by name."""
+    """States of pieces or of whole parameters, found by name.
 
-    def __init__(self, parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-        self._found: dict[str, list[tuple[int, int | None, dict[str, Any]]]] = {}
+    Args:
+        parts: of each rank, its state; one without ``"pieces"`` is of whole parameters.
+        whole: the whole parameters.
+    """
+
+    def __init__(self, parts: Sequence[Mapping[str, Any]], whole: Sequence[ShardRange]) -> None:
+        self._found: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
         self._masters: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+        self._in_pieces = all("pieces" in part for part in parts)
         for part in parts:
             pieces = part.get("pieces")
-            if pieces is None and sum(len(group["params"]) for group in part["param_groups"]) != len(names):
-                raise ValueError(
-                    f"the state is of {sum(len(group['params']) for group in part['param_groups'])} parameters and this "
-                    f"optimizer has {len(names)}; build the same optimizer"
-                )
+            if pieces is None:
+                count = sum(len(group["params"]) for group in part["param_groups"])
+                if count != len(whole):
+                    raise ValueError(
+                        f"the state is of {count} parameters and this optimizer has {len(whole)}; build the same optimizer"
+                    )
+                pieces = [one[:3] for one in whole]
             for number, values in part["state"].items():
-                if pieces is None:
-                    self._found.setdefault(names[number], []).append((0, None, values))
-                else:
-                    name, start, stop = pieces[number]
-                    self._found.setdefault(name, []).append((start, stop, values))
+                name, start, stop = pieces[number]
+                self._found.setdefault(name, []).append((start, stop, values))
             for number, master in part.get("master_weights", {}).items():
-                name, start, stop = part["pieces"][number]
+                name, start, stop = pieces[number]
                 self._masters.setdefault(name, []).append((start, stop, master))
 
-    def states(self, targets: Sequence[_Target]) -> dict[int, dict[str, Any]]:
+    def states(self, targets: Sequence[ShardRange]) -> dict[int, dict[str, Any]]:
         """The state of each target that has one, by its number."""
         found = {number: self._state_of(target) for number, target in enumerate(targets)}
         return {number: state for number, state in found.items() if state is not None}
 
-    def _state_of(self, target: _Target) -> dict[str, Any] | None:
+    def _state_of(self, target: ShardRange) -> dict[str, Any] | None:
         """The state of a target, or None if its parameter has none."""
         found = self._found.get(target.name)
         if found is None or target.start == target.stop:
             return None
         return {name: self._value(target, name, found) for name in found[0][2]}
 
-    def _value(
-        self, target: _Target, name: str, found: Sequence[tuple[int, int | None, dict[str, Any]]]
-    ) -> Any:
-        first = found[0][2][name]
-        start, stop, _ = found[0]
-        length = target.spec.numel if stop is None else stop - start
+    def _value(self, target: ShardRange, name: str, found: Sequence[tuple[int, int, dict[str, Any]]]) -> Any:
+        start, stop, values = found[0]
+        first = values[name]
         if not isinstance(first, torch.Tensor):
             return first
-        element = stop is None and target.spec.shape == () and name not in COUNTERS
-        if (first.dim() == 0 and not element) or (first.numel() == 1 and length != 1):
+        element = not self._in_pieces and target.spec.shape == () and name not in COUNTERS
+        if (first.dim() == 0 and not element) or (first.numel() == 1 and stop - start != 1):
             return first.clone()
-        if first.numel() != length:
+        if first.numel() != stop - start:
             raise ValueError(
-                f"{name} of '{target.name}' in the state has {first.numel()} elements and not {length}; it is of another model"
+                f"{name} of '{target.name}' in the state has {first.numel()} elements and not {stop - start}; it is of another "
+                "model"
             )
         parts = [
-            (
-                start,
-                target.spec.numel if stop is None else stop,
-                target.spec.flatten(values[name])
-                if values[name].shape == target.spec.shape
-                else values[name],
-            )
-            for start, stop, values in found
+            (start, stop, target.spec.flatten(one) if one.shape == target.spec.shape else one)
+            for start, stop, one in ((start, stop, values[name]) for start, stop, values in found)
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         flat = _assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
         return target.spec.unflatten(flat) if target.whole else flat
 
-    def masters(self, targets: Sequence[_Target]) -> dict[int, torch.Tensor]:
+    def masters(self, targets: Sequence[ShardRange]) -> dict[int, torch.Tensor]:
         """The master weights of the targets that have any."""
         masters = {}
         for number, target in enumerate(targets):

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.sharding.exchange import Exchange, Transfer
+from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
@@ -110,7 +111,7 @@ class UnitParameters:
         self._bring: Callable[[], None] = lambda: None
         weakref.finalize(self, _forget, self._identities)
         weakref.finalize(self, _forget, self._absences)
-        self._transfers: list[Transfer] = []
+        self._in_flight: list[Work] = []
         self._state = _State.WHOLE
         self.reshard()
 
@@ -137,7 +138,7 @@ class UnitParameters:
         for flat in self._flats:
             flat.allocate()
             format = FP32 if exactly else self._format
-            self._transfers.append(self._exchange.all_gather(flat.shard, flat.whole, flat.what, format))
+            self._in_flight.append(self._exchange.all_gather(flat.shard, flat.whole, flat.what, format))
 
     def wait_for_unshard(self) -> None:
         """Waits for what was launched; the parameters are whole then.
@@ -165,9 +166,9 @@ class UnitParameters:
 
     def _arrive(self) -> None:
         assert self._state is _State.UNSHARDING
-        for transfer in self._transfers:
-            transfer.wait(self._awaited)
-        self._transfers.clear()
+        for work in self._in_flight:
+            work.wait(self._awaited)
+        self._in_flight.clear()
 
     def reshard(self) -> None:
         """Gives the memory back; what is on its way is waited for first, since it is written there."""

@@ -1,10 +1,10 @@
-"""Ranks' threads meet in the file system while a snapshot is written: they send no messages, which would mix with training's.
+"""File-system barrier of the ranks' threads that write a snapshot: they send no messages, which would mix with training's.
 
-Rank 0 makes the temporary folder; no other rank ever makes it, so that one which comes late cannot bring back what rank 0 has given
-up. Each rank writes its files, and last a rank manifest with their sizes and hashes, or with the reason why there are none. Rank 0
-collects the rank manifests.
+Rank 0 alone makes the temporary folder, so that a late rank cannot bring back one that rank 0 has discarded. Each rank writes its
+files, and then a rank manifest with their sizes and hashes, or with the reason for its failure. Rank 0 collects the rank manifests.
 
-Seconds of waiting are the sum of pauses between two looks, so a job that is suspended and continued (SIGSTOP, SIGCONT) loses none.
+The time that a rank has waited is the sum of the pauses between two looks, so a job that is suspended and continued (SIGSTOP,
+SIGCONT) loses none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from pydantic import Field
 
 from hvd_ckpt.hosts import host_name
-from hvd_ckpt.json_file import Wrong
-from hvd_ckpt.schema import Strict, parse_json
+from hvd_ckpt.schema import Strict, Wrong, parse_json
 from hvd_ckpt.snapshots.folder import names_in, reason_of
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
 
@@ -29,7 +28,7 @@ RANK_SECONDS = (
 
 
 class RankManifest(Strict):
-    """What a rank has written, or in one line why it has not; only rank 0's has ``aliases`` of weights."""
+    """The files of a rank, or the reason for its failure in one line; only rank 0's has ``aliases`` of weights."""
 
     host: str
     files: dict[str, FileEntry] = Field(default_factory=dict)

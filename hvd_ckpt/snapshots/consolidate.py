@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.schema import Wrong
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, shard_file

@@ -14,9 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from hvd_ckpt.grid import current
 from hvd_ckpt.hosts import host_name
-from hvd_ckpt.json_file import Wrong
-from hvd_ckpt.schema import first_error
+from hvd_ckpt.schema import Wrong, first_error
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.sharding.state import COUNTERS, ShardRange, ranges_of
 from hvd_ckpt.snapshots.barrier import RankManifest, not_shared
 from hvd_ckpt.snapshots.folder import Warn, discard, name_of, put_in_place, reason_of, sync_folder
 from hvd_ckpt.snapshots.schema import (
@@ -64,71 +66,141 @@ class ShardState:
 
 
 class RunShards:
-    """Makes the :class:`ShardState` of a run. To be made before the optimizer is distributed.
+    """Makes the :class:`ShardState` of a run. To be made with the whole model, before it is cut into pipeline stages or sharded.
+
+    In pipeline stages all ranks write weights and optimizer state as shards, each element once: what all replicas of a stage have,
+    the first of them writes.
 
     Args:
         model: with whole parameters.
-        stage: from 0 to 3; at 0 nothing is sharded.
+        stage: of sharding, from 0 to 3.
         lossy: whether weights are communicated in fewer bits than they have.
+
+    Attributes:
+        aliases: further names of tied parameters, and the name under which each is in a snapshot.
+        sharded: whether the optimizer's state is split over the ranks.
     """
 
     def __init__(self, model: nn.Module, stage: int, lossy: bool) -> None:
-        self.stage = stage
-        if stage:
-            self._parameters, self._aliases = parameters_of(model)
-            names = {*self._parameters, *self._aliases}
+        self.stage, self._pipeline_stages = stage, current().stages
+        self.sharded = stage > 0 or self._pipeline_stages > 1
+        self.aliases: dict[str, str] = {}
+        if self.sharded:
+            self._tensors, self.aliases = tensors_of(model, buffers=self._pipeline_stages > 1)
+            names = {*self._tensors, *self.aliases}
             self._buffers = [name for name in model.state_dict() if name not in names]
-        self._splits_weights = stage == 3 or (stage > 0 and lossy)
+        self._splits_each = stage == 3 or (stage > 0 and lossy)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The weights that rank 0 writes: ``model.state_dict()``, or only buffers where shards have the exact weights."""
-        if not self._splits_weights:
+        """The weights that rank 0 writes: ``model.state_dict()``, or only what no rank has in its shards."""
+        if not self._splits_each and self._pipeline_stages == 1:
             return model.state_dict()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {name: buffers[name] for name in self._buffers}
 
-    def state(self, optimizer: Any, averages: Mapping[int, Tensor] | None) -> ShardState | None:
+    def state(
+        self, model: nn.Module, optimizer: Any, averages: Mapping[int, Tensor] | None
+    ) -> ShardState | None:
         """The shards that this rank writes, not copied; None where nothing is sharded.
 
         Args:
             optimizer: a ``DistributedOptimizer``.
             averages: of the weights, by number of the shard.
         """
-        if not self.stage:
+        if not self.sharded:
             return None
         part = optimizer.state_dict()
         state = {name: part[name] for name in ("state", "param_groups", "master_weights") if name in part}
         if averages is not None:
             state["averages"] = dict(averages)
-        pieces = optimizer.weight_pieces() if self._splits_weights else None
+        pieces: Sequence[Any] = part["pieces"] if self.stage else _flatten(state, ranges_of(optimizer))
+        weights = self._own_weights(model, optimizer)
+        if self._pipeline_stages > 1:
+            # A tied parameter is the first of its stages' to write, and what is whole the first replica's.
+            own = dict(model.named_parameters()) if self.stage or current().replica == 0 else {}
+            pieces = _select(state, pieces, own)
         shards = RankShards(
             stage=self.stage,
-            parameters=self._parameters,
-            optimizer=ShardMetadata.of(part["pieces"]),
-            weights=None if pieces is None else ShardMetadata.of(piece[:3] for piece in pieces),
+            pipeline_stages=self._pipeline_stages,
+            parameters=self._tensors,
+            optimizer=ShardMetadata.of(pieces),
+            weights=None if weights is None else ShardMetadata.of(piece[:3] for piece in weights),
         )
-        weights = None if pieces is None else {name: values for name, _, _, values in pieces}
-        return ShardState(shards, self._aliases, state, weights)
+        flat = None if weights is None else {name: values for name, _, _, values in weights}
+        return ShardState(shards, self.aliases, state, flat)
+
+    def _own_weights(self, model: nn.Module, optimizer: Any) -> list[tuple[str, int, int, Tensor]] | None:
+        """Name, first and last + 1 element, and values of the weights that this rank writes; None if rank 0 writes all."""
+        if self._pipeline_stages == 1:
+            return optimizer.weight_pieces() if self._splits_each else None
+        own: dict[str, Tensor] = dict(model.named_parameters())
+        own.update(model.named_buffers())
+        first = current().replica == 0
+        pieces = [
+            (name, 0, one.numel(), TensorSpec.of(one).flatten(one))
+            for name, one in own.items()
+            if first and name in self._tensors and not (self._splits_each and isinstance(one, nn.Parameter))
+        ]
+        if self._splits_each:
+            pieces += [piece for piece in optimizer.weight_pieces() if piece[0] in own]
+        return [piece for piece in pieces if piece[1] < piece[2]]
 
     def publish_weights(self, optimizer: Any) -> None:
         """Gives the model the weights it had after the last step, which lossy communication made of the exact ones. Collective."""
-        if self._splits_weights and self.stage < 3:
+        if self._splits_each and self.stage < 3:
             store, layout = optimizer._sharding.store, optimizer._sharding.layout
             store.shards_changed([group for group in layout.groups if group.requires_grad])
 
 
-def parameters_of(model: nn.Module) -> tuple[dict[str, TensorMetadata], dict[str, str]]:
-    """A model's parameters, and the further names of those that are tied."""
+def _flatten(state: Mapping[str, Any], ranges: Sequence[ShardRange]) -> list[tuple[str, int, int]]:
+    """Makes 1-D shards of the state and averages of whole parameters, in place; returns their names, first and last + 1 element."""
+    for number, whole in enumerate(ranges):
+        entries = dict(state["state"].get(number, {}))
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == whole.spec.shape and name not in COUNTERS:
+                entries[name] = whole.spec.flatten(value)
+        if entries:
+            state["state"][number] = entries
+        if "averages" in state:
+            state["averages"][number] = whole.spec.flatten(state["averages"][number])
+    return [(one.name, one.start, one.stop) for one in ranges]
+
+
+def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]) -> list[Any]:
+    """Leaves those pieces of a state that are of these parameters and have elements, numbered anew; returns them."""
+    kept = [number for number, (name, start, stop) in enumerate(pieces) if name in names and start < stop]
+    renumbered = {old: new for new, old in enumerate(kept)}
+    for entry in ("state", "master_weights", "averages"):
+        if entry in state:
+            state[entry] = {
+                renumbered[old]: value for old, value in state[entry].items() if old in renumbered
+            }
+    state["param_groups"] = [
+        {**group, "params": [renumbered[old] for old in group["params"] if old in renumbered]}
+        for group in state["param_groups"]
+    ]
+    return [pieces[number] for number in kept]
+
+
+def tensors_of(model: nn.Module, buffers: bool) -> tuple[dict[str, TensorMetadata], dict[str, str]]:
+    """A model's parameters, and the further names of those that are tied.
+
+    Args:
+        buffers: also the buffers in ``state_dict()``.
+    """
     first: dict[int, str] = {}
-    parameters: dict[str, TensorMetadata] = {}
+    tensors: dict[str, TensorMetadata] = {}
     aliases: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            aliases[name] = first[id(parameter)]
+    found = dict(model.named_parameters(remove_duplicate=False))
+    if buffers:
+        found.update(model.state_dict(keep_vars=True))
+    for name, tensor in found.items():
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
         else:
-            first[id(parameter)] = name
-            parameters[name] = TensorMetadata.of(parameter)
-    return parameters, aliases
+            first[id(tensor)] = name
+            tensors[name] = TensorMetadata.of(tensor)
+    return tensors, aliases
 
 
 @dataclass
@@ -199,7 +271,8 @@ def staged_content(
         content.states[shard_file(rank)] = map_tensors(shard.state, "shard", staged)
         if shard.weights is not None:
             content.weights[weights_file(rank)] = {
-                name: staged(tensor, f"weights[{name!r}]") for name, tensor in shard.weights.items()
+                name: staged(tensor, f"weights[{name!r}]", name in changing)
+                for name, tensor in shard.weights.items()
             }
             content.aliases.update(shard.aliases if rank == 0 else {})
     if staging is not None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.schema import Wrong
 from hvd_ckpt.text import one_line
 
 Warn = Callable[[str], None]
@@ -69,7 +69,7 @@ def step_of(path: Path) -> int:
 
 
 def names_in(folder: Path) -> list[str]:
-    """All names in a folder, sorted; none if it does not exist.
+    """All names in a folder, sorted; an empty list if it does not exist.
 
     Raises:
         SnapshotError: it cannot be read.
@@ -137,9 +137,9 @@ def _warning(path: Path, warn: Warn | None) -> Iterator[None]:
 
 
 def discard(temporary: Path) -> None:
-    """Removes a folder that others may still be writing to; what cannot be removed stays under a temporary name.
+    """Removes a folder that other ranks may still be writing to.
 
-    It loses its name first, so that whoever comes late finds no folder to write to.
+    It is renamed first, so that a late rank finds no folder to write to. Files that fail to be removed stay under that name.
     """
     with suppress(OSError):
         temporary = temporary.rename(

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hvd_ckpt.json_file import MAX_BYTES, Wrong, shown
+from hvd_ckpt.schema import MAX_BYTES, Wrong, shown
 from hvd_ckpt.snapshots.folder import (
     SNAPSHOT,
     SnapshotError,
@@ -35,7 +35,7 @@ from hvd_ckpt.snapshots.schema import (
     MODEL,
     REPLICATED,
     Manifest,
-    Sharding,
+    ShardingMetadata,
     Shards,
     rank_file,
     weights_file,
@@ -64,7 +64,7 @@ class Snapshot:
         ranks: number of ranks that wrote it.
         weights: for ``model.load_state_dict``; tied ones are the same tensor.
         replicated: state that is the same on every rank.
-        per_rank: state of this rank; None if fewer ranks wrote the snapshot.
+        per_stage: state of this rank, on each pipeline stage; empty if fewer ranks wrote the snapshot.
         manifest: its files, shards, and when and by which versions they were written; None if it was never on the disk.
         path: its folder; None if it was never on the disk.
     """
@@ -73,12 +73,27 @@ class Snapshot:
     ranks: int
     weights: dict[str, Tensor]
     replicated: Any
-    per_rank: Any
+    per_stage: tuple[Any, ...]
     manifest: Manifest | None
     path: Path | None = None
 
     @property
-    def sharding(self) -> Sharding | None:
+    def per_rank(self) -> Any:
+        """State of this rank, on the first stage; None if fewer ranks wrote the snapshot."""
+        return self.per_stage[0] if self.per_stage else None
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Pipeline stages of the job that wrote it."""
+        return 1 if self.sharding is None else self.sharding.pipeline_stages
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks on each of its stages."""
+        return self.ranks // self.pipeline_stages
+
+    @property
+    def sharding(self) -> ShardingMetadata | None:
         """Where the ranks' shards are; None if nothing was sharded."""
         return None if self.manifest is None else self.manifest.sharding
 
@@ -172,7 +187,7 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
     """Reads a snapshot, and verifies the sizes of all its files and the hashes of those that it reads.
 
     Args:
-        rank: whose per-rank state to read: this process's by default. The other ranks' is not read.
+        rank: whose per-rank state to read, of all pipeline stages: this process's by default. The other ranks' is not read.
 
     Raises:
         SnapshotError: it is missing or damaged, or not what a :class:`~hvd_ckpt.snapshots.writer.SnapshotWriter` writes.
@@ -181,9 +196,12 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
         rank = hvd.rank() if hvd.is_initialized() else 0
     files = open_snapshot(Path(path))
     manifest = files.manifest
-    per_rank = files.state(rank_file(rank)) if rank < manifest.ranks else None
+    stages = 1 if manifest.sharding is None else manifest.sharding.pipeline_stages
+    replicas = manifest.ranks // stages
+    of_rank = range(rank, manifest.ranks, replicas) if rank < replicas else range(0)
+    per_stage = tuple(files.state(rank_file(number)) for number in of_rank)
     weights, replicated = files.weights(), files.state(REPLICATED)
-    return Snapshot(manifest.step, manifest.ranks, weights, replicated, per_rank, manifest, files.path)
+    return Snapshot(manifest.step, manifest.ranks, weights, replicated, per_stage, manifest, files.path)
 
 
 def open_snapshot(path: Path) -> SnapshotFiles:
@@ -259,14 +277,14 @@ def find(folder: Path) -> Path | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest snapshot with a valid manifest and all files at their sizes; None if there is none. Content is not verified."""
+    """The newest snapshot with a valid manifest and all files at their sizes; None if no snapshot has. Content is not verified."""
     return next((path for path in list_snapshots(Path(folder)) if _looks_whole(path)), None)
 
 
 def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
     """Removes snapshots older than the newest ``keep`` complete ones, and what interrupted writes have left. For one rank to call.
 
-    What cannot be removed stays, with a warning. What this process is writing stays too.
+    A folder that fails to be removed stays, with a warning. Folders that this process writes to stay too.
 
     Args:
         warn: takes the warnings in place of Python's.

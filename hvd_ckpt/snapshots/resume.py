@@ -20,16 +20,15 @@ import torch
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from hvd_ckpt.json_file import Wrong, shown
-from hvd_ckpt.schema import Strict, first_error
+from hvd_ckpt.schema import Strict, Wrong, first_error, shown
+from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import (
     DAMAGED,
-    Sharding,
+    ShardingMetadata,
     ShardMetadata,
     TensorMetadata,
-    overlap,
     shard_file,
 )
 
@@ -179,21 +178,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
 # ------------------------------------------------------------------------------------ sharded state
 
 
-def ranges_of(optimizer: Any, model: nn.Module) -> dict[str, list[tuple[int, int]]]:
-    """The elements, as first and last + 1, whose state this rank has, by parameter.
-
-    Args:
-        optimizer: a ``DistributedOptimizer``, sharded or not.
-    """
-    if not getattr(optimizer, "shard_stage", 0):
-        return {name: [(0, parameter.numel())] for name, parameter in model.named_parameters()}
-    found: dict[str, list[tuple[int, int]]] = {}
-    for piece in optimizer.pieces:
-        found.setdefault(piece.name, []).append((piece.start, piece.stop))
-    return found
-
-
-def check_sharding(sharding: Sharding, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_sharding(sharding: ShardingMetadata, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises Wrong unless what was sharded is the model's and the optimizer's: names, sizes, order in memory.
 
     Args:
@@ -226,7 +211,7 @@ def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 def read_shards(
     resumed: Snapshot,
-    ranges: Mapping[str, Sequence[tuple[int, int]]],
+    wanted: Sequence[ShardRange],
     expected: Mapping[str, Mapping[str, Any]],
     groups: int,
 ) -> list[dict[str, Any]]:
@@ -234,7 +219,7 @@ def read_shards(
 
     Args:
         resumed: a snapshot of a sharded run.
-        ranges: what :func:`ranges_of` returns.
+        wanted: what :func:`hvd_ckpt.sharding.state.ranges_of` returns.
         expected: what :func:`state_of_shards` returns.
         groups: parameter groups of the optimizer.
 
@@ -246,10 +231,11 @@ def read_shards(
     files = open_snapshot(path)
     if files.manifest != resumed.manifest:
         raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
+    by_name = {one.name: one for one in wanted}
     ranks = [
         rank
         for rank, shards in enumerate(sharding.optimizer)
-        if any(overlap(shard, ranges.get(shard.name, ())) for shard in shards)
+        if any(shard.name in by_name and shard.overlaps(by_name[shard.name]) for shard in shards)
     ]
     parts = []
     for rank in ranks or [0]:  # any has the parameter groups

@@ -20,6 +20,7 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import horovod
@@ -28,9 +29,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hvd_ckpt.json_file import MAX_BYTES, Wrong, dumps, loads, shown
-from hvd_ckpt.schema import Strict, parse_json
+from hvd_ckpt.reduction.buckets import is_dense
+from hvd_ckpt.schema import MAX_BYTES, Strict, Wrong, dumps, loads, parse_json, shown
 from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.sharding.state import ShardRange
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
@@ -84,8 +86,7 @@ class TensorMetadata(Strict):
     def _is_dense(self) -> TensorMetadata:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"{shown(self.dtype)} is not a dtype of this version of PyTorch")
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride))
-        if len(self.stride) != len(self.size) or (self.numel and last != self.numel - 1):
+        if len(self.stride) != len(self.size) or (self.numel and not is_dense(self.size, self.stride)):
             raise ValueError(f"the strides {list(self.stride)} do not fit the size {list(self.size)}")
         return self
 
@@ -101,6 +102,10 @@ class ShardMetadata(Strict):
     def stop(self) -> int:
         return self.offset + self.size
 
+    def overlaps(self, elements: ShardRange) -> bool:
+        """Whether it has any of these elements of its parameter."""
+        return self.offset < elements.stop and elements.start < self.stop
+
     @classmethod
     def of(cls, pieces: Iterable[Any]) -> tuple[ShardMetadata, ...]:
         """From lists of name, first and last + 1 element, as sharded optimizers have them."""
@@ -110,25 +115,33 @@ class ShardMetadata(Strict):
 Shards = tuple[tuple[ShardMetadata, ...], ...]
 
 
-class Sharding(Strict):
+class ShardingMetadata(Strict):
     """Which elements of which parameter are in the files of which rank.
 
     Attributes:
-        stage: 1 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
-        parameters: all of the model, by name; tied ones once.
+        stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
+        pipeline_stages: of the job; rank ``stage * replicas + replica`` wrote the files of a stage's replica.
+        parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.
         optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
         weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.
     """
 
-    stage: Annotated[int, Field(ge=1, le=3)]
+    stage: Annotated[int, Field(ge=0, le=3)]
+    pipeline_stages: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     parameters: dict[str, TensorMetadata]
     optimizer: Shards
     weights: Shards | None
 
     @model_validator(mode="after")
-    def _covers_parameters(self) -> Sharding:
-        if self.stage == 3 and self.weights is None:
-            raise ValueError("stage 3 has no shards of the weights")
+    def _covers_parameters(self) -> ShardingMetadata:
+        if (self.stage == 3 or self.pipeline_stages > 1) and self.weights is None:
+            raise ValueError("stage 3, or a job with pipeline stages, has no shards of the weights")
+        if self.stage == 0 and self.pipeline_stages == 1:
+            raise ValueError("stage 0 in a job without pipeline stages has shards")
+        if len(self.optimizer) % self.pipeline_stages:
+            raise ValueError(
+                f"{len(self.optimizer)} ranks are not those of {self.pipeline_stages} pipeline stages"
+            )
         for what, shards in (("optimizer", self.optimizer), ("weights", self.weights or ())):
             names = self._check_shards(what, shards)
             missing = [name for name, one in self.parameters.items() if one.numel and name not in names]
@@ -156,15 +169,16 @@ class Sharding(Strict):
 
 
 class RankShards(Strict):
-    """One rank's part of :class:`Sharding`."""
+    """One rank's part of :class:`ShardingMetadata`."""
 
     stage: int
+    pipeline_stages: int = 1
     parameters: dict[str, TensorMetadata]
     optimizer: tuple[ShardMetadata, ...]
     weights: tuple[ShardMetadata, ...] | None
 
 
-def merged(ranks: list[RankShards | None]) -> Sharding | None:
+def merged(ranks: list[RankShards | None]) -> ShardingMetadata | None:
     """The shards of all ranks, in their order; None where nothing is sharded.
 
     Raises:
@@ -176,16 +190,26 @@ def merged(ranks: list[RankShards | None]) -> Sharding | None:
         return None
     first = found[0]
     if len(found) < len(ranks) or any(
-        (one.stage, one.weights is None) != (first.stage, first.weights is None) for one in found
+        (one.stage, one.pipeline_stages, one.weights is None)
+        != (first.stage, first.pipeline_stages, first.weights is None)
+        for one in found
     ):
         raise Wrong("ranks shard different things: give every rank the same settings")
     weights = tuple(one.weights for one in found if one.weights is not None)
-    return Sharding(
+    return ShardingMetadata(
         stage=first.stage,
+        pipeline_stages=first.pipeline_stages,
         parameters=first.parameters,
         optimizer=tuple(one.optimizer for one in found),
         weights=None if first.weights is None else weights,
     )
+
+
+def libraries() -> dict[str, str]:
+    """The versions of Python, of this library and of those that compute."""
+    modules: dict[str, Any] = {"torch": torch, "numpy": np, "horovod": horovod}
+    versions = {name: str(module.__version__) for name, module in modules.items()}
+    return {"python": platform.python_version(), "hvd_ckpt": version("hvd-ckpt"), **versions}
 
 
 class Manifest(Strict):
@@ -209,7 +233,7 @@ class Manifest(Strict):
     libraries: dict[str, str]
     files: dict[str, FileEntry]
     aliases: dict[str, str]
-    sharding: Sharding | None
+    sharding: ShardingMetadata | None
 
     @model_validator(mode="after")
     def _has_its_files(self) -> Manifest:
@@ -238,22 +262,20 @@ class Manifest(Strict):
         ranks: int,
         files: Mapping[str, FileEntry],
         aliases: Mapping[str, str],
-        sharding: Sharding | None,
+        sharding: ShardingMetadata | None,
     ) -> Manifest:
         """A manifest of now, by this process.
 
         Raises:
             pydantic.ValidationError: the files or shards are not those of so many ranks.
         """
-        modules: dict[str, Any] = {"torch": torch, "numpy": np, "horovod": horovod}
-        versions = {name: str(module.__version__) for name, module in modules.items()}
         return cls(
             format="hvd_ckpt snapshot",
             version=1,
             step=step,
             ranks=ranks,
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            libraries={"python": platform.python_version(), **versions},
+            libraries=libraries(),
             files=dict(sorted(files.items())),
             aliases=dict(aliases),
             sharding=sharding,
@@ -306,11 +328,6 @@ def files_of(rank: int, optimizer: bool, weights: bool) -> list[str]:
         weights: whether weights are.
     """
     return [rank_file(rank)] + [shard_file(rank)] * optimizer + [weights_file(rank)] * weights
-
-
-def overlap(shard: ShardMetadata, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether any of the ranges, each first and last + 1 element, has an element of the shard."""
-    return any(shard.offset < stop and start < shard.stop for start, stop in ranges)
 
 
 def _hash(document: dict[str, Any]) -> str:

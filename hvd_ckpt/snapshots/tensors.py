@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.schema import Wrong
 from hvd_ckpt.snapshots.schema import DAMAGED, FileEntry
 from hvd_ckpt.torch_private import foreach_copy_
 
@@ -370,18 +370,9 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same values and strides, in a storage of exactly their size; without a copy on the CPU if the values have no gaps."""
+    """The same values in a storage of exactly their size."""
     tensor = _values(tensor)
-    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize:
-        return tensor
-    if not tensor.numel():
-        return torch.empty_like(tensor)
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
-    if not tensor.permute(order).is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return torch.from_numpy(flat.numpy()).view(tensor.dtype).as_strided(tensor.shape, strides)
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
 def _check_bool(tensor: Tensor, place: str) -> None:

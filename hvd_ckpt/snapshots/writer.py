@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from hvd_ckpt.hosts import host_name
-from hvd_ckpt.json_file import Wrong
+from hvd_ckpt.schema import Wrong
 from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
 from hvd_ckpt.snapshots.content import Content, ShardState, complete, staged_content, write_content
 from hvd_ckpt.snapshots.folder import (

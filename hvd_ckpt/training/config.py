@@ -23,16 +23,20 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from hvd_ckpt.json_file import write_text
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.schema import Strict, first_error
+from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
+from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.text import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
-from hvd_ckpt.values import BROKEN, PlainDumper, PlainLoader
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
-RENAMED = {"length": "sequence_length", "held_out": "validation_split"}
+RENAMED = {
+    "length": "sequence_length",
+    "held_out": "validation_split",
+    "chunks": "accumulate",
+    "micro_batches": "accumulate",
+}
 
 
 class ConfigError(ValueError):
@@ -91,7 +95,9 @@ class Config(Strict):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model: Text = Field(description="A name of the catalogue, or a folder of a Hugging Face model.")
+    model: Text = Field(
+        description="A name of the catalogue, a folder of a Hugging Face model, or module:function."
+    )
     model_options: Options = Field({}, description="Options of the model, such as layers=2.")
 
     text: Text | None = Field(
@@ -110,11 +116,16 @@ class Config(Strict):
     volumes: Text | None = Field(
         None, description=".npz file of volumes and labels.  [default: synthetic ellipsoids]"
     )
+    data: Text | None = Field(None, description="module:function that returns samples to train on.")
+    loss: Text | None = Field(
+        None, description="module:function of output and targets.  [default: by kind of data]"
+    )
+    metrics: Options = Field({}, description="Further metrics, such as iou=my_module:iou.")
     validation_split: float = Field(0.05, ge=0, le=0.9, description="Share of the samples to evaluate on.")
 
     steps: Count | None = Field(None, description="Optimizer steps to take.  [default: 100]")
     epochs: Count | None = Field(None, description="Passes over the samples, instead of steps.")
-    batch: int = Field(8, ge=1, le=MOST, description="Samples of each rank in a step.")
+    batch: int = Field(8, ge=1, le=MOST, description="Samples of each rank, or of each replica, in a step.")
     accumulate: Count = Field(1, description="Micro-batches that a batch is split into.")
     seed: int = Field(0, ge=0, lt=2**63, description="Of weights, order of samples, masks and dropout.")
     optimizer: Text = Field("adamw", description="A class of torch.optim in lower case.")
@@ -137,15 +148,17 @@ class Config(Strict):
     )
 
     budget: Annotated[str | int, AfterValidator(_budget)] | None = Field(
-        None, description="Peak memory of a micro-batch's step, for a plan: 6GiB, 0.3x, 80%, min."
+        None,
+        description="Peak memory of a micro-batch's step (in pipeline stages: of a stage), for a plan: 6GiB, 0.3x, 80%, min.",
     )
     plan: Text | None = Field(None, description="Plan file to use instead of making one.")
     segments: Count | None = Field(
         None, description="Recompute the chain of blocks in this number of segments."
     )
     reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
-    checkpoint: Annotated[str, _one_of("checkpoint mode", *CHECKPOINTS)] = Field(
-        "always", description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}."
+    checkpoint: Annotated[str, _one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
+        "always",
+        description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}; in stages also auto.",
     )
     batch_norm: Annotated[
         str, _one_of("batch norm", "local", "deferred", "deferred-ranks", "synchronized")
@@ -158,6 +171,10 @@ class Config(Strict):
     )
     bucket_cap_mb: Positive = Field(25.0, description="Size of a gradient bucket in MiB.")
 
+    replicas: Count | None = Field(
+        None,
+        description="Logical replicas, a power of two: any smaller power of two of ranks gives the same bits.",
+    )
     shard: Annotated[str, BeforeValidator(_stage)] = Field(
         "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
     )
@@ -173,6 +190,20 @@ class Config(Strict):
     ] = Field(None, description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, none.")
     offload_folder: Text | None = Field(
         None, description="For offloaded state on a CPU.  [default: the temporary folder]"
+    )
+
+    stages: Count = Field(
+        1, description="Pipeline stages: consecutive blocks of the model on different ranks."
+    )
+    pipeline_schedule: Annotated[str, _one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = Field(
+        "1f1b",
+        description=f"Order of the micro-batches of a step in stages: {', '.join(PIPELINE_SCHEDULES)}.",
+    )
+    virtual_stages: Count | None = Field(
+        None, description="Parts of the model on each stage, with interleaved.  [default: 2]"
+    )
+    balance: list[Count] | None = Field(
+        None, description="Blocks of each stage (and part), such as [3,4].  [default: by size]"
     )
 
     eval_every: Count | None = Field(
@@ -243,11 +274,13 @@ class Config(Strict):
         if self.resume is not None and self.output is not None:
             raise ValueError(f"output {self.output}: a resumed run writes to its own folder, leave it out")
         self._check_sharding()
+        self._check_stages()
+        self._check_replicas()
         return self
 
     def _check_sharding(self) -> None:
         needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-        if self.offload is not None and not self.stage:
+        if self.offload is not None and not self.shard_stage:
             raise ValueError(
                 f"offload {self.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
             )
@@ -255,21 +288,78 @@ class Config(Strict):
             raise ValueError(
                 f"offload_folder {self.offload_folder}: nothing is offloaded, give offload as well"
             )
-        if self.wire != "fp32" and self.stage < 2:
+        if self.wire != "fp32" and self.shard_stage < 2:
             raise ValueError(f"wire {self.wire}: {needs_gradients}")
-        if self.accumulate_locally and self.stage < 2:
+        if self.accumulate_locally and self.shard_stage < 2:
             raise ValueError(f"accumulate_locally: {needs_gradients}")
-        if self.stage >= 2 and self.compression != "none":
+        if self.shard_stage >= 2 and self.compression != "none":
             raise ValueError(
                 f"compression {self.compression}: sharded gradients are not allreduced, give wire {self.compression} instead"
             )
-        if self.stage and self.precision.startswith("apex"):
+        if self.shard_stage and self.precision.startswith("apex"):
             raise ValueError(
                 f"shard {self.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
             )
 
+    def _check_stages(self) -> None:
+        interleaved = self.pipeline_schedule == "interleaved"
+        if self.stages == 1:
+            if self.checkpoint == "auto":
+                raise ValueError("checkpoint auto: it is for pipeline stages, give stages as well")
+            for name in ("pipeline_schedule", "virtual_stages", "balance"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} {getattr(self, name)}: it is for pipeline stages, give stages as well"
+                    )
+            return
+        if self.virtual_stages is not None and not interleaved:
+            raise ValueError(
+                f"virtual_stages {self.virtual_stages}: it is for pipeline_schedule interleaved, give that as well"
+            )
+        parts = self.stages * self.virtual_stages_of_each
+        if self.balance is not None and len(self.balance) != parts:
+            raise ValueError(
+                f"balance {self.balance}: it has {len(self.balance)} numbers of blocks, give one for each of {parts} parts"
+            )
+        if self.segments is not None:
+            raise ValueError(
+                f"segments {self.segments}: each stage is one segment, give checkpoint or a budget"
+            )
+        if self.budget is not None or self.plan is not None:
+            for name, chosen in (("balance", None), ("checkpoint", "auto")):
+                default = type(self).model_fields[name].default
+                if getattr(self, name) not in (default, chosen):
+                    raise ValueError(f"{name} {getattr(self, name)}: the plan chooses it, leave it out")
+        if self.precision.startswith("apex"):
+            raise ValueError(f"stages {self.stages}: Apex wants the whole model, give precision fp16 or bf16")
+        if self.optimizer.strip().lower() == "adafactor":
+            raise ValueError(
+                f"optimizer {self.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
+            )
+
+    def _check_replicas(self) -> None:
+        if self.replicas is None:
+            return
+        if self.replicas & (self.replicas - 1):
+            raise ValueError(f"replicas {self.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
+        across_ranks = ("deferred-ranks", "synchronized")
+        for name, wrong, reason in (
+            ("stages", self.stages > 1, "the sums of stages are those of ranks, leave it out"),
+            ("shard", self.shard_stage > 1, f"its sums are those of ranks, give {STAGES[0]} or {STAGES[1]}"),
+            ("compression", self.compression != "none", "it rounds the sums of ranks, leave it out"),
+            ("batch_norm", self.batch_norm in across_ranks, "its statistics are those of ranks, give local or deferred"),
+            ("precision", self.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(f"replicas {self.replicas} and {name} {getattr(self, name)}: {reason}")
+
     @property
-    def stage(self) -> int:
+    def virtual_stages_of_each(self) -> int:
+        """Parts of the model on each pipeline stage."""
+        return self.virtual_stages or (2 if self.pipeline_schedule == "interleaved" else 1)
+
+    @property
+    def shard_stage(self) -> int:
         """The stage of ZeRO, from 0 to 3."""
         return stage_of(self.shard)
 
@@ -316,20 +406,6 @@ class Config(Strict):
             raise ConfigError(f"cannot write '{path}': {error.strerror}", passing=True) from None
 
 
-class _UniqueKeys(PlainLoader):
-    """YAML forgets the first of two equal keys; a configuration must not."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"line {key.start_mark.line + 1}: the name of a setting must be a text")
-            if key.value in seen:
-                raise ConfigError(f"line {key.start_mark.line + 1}: the setting '{key.value}' is given twice")
-            seen.add(key.value)
-        return dict(super().construct_mapping(node, deep))
-
-
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The settings in a YAML file, unchecked, by names with underscores.
 
@@ -351,9 +427,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{name} is larger than {MAX_BYTES >> 20} MiB: give another file")
     try:
-        values = yaml.load(content.decode("utf-8"), Loader=_UniqueKeys)
-    except ConfigError as error:
-        raise ConfigError(f"{name}, {error}") from None
+        values = yaml.load(content.decode("utf-8"), Loader=PlainLoader)
     except BROKEN as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}," if mark is not None else ""

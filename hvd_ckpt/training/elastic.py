@@ -46,7 +46,7 @@ class RunState(TorchState):  # type: ignore[misc]
         super().save()
 
     def follow(self, trainer: Trainer) -> None:
-        """Takes commits from this trainer from now on, the first one at once if there is none yet."""
+        """Takes commits from this trainer from now on, the first one at once unless a commit exists."""
         self._trainer = trainer
         trainer.requested_stop = self.stop
         if self.point is None or self.point.commit is None:
@@ -61,7 +61,7 @@ class RunState(TorchState):  # type: ignore[misc]
             "state",
             lambda tensor, _: tensor.detach().to("cpu", copy=True),
         )
-        commit = Snapshot(step, hvd.size(), weights, replicated, None, None)
+        commit = Snapshot(step, hvd.size(), weights, replicated, (), None)
         self.start(ResumePoint(self._trainer.folder, commit=commit))
 
     def reset(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.sharding.elementwise import optimizer_classes
 from hvd_ckpt.text import SCHEDULES, unknown
 
 UNSUITABLE = {
@@ -30,7 +31,7 @@ UNSUITABLE = {
 
 def optimizer_names() -> tuple[str, ...]:
     """The names that :func:`build_optimizer` takes, sorted."""
-    return tuple(sorted(name for name in _classes() if name not in UNSUITABLE))
+    return tuple(sorted(name for name in optimizer_classes() if name not in UNSUITABLE))
 
 
 def build_optimizer(
@@ -63,7 +64,7 @@ def build_optimizer(
         raise ValueError(f"optimizer '{name}' cannot be used here: {UNSUITABLE[key]}")
     if key not in optimizer_names():
         raise ValueError(unknown("optimizer", name, optimizer_names()))
-    found = _classes()[key]
+    found = optimizer_classes()[key]
     decays = "weight_decay" in inspect.signature(found).parameters
     if weight_decay and not decays:
         raise ValueError(f"optimizer '{name}' has no weight decay: set weight_decay to 0, not {weight_decay}")
@@ -77,17 +78,6 @@ def build_optimizer(
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ValueError(f"optimizer '{name}': {' '.join(str(error).split())}") from None
     return optimizer
-
-
-def _classes() -> dict[str, Any]:
-    """Optimizer classes by lower-case name. Typed as Any: each has its own arguments."""
-    return {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if inspect.isclass(value)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-    }
 
 
 def _groups(model: nn.Module, weight_decay: float, decays: bool) -> list[dict[str, Any]]:

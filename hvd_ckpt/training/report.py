@@ -1,12 +1,14 @@
-"""The output of a run: a summary before the first step, progress on rank 0's terminal, logs, and a plot of the loss."""
+"""The output of a run: progress on rank 0's terminal, logs, and a plot of the loss."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,82 +16,22 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+from torch import Tensor
 from typing_extensions import Self
 
-from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.grid import current
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.models.objectives import Objective
+from hvd_ckpt.launchers import launcher_terminal
+from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.runtime import controller
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.text import Heartbeat, elapsed, show_bytes
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.logs import Logs
-from hvd_ckpt.training.microbatch import Accumulated
-from hvd_ckpt.training.progress import ProgressLine, peak_memory
+from hvd_ckpt.training.logs import Logs, loss_plot
+from hvd_ckpt.training.passes import parts_of_rank
 
-DEFAULT_DATA = {
-    "tokens": "the standard library's source",
-    "images": "scikit-learn's digits",
-    "volumes": "synthetic ellipsoids",
-}
-
-
-class DryRun(Exception):
-    """The configuration asks for the summary of the run alone."""
-
-
-def print_summary(
-    config: Config,
-    model: nn.Module,
-    objective: Objective,
-    train: Dataset,
-    test: Dataset | None,
-    folder: Path,
-    device: torch.device,
-    taken: int,
-    steps: int,
-) -> None:
-    """Prints on rank 0 what a run is about to do, after ``taken`` of ``steps`` steps.
-
-    Raises:
-        DryRun: the configuration asks for nothing else; on every rank.
-    """
-    if hvd.rank() == 0:
-        parameters = list(model.parameters())
-        count, size = sum(one.numel() for one in parameters), sum(one.nbytes for one in parameters)
-        units, unit = objective.units(train.batch([0], [0])), objective.unit
-        own = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
-        source = config.text or config.images or config.volumes or own or type(train).__name__
-        samples = config.batch * hvd.size()
-        each = "" if units == 1 else f", {samples * units:,} {unit}"
-        parts = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
-        epochs = (steps - taken) * samples / len(train)
-        lines = {
-            "model": f"{config.model}: {count:,} parameters, {show_bytes(size)}; {config.precision}",
-            "data": f"{source}: {len(train):,} samples to train on, {len(test or ()):,} to evaluate on",
-            "step": f"{config.batch} samples on each rank{parts}: {samples:,} samples{each}",
-            "steps": f"{steps - taken:,} ({epochs:.3g} epochs); {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
-            "memory": _recomputation(config) + ("" if not config.stage else f"; sharded: {config.shard}"),
-            "ranks": f"{hvd.size()} over {controller()}, on {device}, CPU threads of each: {torch.get_num_threads()}",
-            "folder": str(folder),
-        }
-        if taken:
-            lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
-        text = "\n".join(f"{name:<7} {line}" for name, line in lines.items())
-        print(text, file=sys.stderr, flush=True)
-    if config.dry_run:
-        raise DryRun
-
-
-def _recomputation(config: Config) -> str:
-    if config.budget is not None:
-        return f"a plan, to be made for {config.budget}"
-    if config.plan is not None:
-        return f"the plan {config.plan}"
-    if config.segments is not None:
-        return f"recomputed in {config.segments} segments"
-    return "no recomputation (--budget and --segments recompute)"
+_SHOWN = ("step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds")
 
 
 class Meter:
@@ -100,30 +42,36 @@ class Meter:
     Args:
         device: of the steps.
         clock: returns seconds.
+        parts: of a batch, each of which is added up by itself: this rank's logical replicas, or 1.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+        parts: int = 1,
     ) -> None:
         self._device, self._clock = torch.device(device), clock
-        self._loss: Tensor | float = 0.0
-        self._weight = self._units = 0.0
+        self._losses: list[Tensor | float] = [0.0] * parts
+        self._weights, self._units = [0.0] * parts, 0.0
         self._seconds, self._since = 0.0, clock()
 
-    def add(self, loss: Tensor | float, weight: float, units: float) -> None:
-        """Counts one step of this rank: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
+    def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
+        """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
         if weight:
-            self._loss = self._loss + (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
-        self._weight += weight
+            term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
+            self._losses[part] = self._losses[part] + term
+        self._weights[part] += weight
         self._units += units
 
-    def pending(self) -> tuple[float, float]:
-        """The sum of the loss over all terms since the last reading, and the number of terms; of this rank."""
-        return float(self._loss), self._weight
+    def pending(self) -> list[tuple[float, float]]:
+        """Of each part the sum of the loss over all terms since the last reading, and the number of terms."""
+        return [(float(loss), weight) for loss, weight in zip(self._losses, self._weights)]
 
-    def load_pending(self, pending: tuple[float, float]) -> None:
+    def load_pending(self, pending: Sequence[tuple[float, float]]) -> None:
         """Continues from what :meth:`pending` returned, bit for bit."""
-        self._loss, self._weight = self._loss + pending[0], self._weight + pending[1]
+        for part, (loss, weight) in zip(range(len(self._losses)), pending):
+            self._losses[part], self._weights[part] = self._losses[part] + loss, self._weights[part] + weight
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -140,13 +88,15 @@ class Meter:
         """``loss``, ``rate`` and ``seconds`` since the last reading; counting begins anew.
 
         Args:
-            add_ranks: sums a float64 tensor of 3 elements on the CPU over all ranks; then every rank has to read.
+            add_ranks: sums a float64 tensor [parts, 3] on the CPU over the parts of all ranks; then every rank has to read.
         """
-        own = torch.tensor([float(self._loss), self._weight, self._units], dtype=torch.float64)
-        loss, weight, units = (own if add_ranks is None else add_ranks(own)).tolist()
+        own = torch.tensor([[*pair, 0.0] for pair in self.pending()], dtype=torch.float64)
+        own[0, 2] = self._units
+        loss, weight, units = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
         now = self._clock()
         seconds = self._seconds + now - self._since
-        self._loss, self._weight, self._units, self._seconds, self._since = 0.0, 0.0, 0.0, 0.0, now
+        self._losses, self._weights = [0.0] * len(own), [0.0] * len(own)
+        self._units, self._seconds, self._since = 0.0, 0.0, now
         return {
             "loss": loss / weight if weight else math.nan,
             "rate": units / seconds if seconds > 0 else math.nan,
@@ -157,6 +107,121 @@ class Meter:
         """Work that was only launched counts where it was launched."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class ProgressLine:
+    """Shows records: on a terminal one live line, with evaluations above it; elsewhere a line for each, and one at least every 30
+    seconds. A context manager.
+
+    Args:
+        steps: of the whole run.
+        start: steps taken before a resume.
+        console: by default the launcher's terminal, if it has one, else standard error.
+        peak: measured peak of a step, in words, shown in place of the process's.
+    """
+
+    def __init__(
+        self, steps: int, start: int = 0, console: Console | None = None, peak: str | None = None
+    ) -> None:
+        self._console = console or _console()
+        self._steps, self._step, self._peak = steps, start, peak
+        self._last: Mapping[str, Any] = {}
+        self._perplexity = ""
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            refresh_per_second=2,
+            speed_estimate_period=600,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=start)
+        self._beat = Heartbeat(lambda: self.say("  ".join(self._parts({}))))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        if self._progress.disable:
+            self._beat.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beat.__exit__()
+        self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """Notes that a step is done."""
+        self._step = step
+        self._update()
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Shows a record; see :mod:`~hvd_ckpt.training.logs`."""
+        self._step = record["step"]
+        training = record["kind"] == "train"
+        if training:
+            self._last = record
+        elif "perplexity" in record:
+            self._perplexity = f"perplexity {record['perplexity']:.5g} at step {record['step']}"
+        self._update()
+        if not training or self._progress.disable:
+            self.say("  ".join(self._parts(record)))
+
+    def say(self, text: str) -> None:
+        """Shows one line of text, above the live line."""
+        self._beat.said()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _update(self) -> None:
+        self._progress.update(self._task, completed=self._step)
+        if not self._progress.disable:
+            parts = [*self._parts(self._last), *filter(None, [self._perplexity])]
+            text = "  ".join(parts)[: max(self._console.width - 1, 20)]
+            self._progress.update(self._task, description=text)
+
+    def _parts(self, record: Mapping[str, Any]) -> list[str]:
+        parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
+        if record.get("kind") == "eval":
+            parts.append("evaluation")
+        if "loss" in record:
+            parts.append(f"loss {record['loss']:.5g}")
+        if "rate" in record:
+            parts.append(quantity(record["rate"], f"{record['unit']}/s"))
+        if "lr" in record:
+            parts.append(f"lr {record['lr']:.3g}")
+        if "memory" in record:
+            parts.append(self._peak or f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
+        parts += [
+            f"{name} {value:.5g}"
+            for name, value in record.items()
+            if name not in _SHOWN and isinstance(value, (int, float))
+        ]
+        if "samples" in record:
+            parts.append(f"over {record['samples']} samples")
+        if record.get("kind") != "eval":
+            left = self._progress.tasks[self._task].time_remaining
+            parts.append(f"{elapsed(math.nan if left is None else left)} left")
+        return parts
+
+
+def _console() -> Console:
+    """The launcher's terminal, or standard error."""
+    console = Console(stderr=True)
+    path = None if console.is_terminal else launcher_terminal()
+    if path is None:
+        return console
+    try:  # a launched process has no terminal, and must not get one
+        terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        width = os.get_terminal_size(terminal).columns
+        return Console(file=os.fdopen(terminal, "w", encoding="utf-8"), width=width or None)
+    except OSError:
+        return console
+
+
+def quantity(value: float, unit: str) -> str:
+    """Three digits and a letter for thousands: ``12.3k tokens/s``."""
+    for letter in ("", "k", "M", "G"):
+        if not math.isfinite(value) or abs(value) < 999.5:
+            return f"{value:.3g}{letter} {unit}"
+        value /= 1000
+    return f"{value:.3g}T {unit}"
 
 
 class Report:
@@ -179,24 +244,24 @@ class Report:
         device: torch.device,
         plan: Plan | None = None,
     ) -> None:
+        self._parts = parts_of_rank(config)
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
         self._unit, self._device, self._plan = unit, device, plan
-        self._meter = Meter(device)
-        self._before: tuple[float, float] = (0.0, 0.0)
+        self._meter = Meter(device, parts=self._parts)
+        self._before: Sequence[tuple[float, float]] = ()
         self._open = ExitStack()
         self._logs: Logs | None = None
         self._line: ProgressLine | None = None
-        self._log_failed = False
 
     def __enter__(self) -> Self:
-        if hvd.rank() == 0:
+        if current().number == 0:
             line = ProgressLine(self._steps, self._start, peak=_planned_peak(self._plan))
             self._line = self._open.enter_context(line)
             try:
                 self._logs = self._open.enter_context(self._open_logs())
             except (OSError, ValueError) as error:
                 self.say(f"Warning: there will be no log: {error}")
-        self._meter = Meter(self._device)
+        self._meter = Meter(self._device, parts=self._parts)
         self._meter.load_pending(self._before)
         return self
 
@@ -218,11 +283,11 @@ class Report:
     ) -> None:
         self._open.close()
 
-    def open_entry(self) -> tuple[float, float]:
-        """Loss and terms of this rank that the next entry of the log will count so far."""
+    def open_entry(self) -> list[tuple[float, float]]:
+        """Loss and terms of each of this rank's parts of a batch that the next entry of the log will count so far."""
         return self._meter.pending()
 
-    def resume(self, entry: tuple[float, float]) -> None:
+    def resume(self, entry: Sequence[tuple[float, float]]) -> None:
         """Continues an :meth:`open_entry` of the run before."""
         self._before = entry
 
@@ -231,15 +296,16 @@ class Report:
         if self._line is not None:
             self._line.say(text)
 
-    def add(self, step: int, accumulated: Accumulated, units: int) -> None:
-        """Counts a step of this rank."""
-        self._meter.add(accumulated.loss, accumulated.weight, units)
+    def add(self, step: int, accumulated: Sequence[Accumulated], units: int) -> None:
+        """Counts a step of this rank, of each of its parts."""
+        for part, (loss, weight) in enumerate(accumulated):
+            self._meter.add(loss, weight, units if part == 0 else 0, part)
         if self._line is not None:
             self._line.advance(step)
 
     def log(self, step: int, lr: float) -> None:
         """Writes what all ranks have counted since the last time. Collective."""
-        reading = self._meter.read(_sum_over_ranks)
+        reading = self._meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
         memory, kind = peak_memory(self._device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
         self._write({"step": step, "kind": "train", "lr": lr, **reading, **units})
@@ -254,11 +320,9 @@ class Report:
 
     def draw(self) -> None:
         """Draws the loss over the steps, on rank 0."""
-        if hvd.rank() != 0:
+        if current().number != 0:
             return
         try:
-            from hvd_ckpt.training.plots import loss_plot
-
             loss_plot({self._config.model: self._folder / "log.jsonl"}, self._folder / "loss.png")
         except (OSError, ValueError) as error:
             self.say(f"Warning: no plot of the loss: {error}")
@@ -273,14 +337,21 @@ class Report:
             if self._logs is not None:
                 self._logs.write(record)
         except OSError as error:
-            if not self._log_failed:
-                self.say(
-                    f"Warning: the log of step {record['step']} is not written: {error.strerror or error}"
-                )
-            self._log_failed = True
-        else:
-            self._log_failed = False
+            self.say(f"Warning: the log of step {record['step']} is not written: {error.strerror or error}")
         self._line.show(record)
+
+
+def peak_memory(device: torch.device | str = "cpu") -> tuple[int, str]:
+    """The peak memory of this process in bytes, and its kind: on CUDA what PyTorch allocated on the device, else the resident set.
+
+    The resident set counts the interpreter, data and caches too: it answers whether a machine is large enough.
+    :mod:`hvd_ckpt.memory` measures what a step allocates.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), f"allocated on {device}"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024, "resident set"
 
 
 def _planned_peak(plan: Plan | None) -> str | None:
@@ -293,6 +364,12 @@ def _planned_peak(plan: Plan | None) -> str | None:
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
     if hvd.size() == 1:
-        return values
-    total: Tensor = hvd.allreduce(values, op=hvd.Sum, name="hvd_ckpt.report")
+        return values[0]
+    total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
     return total
+
+
+def _sum_over_replicas(values: Tensor) -> Tensor:
+    """Adds the rows of all replicas in their order, whichever ranks have them."""
+    rows: Tensor = hvd.allgather(values, name="hvd_ckpt.report")
+    return rows.sum(0)

@@ -14,26 +14,25 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.mpi_ops import global_process_set
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.folders import new_folder
+from hvd_ckpt.grid import current
 from hvd_ckpt.precision import GradScaler
-from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.state import load_parts
+from hvd_ckpt.sharding.state import load_parts, ranges_of
 from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.folder import Warn, list_snapshots, remove, step_of
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
-from hvd_ckpt.snapshots.resume import ranges_of, read_shards
+from hvd_ckpt.snapshots.resume import read_shards
+from hvd_ckpt.snapshots.schema import libraries
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.failures import errors_everywhere
+from hvd_ckpt.training.ending import errors_everywhere, forget_file, of_first_process
 from hvd_ckpt.training.report import Report
-from hvd_ckpt.training.state import check_fits, check_resumed, check_state
-from hvd_ckpt.training.stopping import forget_file
+from hvd_ckpt.training.state import FIXED, PLANNED, check_fits, check_state
 
 # ------------------------------------------------------------------------------------ where a run starts
 
@@ -71,7 +70,7 @@ def find_resume_point(config: Config) -> ResumePoint:
         ConfigError: the folder is in use or cannot be written to, or has no snapshot to resume from; on every rank.
     """
     answer: ResumePoint | str = ""
-    if hvd.rank() == 0:
+    if current().number == 0:
         try:
             if config.resume:
                 answer = _resumed(Path(config.resume))
@@ -81,7 +80,7 @@ def find_resume_point(config: Config) -> ResumePoint:
                 forget_file(answer.folder)
         except ValueError as error:
             answer = f"resume: {error}" if config.resume else f"output: {error}"
-    answer = broadcast_from(answer, 0, global_process_set, "hvd_ckpt.train.folder")
+    answer = of_first_process(answer, "hvd_ckpt.train.folder")
     if isinstance(answer, str):
         raise ConfigError(answer)
     return answer
@@ -136,6 +135,34 @@ def read_snapshot(
     return snapshot
 
 
+def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
+    """Raises ConfigError if the run cannot resume from the snapshot.
+
+    Args:
+        samples: that there are to train on.
+    """
+    then = resumed.replicated["config"]
+    for name in FIXED:
+        if then[name] != getattr(config, name):
+            raise ConfigError(
+                f"{name} {getattr(config, name)}: the run that is to resume has {then[name]}, and its state needs it"
+            )
+    if resumed.replicated["samples"] != samples:
+        raise ConfigError(
+            f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
+            "data, sequence_length and validation_split"
+        )
+
+
+def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
+    """The plan of the snapshot, if nothing has changed that it was made for."""
+    if resumed is None:
+        return None
+    then, text = resumed.replicated["config"], resumed.replicated["plan"]
+    same = all(then[name] == getattr(config, name) for name in PLANNED)
+    return text if same else None
+
+
 def load_state(
     snapshot: Snapshot,
     expected: Mapping[str, Mapping[str, Any]],
@@ -156,17 +183,27 @@ def load_state(
     parts = None
     with errors_everywhere("hvd_ckpt.train.parts"):
         if snapshot.sharding is not None:
-            ranges, groups = ranges_of(optimizer, model), len(optimizer.param_groups)
-            parts = read_shards(snapshot, ranges, expected, groups)
+            parts = read_shards(snapshot, ranges_of(optimizer), expected, len(optimizer.param_groups))
+        elif current().stages > 1:  # each of which has a part of what is whole there
+            sizes = {name: one.numel() for name, one in snapshot.weights.items()}
+            pieces = [[name, 0, sizes[name]] for name in expected]
+            parts = [{**snapshot.replicated["optimizer"], "pieces": pieces}]
     load_optimizer(snapshot, parts, optimizer)
     shards.publish_weights(optimizer)
     if average is not None:
-        _load_average(average, snapshot.replicated["ema"], parts)
+        _load_average(average, snapshot.replicated["ema"], parts if snapshot.sharding is not None else None)
     with errors_everywhere("hvd_ckpt.train.resume"):
         if scaler is not None and snapshot.replicated["scaler"] is not None:
             scaler.load_state_dict(snapshot.replicated["scaler"])
-        if snapshot.ranks == hvd.size() and snapshot.per_rank is not None:
+        same_ranks = snapshot.replicas == hvd.size() and bool(snapshot.per_stage)
+        if current().number == 0 and (same_ranks or optimizer.replicas is not None):
+            _warn_of_changes(snapshot, next(model.parameters()).device.type)
+        if same_ranks:
             _load_rank_state(snapshot, model, optimizer, report)
+        if optimizer.replicas is not None:
+            state = snapshot.replicated["replicas"]
+            optimizer.replicas.load_state_dict(state)
+            report.resume([state["logged"][index] for index in optimizer.replicas.indices])
 
 
 def load_optimizer(snapshot: Snapshot, parts: Sequence[Mapping[str, Any]] | None, optimizer: Any) -> None:
@@ -183,23 +220,54 @@ def load_optimizer(snapshot: Snapshot, parts: Sequence[Mapping[str, Any]] | None
 
 
 def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any, report: Report) -> None:
-    """Loads this rank's own state. Without it a rank draws new random states, and learns anew when gradients are final."""
-    threads, per_rank = snapshot.replicated["threads"], snapshot.per_rank
-    if hvd.rank() == 0 and threads != torch.get_num_threads():
-        warnings.warn(
-            f"The run had {threads} CPU threads a rank, and has {torch.get_num_threads()} now: the bits of its results may "
-            f"change; give OMP_NUM_THREADS={threads} for the same.",
-            stacklevel=2,
-        )
+    """Loads this rank's own state. Without it a rank draws new random states, and learns anew when gradients are final.
+
+    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns anew if
+    there were other stages.
+    """
+    per_rank = snapshot.per_rank
     buffers = dict(model.named_buffers())
     with torch.no_grad():
-        for name, value in per_rank["buffers"].items():
-            buffers[name].copy_(value)
-    stage = 0 if snapshot.sharding is None else snapshot.sharding.stage
-    if getattr(optimizer, "shard_stage", 0) == stage:
-        optimizer.load_reduction_state_dict(per_rank["reduction"])
+        for state in snapshot.per_stage:
+            for name, value in state["buffers"].items():
+                if name in buffers:
+                    buffers[name].copy_(value)
+    stage, grid = 0 if snapshot.sharding is None else snapshot.sharding.stage, current()
+    if getattr(optimizer, "shard_stage", 0) == stage and snapshot.pipeline_stages == grid.stages:
+        optimizer.load_reduction_state_dict(snapshot.per_stage[grid.stage]["reduction"])
     report.resume(per_rank["logged"])
     set_random_state(per_rank["random"])
+
+
+def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
+    """Warns in one line of what may change the bits of the run's results: threads, kind of device, versions."""
+    then = {"device": snapshot.replicated["device"], "CPU threads a rank": snapshot.replicated["threads"]}
+    now: dict[str, Any] = {"device": device, "CPU threads a rank": torch.get_num_threads()}
+    if snapshot.manifest is not None:
+        then.update(snapshot.manifest.libraries)
+        now.update({name: libraries()[name] for name in ("torch", "hvd_ckpt", "horovod")})
+    changed = [
+        f"{name} {then[name]} (now {now[name]})" for name in now if then.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        warnings.warn(
+            f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "
+            f"OMP_NUM_THREADS={snapshot.replicated['threads']}.",
+            stacklevel=2,
+        )
+
+
+def replica_state(optimizer: Any, logged: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
+    """The state of all logical replicas; None where there are none. Collective.
+
+    Args:
+        logged: of each of this rank's replicas the open entry of the log.
+    """
+    if optimizer.replicas is None:
+        return None
+    optimizer.replicas.average_buffers()  # for the weights of the snapshot
+    of_all: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
+    return {**optimizer.replicas.state_dict(), "logged": [tuple(pair) for pair in of_all.tolist()]}
 
 
 # ------------------------------------------------------------------------------------ averaged weights
@@ -255,7 +323,7 @@ def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn | None = N
     Args:
         abandoned: the snapshots; empty when this returns.
         written: the new one, which may have the place of one of them.
-        warn: takes warnings of what cannot be removed; by default they are Python's.
+        warn: takes a warning for each file that resists removal; by default it is a Python warning.
     """
     remove(sorted((path for path in abandoned if path != written), key=step_of), warn)
     abandoned.clear()

@@ -1,4 +1,4 @@
-"""The state of a run in a snapshot: its schema, and whether it fits the configuration, model and optimizer that resume from it."""
+"""The state of a run in a snapshot: its schema, and whether it fits the model and optimizer that resume from it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pydantic import (
 )
 from torch import Tensor, nn
 
-from hvd_ckpt.json_file import Wrong, shown
-from hvd_ckpt.schema import Strict, first_error
+from hvd_ckpt.schema import Strict, Wrong, first_error, shown
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import (
     OptimizerState,
@@ -31,8 +30,11 @@ from hvd_ckpt.snapshots.resume import (
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
 from hvd_ckpt.training.config import Config, ConfigError
 
-FIXED = ("seed", "optimizer", "batch_norm")  # settings without which the state has no meaning
-PLANNED = ("budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options")
+FIXED = ("seed", "optimizer", "batch_norm", "replicas")  # settings without which the state has no meaning
+PLANNED = (
+    "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options",
+    "stages", "pipeline_schedule", "virtual_stages",
+)  # fmt: skip
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
@@ -53,6 +55,7 @@ def _no_tensor(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_no_tensor)
+Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Annotated[float, Field(ge=0), NUMBER]]
 
 
 class Progress(Strict):
@@ -111,8 +114,26 @@ class _Reduction(Strict):
         return self
 
 
+class _Replicas(Strict):
+    """State of logical replicas: for each its buffers, and the loss and terms that the next entry of the log counts so far."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    number: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+    step: Count
+    buffers: dict[int, dict[str, Tensor]]
+    logged: list[Logged]
+
+    @model_validator(mode="after")
+    def _has_all(self) -> _Replicas:
+        if set(self.buffers) != set(range(self.number)) or len(self.logged) != self.number:
+            raise ValueError(f"buffers and logged must be those of {self.number} replicas")
+        return self
+
+
 class _Replicated(Strict):
-    """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are sharded."""
+    """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are in shards."""
 
     config: dict[str, Any]
     steps: Count
@@ -124,6 +145,8 @@ class _Replicated(Strict):
     plan: Annotated[str, AfterValidator(_unicode)] | None
     samples: Positive
     threads: Positive
+    device: str
+    replicas: _Replicas | None
 
 
 class _PerRank(Strict):
@@ -134,27 +157,30 @@ class _PerRank(Strict):
     random: dict[str, Any]
     reduction: dict[str, Any]
     buffers: dict[str, Tensor]
-    logged: tuple[Annotated[float, AllowInfNan(), NUMBER], Annotated[float, Field(ge=0), NUMBER]]
+    logged: list[Logged]
 
 
 def check_state(resumed: Snapshot) -> None:
     """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
     stage = 0 if resumed.sharding is None else resumed.sharding.stage
+    in_shards = resumed.sharding is not None
     with _naming(resumed, DAMAGED):
         with _schema("replicated"):
             replicated = _Replicated.model_validate(resumed.replicated)
-        if (replicated.optimizer is None) != (stage > 0):
+        if (replicated.optimizer is None) != in_shards:
             raise Wrong(
                 "replicated.optimizer must be there where the optimizer's state is not sharded, and only there"
             )
-        if replicated.ema is not None and (replicated.ema.averages is None) != (stage > 0):
+        if replicated.ema is not None and (replicated.ema.averages is None) != in_shards:
             raise Wrong(
                 "replicated.ema.averages must be there where the optimizer's state is not sharded, and only there"
             )
         _check_config(replicated.config)
-        if resumed.per_rank is not None:
+        if replicated.config["replicas"] != (replicated.replicas and replicated.replicas.number):
+            raise Wrong("replicated.replicas must be the state of as many replicas as replicated.config says")
+        for state in resumed.per_stage:
             with _schema("per_rank"):
-                per_rank = _PerRank.model_validate(resumed.per_rank)
+                per_rank = _PerRank.model_validate(state)
             if per_rank.reduction and stage < 2:
                 with _schema("per_rank.reduction"):
                     _Reduction.model_validate(per_rank.reduction)
@@ -207,33 +233,8 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
                 check_averages(resumed.replicated["ema"]["averages"], "ema.averages", model)
         else:
             check_sharding(resumed.sharding, model, optimizer)
-        if resumed.per_rank is not None:
-            check_tensors(resumed.per_rank["buffers"], dict(model.named_buffers()), "buffers", False)
-
-
-def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
-    """Raises ConfigError if the run cannot resume from the snapshot.
-
-    Args:
-        samples: that there are to train on.
-    """
-    then = resumed.replicated["config"]
-    for name in FIXED:
-        if then[name] != getattr(config, name):
-            raise ConfigError(
-                f"{name} {getattr(config, name)}: the run that is to resume has {then[name]}, and its state needs it"
-            )
-    if resumed.replicated["samples"] != samples:
-        raise ConfigError(
-            f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
-            "data, sequence_length and validation_split"
-        )
-
-
-def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
-    """The plan of the snapshot, if nothing has changed that it was made for."""
-    if resumed is None:
-        return None
-    then, text = resumed.replicated["config"], resumed.replicated["plan"]
-    same = all(then[name] == getattr(config, name) for name in PLANNED)
-    return text if same else None
+        replicas = resumed.replicated["replicas"] or {"buffers": {}}
+        for buffers in replicas["buffers"].values():
+            check_tensors(buffers, dict(model.named_buffers()), "replicas.buffers", False)
+        for state in resumed.per_stage:
+            check_tensors(state["buffers"], dict(model.named_buffers()), "buffers", False)

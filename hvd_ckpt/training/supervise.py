@@ -32,8 +32,11 @@ from typing_extensions import Self
 
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.snapshots.folder import SNAPSHOT, step_of
-from hvd_ckpt.training.stopping import FAILURE_FILE, SIGNALS, STOP_FILE, SUPERVISED_VARIABLE, asked_by
 
+STOP_FILE = "stop"
+FAILURE_FILE = "failure.txt"  # in which a job writes for its supervisor why a restart would fail the same way
+SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"  # "1" where there is one
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 NOT_AGAIN = (2, 126, 127)  # exit statuses of an invalid setting or command
 LONGEST_PAUSE = 30.0  # seconds
 LEFT_OVER_SECONDS = 10.0  # for ranks to end after their launcher: horovodrun gives them 5
@@ -255,6 +258,14 @@ def _stopped(number: int) -> int:
     """Prints that a signal has ended it; returns the exit status."""
     _say(f"stopped by {asked_by(signal.Signals(number).name)}: not launched again")
     return 128 + number
+
+
+def asked_by(reason: str) -> str:
+    """The source of a request to stop, in words."""
+    if reason != STOP_FILE:
+        return "Ctrl-C (SIGINT)" if reason == "SIGINT" else reason
+    supervised = os.environ.get(SUPERVISED_VARIABLE) == "1"
+    return "hvd-ckpt, which a signal told to" if supervised else f"the file '{STOP_FILE}' in its folder"
 
 
 def _shown(status: int) -> str:

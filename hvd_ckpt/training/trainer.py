@@ -17,31 +17,42 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.mpi_ops import global_process_set
-from torch import Tensor, nn
+from torch import nn
 
-from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import Loader, Sampler
-from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.grid import current
 from hvd_ckpt.models.objectives import Objective
+from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.pipeline.pipeline import Pipeline
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
-from hvd_ckpt.reduction.agreement import broadcast_from
-from hvd_ckpt.reduction.consistency import check_equal_weights
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.writer import SnapshotWriter
-from hvd_ckpt.training.build import apply_plan, device_of, distribute, precision_of, prepare_model
 from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.ending import (
+    NonFiniteLoss,
+    StopRequest,
+    check_weights,
+    errors_everywhere,
+    gather_reports,
+    of_first_process,
+)
 from hvd_ckpt.training.evaluation import evaluate
-from hvd_ckpt.training.failures import NonFiniteLoss, errors_everywhere, gather_reports
-from hvd_ckpt.training.microbatch import Accumulated, accumulate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
-from hvd_ckpt.training.report import Report, print_summary
+from hvd_ckpt.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
+from hvd_ckpt.training.prepare import (
+    choose_plan,
+    cut_into_stages,
+    device_of,
+    distribute,
+    precision_of,
+    prepare_model,
+)
+from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resume import (
     ResumePoint,
     average_state,
@@ -49,11 +60,13 @@ from hvd_ckpt.training.resume import (
     find_resume_point,
     later_snapshots,
     load_state,
+    plan_text,
     read_snapshot,
     remove_abandoned,
+    replica_state,
 )
-from hvd_ckpt.training.state import Progress, plan_text
-from hvd_ckpt.training.stopping import StopRequest
+from hvd_ckpt.training.state import Progress
+from hvd_ckpt.training.summary import print_summary
 
 DEFAULT_STEPS = 100
 
@@ -83,7 +96,7 @@ class Trainer:
     Args:
         config: settings; those of model and data have been used to build the other arguments.
         model: in training mode, on the CPU; it is moved to the device.
-        objective: its loss.
+        objective: its loss. In pipeline stages :meth:`Objective.loss` gets the targets of a batch without its inputs.
         train, test: samples to train on and to evaluate on.
         point: where the run starts, and its folder; by default as configured.
 
@@ -131,32 +144,46 @@ class Trainer:
             snapshot = read_snapshot(point, config, len(train), self.model, optimizer)
             self.progress = Progress() if snapshot is None else Progress(**snapshot.replicated["progress"])
             self._first_ranks: int = hvd.size() if snapshot is None else snapshot.replicated["ranks"]
-            left = self.sampler.batches_left(self.progress.position, config.batch * hvd.size())
+            global_batch = config.batch * (config.replicas or hvd.size())
+            left = self.sampler.batches_left(self.progress.position, global_batch)
             self.steps = (config.steps or DEFAULT_STEPS) if left is None else self.progress.step + left
-            self.rate_scale = hvd.size() / self._first_ranks if is_elastic() else 1.0
+            scales = is_elastic() and config.replicas is None
+            self.rate_scale = hvd.size() / self._first_ranks if scales else 1.0
             self.schedule = Schedule(config.schedule, config.lr * self.rate_scale, self.steps, config.warmup)
-            if hvd.rank() == 0 and not config.dry_run:
+            if current().number == 0 and not config.dry_run:
                 config.write_yaml(self.folder / "config.yaml")
         taken = self.progress.step
         self._abandoned = [] if snapshot is None else later_snapshots(self.folder / "snapshots", taken)
         expected = {} if snapshot is None else state_of_shards(optimizer, self.model)
         print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
 
-        # Weights of rank 0, then the plan, which sees whole parameters
-        broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.plan, self._plan_text = apply_plan(
-            self.model, config, train, objective, self.device, self.folder, plan_text(config, snapshot)
+        # Plan, which sees the whole model; stages; weights of rank 0
+        self._shards = RunShards(self.model, config.shard_stage, lossy=config.wire != "fp32")
+        self.plan, self._plan_text = choose_plan(
+            self.model,
+            optimizer,
+            config,
+            train,
+            objective,
+            self.device,
+            self.folder,
+            plan_text(config, snapshot),
         )
+        if config.stages > 1:
+            self.model = cut_into_stages(self.model, optimizer, config, self.device, self.plan)
+        elif self.plan is not None:
+            self.plan.apply(self.model)
+        broadcast_parameters(self.model.state_dict(), root_rank=0)
 
         # Optimizer of all ranks
-        self._shards = RunShards(self.model, config.stage, lossy=config.wire != "fp32")
         self.optimizer: Any
         self.model, self.optimizer = self.precision.prepare(
-            self.model, distribute(optimizer, self.model, config)
+            self.model, distribute(optimizer, self.model, config, self._shards.aliases)
         )
-        if not config.stage:
+        if not config.shard_stage:
             broadcast_optimizer_state(self.optimizer, root_rank=0)
         self._average = average_weights(self.optimizer, config.ema)
+        self._passes = Passes(config, self.model, self.optimizer, objective, self.precision, self.device)
 
         # State of the snapshot
         seed_all(seed_of_rank(config.seed, taken))
@@ -197,22 +224,25 @@ class Trainer:
             FatalTrainingError: a loss is not finite, or ranks' weights differ; on every rank.
             SnapshotError: the last snapshot could not be written; on every rank. Earlier ones are a warning.
         """
-        config, progress = self.config, self.progress
-        loader = Loader(self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position)
+        config, progress, own = self.config, self.progress, parts_of_rank(self.config)
+        loader = Loader(
+            self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
+        )
         with loader, self._tools():
             if progress.pending_evaluation and self.test is not None:
                 self._evaluate_and_report(due=True)
             while not self._finished():
-                batch, samples = next(loader)
-                accumulated = self.step(batch, samples)
+                parts = [next(loader) for _ in range(own)]
+                accumulated = self.step(parts)
                 progress.step += 1
                 progress.position = loader.position
                 last = progress.step == self.steps
-                self.report.add(progress.step, accumulated, self.objective.units(batch) if samples else 0)
+                units = sum(self.objective.units(batch) for batch, samples in parts if samples)
+                self.report.add(progress.step, accumulated, units)
                 if progress.step % config.log_every == 0 or last or progress.step == 1:
                     self.report.log(progress.step, self.schedule.rate(progress.step - 1))
                 if _due(config.check_weights, progress.step):
-                    check_equal_weights(self.model)
+                    check_weights(self.model)
                 due = _due(config.eval_every, progress.step)
                 if self.test is not None and (last or due):
                     if self._stopped and not last:  # a stop must not take long
@@ -234,14 +264,11 @@ class Trainer:
         done = self.progress.step >= self.steps or self._has_stopped_improving()
         return done or self._stopped is not None
 
-    def step(self, batch: Batch, samples: int) -> Accumulated:
-        """One optimizer step on this rank's part of a batch.
-
-        Args:
-            samples: 0 if the batch has no weight, and is only there so that this rank takes part.
+    def step(self, parts: Parts) -> list[Accumulated]:
+        """One optimizer step on this rank's parts of a global batch: one, or that of each of its logical replicas.
 
         Returns:
-            this rank's loss and the number of its terms; no terms if the step was skipped, because a loss was not finite
+            of each part the loss and the number of its terms; no terms if the step was skipped, because a loss was not finite
 
         Raises:
             NonFiniteLoss: a rank's loss is not finite, and ``on_nan`` is "stop"; on every rank.
@@ -249,34 +276,19 @@ class Trainer:
         config = self.config
         self.schedule.apply(self.optimizer, self.progress.step)
         self.optimizer.zero_grad()
-        before = [buffer.clone() for buffer in self.model.buffers()] if config.on_nan == "skip" else []
-        accumulated = accumulate(
-            self._loss,
-            batch.to(self.device),
-            self._micro_batches(),
-            checkpoint=config.checkpoint,
-            weight=self.objective.weight if samples else lambda _: 0.0,
-            across_ranks=True,
-            backward=self._backward,
-        )
-        finite = config.on_nan == "ignore" or not accumulated.weight or math.isfinite(accumulated.loss)
-        if not finite or self._stop.reason is not None:
+        micro_batches = micro_batches_of(config, self.sampler, self.progress.position)
+        accumulated = self._passes.run(parts, micro_batches)
+        losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
+        wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
+        if self._passes.on_some_stage(wrong is not None or self._stop.reason is not None):
             self.optimizer.notify()
         self.optimizer.reduce_once()
-        skipped = False
-        if self.optimizer.notified:
-            skipped = self._handle_reports(None if finite else float(accumulated.loss))
-        if config.batch_norm.startswith("deferred"):
-            across_ranks = config.batch_norm == "deferred-ranks"
-            commit_batch_norm(self.model, across_ranks=across_ranks, discard=skipped or not samples)
+        skipped = self.optimizer.notified and self._handle_reports(wrong)
+        self._passes.finish(parts, skipped)
         if skipped:
-            with torch.no_grad():
-                for buffer, kept in zip(self.model.buffers(), before):
-                    buffer.copy_(kept)
-            return Accumulated(torch.zeros(()), 0.0)
+            return [Accumulated(torch.zeros(()), 0.0) for _ in parts]
         if config.clip is not None:
-            self.precision.unscale(self.optimizer)
-            clip_grad_norm_(self.model.parameters(), config.clip)
+            self._passes.clip(config.clip)
         if self._writer is not None:
             self._writer.check()
             self._writer.before_update()
@@ -288,6 +300,10 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the validation split; the same on every rank. See :func:`~.evaluation.evaluate`."""
         assert self.test is not None
+        if isinstance(self.model, Pipeline):
+            self.model.micro_batches = 1  # batches are as small, and follow one another through the stages
+        if self.config.replicas is not None:
+            self.optimizer.replicas.average_buffers()
         return evaluate(
             self.model,
             self.test,
@@ -296,37 +312,44 @@ class Trainer:
             batches=self.config.eval_batches,
             device=self.device,
             autocast=self.precision.autocast,
-            in_step=self.config.stage == 3,
+            in_step=self.config.shard_stage == 3,
             average=self._average,
+            parts=parts_of_rank(self.config),
         )
 
     def state(self) -> dict[str, Any]:
-        """The state that the run needs to resume, as the arguments of :meth:`SnapshotWriter.begin`; tensors are not copied."""
+        """The state that the run needs to resume, as the arguments of :meth:`SnapshotWriter.begin`; tensors are not copied.
+
+        Collective with replicas, whose buffers the ranks gather.
+        """
         scaler = self.precision.scaler
-        average, average_shard = average_state(self._average, self.config.stage > 0)
+        average, average_shard = average_state(self._average, self._shards.sharded)
+        logged = self.report.open_entry()
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
             "ranks": self._first_ranks,
             "progress": self.progress.model_dump(),
-            "optimizer": None if self.config.stage else self.optimizer.state_dict(),
+            "optimizer": None if self._shards.sharded else self.optimizer.state_dict(),
             "ema": average,
             "scaler": None if scaler is None else scaler.state_dict(),
             "plan": self._plan_text,
             "samples": len(self.train),
             "threads": torch.get_num_threads(),
+            "device": self.device.type,
+            "replicas": replica_state(self.optimizer, logged),
         }
         per_rank = {
             "random": random_state(),
             "reduction": self.optimizer.reduction_state_dict(),
             "buffers": dict(self.model.named_buffers()),
-            "logged": self.report.open_entry(),
+            "logged": logged,
         }
         return {
             "weights": self._shards.weights(self.model),
             "replicated": replicated,
             "per_rank": per_rank,
-            "shard": self._shards.state(self.optimizer, average_shard),
+            "shard": self._shards.state(self.model, self.optimizer, average_shard),
         }
 
     # -------------------------------------------------------------------------------- within a run
@@ -334,16 +357,17 @@ class Trainer:
     @contextlib.contextmanager
     def _tools(self) -> Iterator[None]:
         """Opens logs, the writer of snapshots, and the receiver of requests to stop."""
-        token = broadcast_from(secrets.token_hex(4), 0, global_process_set, "hvd_ckpt.train.token")
+        token = of_first_process(secrets.token_hex(4), "hvd_ckpt.train.token")
+        grid = current()
         with (
             self.report,
-            StopRequest(self.folder if hvd.rank() == 0 else None, self._requested) as self._stop,
+            StopRequest(self.folder if grid.number == 0 else None, self._requested) as self._stop,
             SnapshotWriter(
                 self.folder / "snapshots",
                 self.config.keep_snapshots,
                 token,
-                hvd.rank(),
-                hvd.size(),
+                grid.number,
+                grid.size,
                 lambda text: self.report.say(f"Warning: {text}"),
                 blocking=self.config.blocking_snapshots
                 or self.config.offload is not None,  # a copy would have no room
@@ -379,7 +403,7 @@ class Trainer:
         """
         assert self._writer is not None
         self._writer.wait()
-        fault = broadcast_from(self._writer.failed, 0, global_process_set, "hvd_ckpt.train.written")
+        fault = of_first_process(self._writer.failed, "hvd_ckpt.train.written")
         if fault is not None:
             raise SnapshotError(
                 f"The last snapshot, of step {self.progress.step}, could not be written: {fault}"
@@ -400,22 +424,6 @@ class Trainer:
 
     def _has_stopped_improving(self) -> bool:
         return self.config.patience is not None and self.progress.waited >= self.config.patience
-
-    def _micro_batches(self) -> int:
-        """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
-        communicates = self.config.batch_norm == "synchronized" or self.config.stage == 3
-        if not communicates or self.sampler.length is None:
-            return self.config.accumulate
-        ranks: int = hvd.size()
-        left = min(self.sampler.length - self.progress.position, self.config.batch * ranks)
-        return min(self.config.accumulate, max(left // ranks, 1))
-
-    def _loss(self, batch: Batch) -> Tensor:
-        with self.precision.autocast():
-            return self.objective.loss(self.model(*batch.inputs, **batch.shared), batch)
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        self.precision.backward(loss, self.optimizer, last)
 
 
 def _due(every: int | None, step: int) -> bool:

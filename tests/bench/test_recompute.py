@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,10 @@ from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, predicted_pe
 from hvd_ckpt.bench.recompute.report import method_table, plan_table, remarks
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TORCH = ("sequential", "blocks", "selective")
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny operators on two threads mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def installed(*names: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def test_help_and_bad_flags_import_neither_torch_nor_horovod() -> None:
 import click, sys
 from hvd_ckpt.cli.main import COMMANDS, main
 
-BENCHES = ("faults", "recompute", "reduce", "shard", "train")
+BENCHES = ("faults", "pipeline", "recompute", "reduce", "shard", "train")
 for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)):
     try:
         main([*words, "--help"], standalone_mode=False)
@@ -35,10 +35,10 @@ for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in 
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("No such option '--no-such-flag'") == 1 + len(cli.COMMANDS) + 5
+    assert result.stdout.count("No such option '--no-such-flag'") == 1 + len(cli.COMMANDS) + 6
     for name in cli.COMMANDS:
         assert name in result.stdout
-    assert result.stdout.count("Usage:") == 1 + len(cli.COMMANDS) + 5
+    assert result.stdout.count("Usage:") == 1 + len(cli.COMMANDS) + 6
 
 
 def test_defaults_that_help_lists_name_all_there_is() -> None:
@@ -61,7 +61,7 @@ def test_defaults_that_help_lists_name_all_there_is() -> None:
 def test_without_a_terminal_long_work_prints_lines_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hvd_ckpt.heartbeat.SECONDS", 0.01)
+    monkeypatch.setattr("hvd_ckpt.text.SECONDS", 0.01)
     with progress_bar() as progress:
         task = progress.add_task("np=2, batch 16", total=3)
         progress.advance(task)

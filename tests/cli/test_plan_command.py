@@ -15,11 +15,12 @@ from click.testing import CliRunner, Result
 from hvd_ckpt.cli.plan import plan
 from hvd_ckpt.cli.plan_models import build
 from hvd_ckpt.models import catalog
-from hvd_ckpt.planning.blocks import find_blocks
+from hvd_ckpt.planning.blocks import check_called, children_of, find_blocks
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.profile import Step
-from hvd_ckpt.training.build import assemble, load_plan
+from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.prepare import load_plan
 
 pytestmark = pytest.mark.launch
 
@@ -155,6 +156,10 @@ def test_a_file_that_cannot_be_used_is_one_line(made: Result, folder: Path, run)
         ("gpt-tiny", "--model-option layer=2", "no option of gpt-tiny 'layer': did you mean 'layers'?"),
         ("gpt-tiny", "--model-option layers=two", "layers must be a whole number, got 'two'"),
         ("gpt-tiny", "--model-option heads=3", "gpt-tiny: width must be a multiple of heads"),
+        ("", "--chunks 4", "--chunks 4: give --stages"),
+        ("", "--stages 2 --np 4", "--stages 2: leave out --load and --np"),
+        ("", "--stages 7", "6 blocks cannot be cut into 7 parts"),
+        ("", "--stages 2 --schedule 2f2b", "2f2b"),
         ("vnet", "--pixels 24 --model-option width=1", "multiples of 16, got 24 x 24 x 24"),
     ],
 )
@@ -188,6 +193,32 @@ def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(run, quic
     assert met.exit_code == 0, met.output
 
 
+def test_pipeline_stages_are_shown_written_and_drawn(run, quick_planner: None) -> None:
+    stages = ("--batch", "64", "--stages", "3", "--chunks", "6")
+    result = run(*stages, "--budget", "0.7x", "--output", "stages")
+    assert result.exit_code == 0, result.output
+    written = Plan.load("stages/plan.json")
+    assert written.pipeline is not None and sum(written.pipeline.balance) == 6
+    assert max(written.pipeline.memory) == written.predicted.peak_bytes <= written.budget
+    # Stage, blocks, four numbers, and micro-batches in flight between them.
+    rows = re.findall(r"^ +([012])  .* (\d)(?: +\d+(?:\.\d+)?){3}  ", result.output, re.MULTILINE)
+    assert rows == [("0", "3"), ("1", "2"), ("2", "1")]
+    waits = re.search(r"stages\s+wait\s+for\s+(\d+)\s+%", result.output)
+    assert waits is not None and 20 <= int(waits[1]) < 100  # 25 % where all are equally long
+    lines = re.findall(r"^stage \d +(0?\S+)$", result.output, re.MULTILINE)
+    assert len(lines) == 3 and all(set("012345-=.") >= set(line) for line in lines)
+    assert Path("stages/schedule.png").read_bytes().startswith(b"\x89PNG")
+    loaded = run("--batch", "64", "--load", "stages/plan.json", "--output", "loaded-stages")
+    assert loaded.exit_code == 0 and Plan.load("loaded-stages/plan.json") == written
+    assert re.findall(r"^stage \d.*$", loaded.output, re.MULTILINE) == re.findall(
+        r"^stage \d.*$", result.output, re.MULTILINE
+    )
+    unmet = run(*stages, "--budget", "10KiB", "--output", "unmet-stages")
+    assert unmet.exit_code == 2 and "the smallest budget that works is" in unmet.output
+    nearest = re.search(r"^Nearest budget: (\d+) ", unmet.output, re.MULTILINE)
+    assert nearest is not None and Plan.load("unmet-stages/plan.json").predicted.peak_bytes <= int(nearest[1])
+
+
 SMALL = {"width": 32, "layers": 3, "heads": 2}
 TINY = {  # sizes, options, least number of blocks
     "gpt-mini": ({"length": 16}, SMALL, 5),
@@ -208,6 +239,9 @@ def test_every_model_has_a_step_and_a_chain_of_blocks(name: str) -> None:
     step.run()
     found = find_blocks(job.model, step.forward)
     assert len(found) >= blocks
+    check_called(
+        job.model, find_blocks(job.model, step.forward, children_of(job.model))
+    )  # for pipeline stages
     if name in ("gpt-mini", "resnet-18"):  # made twice, it is the same
         again, once_more = (build(name, {"batch": 2, **sizes}, options) for _ in range(2))
         weights = once_more.model.state_dict()

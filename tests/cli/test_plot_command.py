@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvd_ckpt.cli.main import main
-from hvd_ckpt.training import plots
+from hvd_ckpt.training import logs
 from hvd_ckpt.training.logs import Logs
 
 STEPS = (1, 2, 3)
@@ -29,13 +29,13 @@ def write_run(folder: Path, first: float) -> Path:
 
 def test_runs_are_drawn_by_folder_log_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: dict[str, list[float]] = {}
-    draw = plots._draw_run
+    draw = logs._draw_run
 
     def record(axes: Any, number: int, name: str, log: Path, alone: bool) -> None:
         draw(axes, number, name, log, alone)
         lines[name] = list(axes.get_lines()[-1].get_ydata())
 
-    monkeypatch.setattr(plots, "_draw_run", record)
+    monkeypatch.setattr(logs, "_draw_run", record)
     one, two = write_run(tmp_path / "one", 6.0), write_run(tmp_path / "two", 12.0)
     equal = write_run(tmp_path / "lr=0.1", 18.0)
     picture = tmp_path / "new" / "both.png"

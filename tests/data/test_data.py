@@ -24,7 +24,7 @@ from hvd_ckpt.data.sampler import Loader, Sampler
 from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText, PermutedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import Ellipsoids, VolumeArrays, open_volumes
-from hvd_ckpt.models.batch import Batch
+from hvd_ckpt.models.objectives import Batch
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -94,8 +94,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert order(0, 0) == order(0, 0)
     orders = [order(seed, epoch) for seed in (0, 1, 2**32, 2**32 + 1) for epoch in range(3)]
     assert len({tuple(one) for one in orders}) == 12
-    for arguments in ((0, 0), (5, -1), (5, 2**63), (5, 0, 0)):
-        message(ValueError, lambda arguments=arguments: Sampler(*arguments))
+    assert "no samples" in message(ValueError, lambda: Sampler(0, 0))
 
 
 # ------------------------------------------------------------------------------------------- tokens
@@ -123,8 +122,6 @@ def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     tokens = Tokens(folder, cache=cache)
     between = [tokens.separator]
     assert tokens.array.tolist() == [*b"one", *between, *b"two", *between, 255, 0]
-    both = Tokens([tmp_path / "outside.txt", folder / "b.txt"], cache=cache)
-    assert both.array.tolist() == [*b"no", *between, *b"two"]
 
 
 def test_a_cache_is_found_again_until_something_changes(
@@ -140,9 +137,13 @@ def test_a_cache_is_found_again_until_something_changes(
     text.write_text("the cat\n" * 3_000)
     assert len(Tokens(text, tokenizer)) == 6_000
     assert len(list(cache.iterdir())) == 2
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"one")
+    (folder / "b.txt").write_bytes(b"two")
     with ThreadPoolExecutor(8) as pool:  # several at once
-        arrays = list(pool.map(lambda _: Tokens([text, text]).array, range(8)))
-    expected = [*text.read_bytes(), 259, *text.read_bytes()]
+        arrays = list(pool.map(lambda _: Tokens(folder).array, range(8)))
+    expected = [*b"one", 259, *b"two"]
     assert all(array.tolist() == expected for array in arrays)
     assert len(list(cache.iterdir())) == 3
 
@@ -171,7 +172,6 @@ def test_missing_or_unusable_text_is_an_error(tmp_path: Path, text: Path, tokeni
     for wrong, says in (("missing", "No such file"), ("empty", "is empty"), ("folder", "holds no text")):
         assert says in message(ValueError, lambda wrong=wrong: Tokens(tmp_path / wrong))
     assert "neither" in message(ValueError, lambda: Tokens("/dev/null"))
-    assert "no text file" in message(ValueError, lambda: Tokens([]))
     assert "no tokens" in message(
         ValueError, lambda: Tokens(tmp_path / "blank", tokenizer, cache=tmp_path / "cache")
     )
@@ -181,7 +181,7 @@ def test_missing_or_unusable_text_is_an_error(tmp_path: Path, text: Path, tokeni
         huge.truncate(1 << 40)
     assert "1,099,511,627,776 bytes" in message(ValueError, lambda: Tokens(text, tmp_path / "huge.json"))
     (tmp_path / "taken").write_text("no folder")
-    assert "taken" in message(ValueError, lambda: Tokens([text, text], cache=tmp_path / "taken"))
+    assert "taken" in message(ValueError, lambda: Tokens(text, tokenizer, cache=tmp_path / "taken"))
     for kind in (CausalText, MaskedText, PermutedText):
         assert "less than two samples" in message(ValueError, lambda kind=kind: kind(Tokens(text), 10_001))
 
@@ -212,8 +212,6 @@ def test_the_end_of_the_text_is_held_out(text: Path) -> None:
     assert same(evaluation.batch([0, 19], [2, 2]), data.batch([180, 199], [2, 2]))
     nothing = data.split(0)
     assert len(nothing[0]) == 200 and nothing[1] is None
-    for share in (1, -0.1, float("nan")):
-        message(ValueError, lambda share=share: data.split(share))
     for indices in ([20], [-1]):
         message(IndexError, lambda indices=indices: evaluation.batch(indices, [0]))
     message(ValueError, lambda: data.batch([0, 1], [0]))
@@ -267,9 +265,6 @@ def test_permuted_text_predicts_spans_in_every_order(text: Path) -> None:
         assert sorted(among.sum(1).tolist()) == list(range(10))
     first = (1 - hidden).sum(2).gather(1, places).argmin(1)
     assert len(set(first.tolist())) == 10
-    assert PermutedText(Tokens(text), 60, predicted=30).batch([0], [0]).targets.shape == (1, 30)
-    for predicted in (0, 31):
-        message(ValueError, lambda predicted=predicted: PermutedText(Tokens(text), 60, predicted=predicted))
 
 
 # ------------------------------------------------------------------------------------ images, volumes

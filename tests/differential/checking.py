@@ -13,8 +13,6 @@ from torch import Tensor
 
 import hvd_ckpt as hc
 
-__all__ = ["check"]
-
 MARGIN = 16.0  # over what rounding the gradients of one process does; programs differ in their roundings, and in where they fall
 FLOOR = 1e-6  # a few units in the last place of weights of about 1
 LOSSY = 0.05  # where gradients or weights are sent, or updated, in another format; weights are about 0.3

@@ -15,8 +15,6 @@ from torch import Tensor
 
 import hvd_ckpt as hc
 
-__all__ = ["Run"]
-
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "sgd": lambda groups, lr: torch.optim.SGD(groups, lr),
     "momentum": lambda groups, lr: torch.optim.SGD(groups, lr, momentum=0.9),
@@ -41,7 +39,6 @@ class Run:
     Args:
         alone: this process does the work of all ranks, with PyTorch's own optimizer and without recomputation.
         recompute: as the program says, or not at all.
-        stage: in place of the program's.
         noise: seed of a random change of every reduced gradient, by a unit in the last place of its largest element; 0: none.
 
     Attributes:
@@ -55,12 +52,11 @@ class Run:
         *,
         alone: bool = False,
         recompute: bool = True,
-        stage: int | None = None,
         noise: int = 0,
     ) -> None:
         self.program, self.alone = program, alone
         self._noise = torch.Generator().manual_seed(noise) if noise else None
-        self.stage = program.stage if stage is None else stage
+        self.stage = program.stage
         self.ranks = list(range(program.ranks)) if alone else [hc.rank()]
         self.model = build(program, recompute and not alone)
         self.parameters = list(self.model.parameters())
@@ -421,11 +417,11 @@ class Run:
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 
-    def resumed(self, recompute: bool = True) -> Run:
+    def resumed(self) -> Run:
         """A new run in the state of this one, as after a restart."""
         done = len(self.seen)
         state = self.state()
-        new = Run(self.program, recompute=recompute, stage=self.stage)
+        new = Run(self.program)
         for step in self.program.steps[:done]:
             for event in step.events:
                 new.event(*event, replayed=True)

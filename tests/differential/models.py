@@ -16,8 +16,6 @@ from hvd_ckpt.planning.plan import BlockPlan, Plan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
 
-__all__ = ["Caught", "Net", "build"]
-
 WIDTH = 8
 VOCABULARY = 11
 

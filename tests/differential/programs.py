@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -310,43 +309,3 @@ def draw(seed: int, ranks: int) -> Program:
         options,
         dice.choice(settled) if settled else 0,
     )
-
-
-def simpler(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, the largest first."""
-    change, steps = dataclasses.replace, program.steps
-
-    def with_step(at: int, *new: Step) -> Program:
-        changed = (*steps[:at], *new, *steps[at + 1 :])
-        return change(program, steps=changed, resume=min(program.resume, len(changed) - 1))
-
-    for at in reversed(range(len(steps) if len(steps) > 1 else 0)):
-        yield with_step(at)
-    for name in program.options:
-        yield change(program, options={key: value for key, value in program.options.items() if key != name})
-    plain = {"resume": 0, "scaler": False, "embedding": "", "optimizer": "sgd", "shared": False}
-    for name, value in [*(("stage", stage) for stage in range(program.stage)), *plain.items()]:
-        if getattr(program, name) != value:
-            yield change(program, **{name: value})
-    for at, segment in enumerate(program.segments):
-        blocks = segment.blocks
-        simple = [change(segment, recompute="keep")] + [
-            change(segment, blocks=(*blocks[:number], Block("linear"), *blocks[number + 1 :]))
-            for number in range(len(blocks))
-        ]
-        for new in simple:
-            if new != segment:
-                yield change(program, segments=(*program.segments[:at], new, *program.segments[at + 1 :]))
-    for at, step in enumerate(steps):
-        events, passes = step.events, step.passes
-        yield from (
-            with_step(at, change(step, events=events[:n] + events[n + 1 :])) for n in range(len(events))
-        )
-        for changes in (
-            {"how": "step"},
-            {"clear": "none"},
-            {"passes": tuple(rank[:-1] if len(rank) > 1 else rank for rank in passes)},
-            {"passes": tuple(tuple(change(one, kind="plain", trap=None) for one in rank) for rank in passes)},
-        ):
-            if change(step, **changes) != step:  # type: ignore[arg-type]
-                yield with_step(at, change(step, **changes))  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ import argparse
 import faulthandler
 import gc
 import os
-import pickle
 import pprint
 import signal
 import subprocess
@@ -29,7 +28,7 @@ sys.path[:0] = [str(HERE), *SHARED]
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        work(Path(sys.argv[2]), sys.argv[3], [int(seed) for seed in sys.argv[4:]])
+        work(Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]])
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,9 +40,6 @@ def main() -> int:
     parser.add_argument("--stall", type=float, default=60.0, help="seconds after which a program is ended")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further program begins")
     parser.add_argument("--only", type=int, metavar="SEED", help="this program alone, printed")
-    parser.add_argument(
-        "--shrink", action="store_true", help="with --only: look for the smallest program that fails"
-    )
     options = parser.parse_args()
     job = Job(options.np, options.controller, options.stall)
     if options.only is not None:
@@ -52,8 +48,6 @@ def main() -> int:
         pprint.pprint(draw(options.only, options.np), width=140)
         _, found = job.run(seeds=[options.only])
         report(found, options)
-        if found and options.shrink:
-            job.shrink(draw(options.only, options.np))
         return 1 if found else 0
     began = time.monotonic()
     seeds = list(range(options.seed, options.seed + options.programs))
@@ -89,14 +83,12 @@ class Job:
         self.ranks, self.controller, self.stall = ranks, controller, stall
 
     def run(
-        self, seeds: Sequence[int] = (), until: float = float("inf"), program: object = None
+        self, seeds: Sequence[int], until: float = float("inf")
     ) -> tuple[list[int], dict[int, list[str]]]:
         """Runs programs until one of them ends the job; returns the seeds of those that ended, and the failures of seeds."""
         with tempfile.TemporaryDirectory(prefix="hvd_ckpt_differential_") as folder:
-            log, given = Path(folder, "log"), Path(folder, "program")
+            log = Path(folder, "log")
             log.touch()
-            if program is not None:
-                given.write_bytes(pickle.dumps(program))
             launcher = str(Path(sys.executable).parent / "horovodrun")
             command = [
                 launcher,
@@ -107,7 +99,7 @@ class Job:
                 __file__,
                 "--worker",
             ]
-            command += [str(log), "-" if program is None else str(given), *map(str, seeds)]
+            command += [str(log), *map(str, seeds)]
             path = os.pathsep.join([*SHARED, os.environ.get("PYTHONPATH", "")])
             environment = {
                 "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -156,26 +148,9 @@ class Job:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def shrink(self, program: object) -> None:
-        """Leaves out what the failure does not need, one thing after the other."""
-        from programs import simpler
 
-        smaller = True
-        while smaller:
-            smaller = False
-            for candidate in simpler(program):
-                _, found = self.run(program=candidate)
-                if found:
-                    program, smaller = candidate, True
-                    print(
-                        f"still fails: {next(iter(found.values()))[-1].strip().splitlines()[-1]}", flush=True
-                    )
-                    break
-        pprint.pprint(program, width=140)
-
-
-def work(log: Path, given: str, seeds: list[int]) -> None:
-    """One rank of a job: checks the programs of seeds, or a pickled one, and adds lines to the log (rank 0)."""
+def work(log: Path, seeds: list[int]) -> None:
+    """One rank of a job: checks the programs of seeds, and adds lines to the log (rank 0)."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.simplefilter("ignore")
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
@@ -193,11 +168,7 @@ def work(log: Path, given: str, seeds: list[int]) -> None:
     hc.init()
     torch.set_num_threads(1)
     gc.freeze()  # programs collect garbage often
-    for program in (
-        [pickle.loads(Path(given).read_bytes())]
-        if given != "-"
-        else (draw(seed, hc.size()) for seed in seeds)
-    ):
+    for program in (draw(seed, hc.size()) for seed in seeds):
         tell(f"begin {program.seed}")
         try:
             failures = check(program)

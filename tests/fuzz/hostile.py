@@ -106,6 +106,8 @@ class Draw:
 
     def flip(self, file: Path) -> None:
         """Changes one bit."""
+        if _is_spoilt(file):
+            return
         content = bytearray(file.read_bytes())
         if content:
             content[self.below(len(content))] ^= 1 << self.below(8)
@@ -113,8 +115,8 @@ class Draw:
 
     def spoil(self, file: Path, other: bytes = b"") -> None:
         """Damages a file, or puts something else in its place."""
-        if file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 21:
-            return  # it is spoilt already
+        if _is_spoilt(file):
+            return
         content = file.read_bytes()
         if self.chance(0.6):
             file.write_bytes(self.damaged(content, other))
@@ -133,7 +135,9 @@ class Draw:
         elif way == 2:
             file.symlink_to(root / "outside" / "precious.txt")
         elif way == 3:
-            file.symlink_to(self.choice("/dev/zero", "/dev/urandom", "/dev/null", "/", file.name, "nowhere"))
+            file.symlink_to(
+                self.choice("/dev/zero", "/dev/urandom", "/dev/null", "/dev", file.name, "nowhere")
+            )
         elif way == 4:
             hidden = file.with_name(f"elsewhere-{file.name}")
             hidden.write_bytes(content)
@@ -144,3 +148,8 @@ class Draw:
                 os.truncate(file, self.choice(1 << 20, 1 << 40))
             if way == 7:
                 file.chmod(0)
+
+
+def _is_spoilt(file: Path) -> bool:
+    """Whether :meth:`Draw.replace` has made something of a file, which may be endless."""
+    return file.is_symlink() or not file.is_file() or file.stat().st_size > 1 << 21

@@ -27,8 +27,8 @@ from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.resume import load_optimizer
-from hvd_ckpt.training.state import Progress, check_fits, check_resumed, check_state, plan_text
+from hvd_ckpt.training.resume import check_resumed, load_optimizer, plan_text
+from hvd_ckpt.training.state import Progress, check_fits, check_state
 
 SAMPLES = 40
 CONFIG: dict[str, Any] = {
@@ -76,6 +76,8 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
         "plan": '{"format": "hvd_ckpt plan"}\n',
         "samples": SAMPLES,
         "threads": 2,
+        "device": "cpu",
+        "replicas": None,
     }
     names = [name for name, _ in model.named_parameters()]
     reduction = {
@@ -88,7 +90,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
         "lower_counts": {},
     }
     buffers = dict(model.named_buffers())
-    per_rank = {"random": random_state(), "reduction": reduction, "buffers": buffers, "logged": (3.5, 2.0)}
+    per_rank = {"random": random_state(), "reduction": reduction, "buffers": buffers, "logged": [(3.5, 2.0)]}
     return replicated, per_rank, model.state_dict()
 
 
@@ -214,7 +216,8 @@ def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
             and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
         ):
             return "no snapshot"  # reading never gives such weights
-        resume(dataclasses.replace(good, ranks=ranks, **{part: value}))
+        changed = {"per_stage": (value,)} if part == "per_rank" else {part: value}
+        resume(dataclasses.replace(good, ranks=ranks, **changed))
         return None
 
     return feed
@@ -250,8 +253,8 @@ def resume(resumed: Snapshot) -> None:
             except ValueError as error:  # as the trainer
                 raise ConfigError(str(error)) from None
             assert sum(len(bucket.entries) for bucket in assignment.buckets) == len(assignment.order)
-        loss, weight = resumed.per_rank["logged"]
-        assert weight == 0 or math.isfinite(loss / weight) or not math.isfinite(loss)
+        for loss, weight in resumed.per_rank["logged"]:
+            assert weight == 0 or math.isfinite(loss / weight) or not math.isfinite(loss)
         set_random_state(resumed.per_rank["random"])
     for _ in range(2):
         step(model, optimizer)

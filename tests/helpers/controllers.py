@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hvd_ckpt.probe import ProbeResult
 from hvd_ckpt.probe import probe as ask
 
-__all__ = ["HOROVODRUN", "probe"]
-
-HOROVODRUN = [sys.executable, str(Path(__file__).parent / "scripts" / "horovodrun.py")]
+SCRIPTS = Path(__file__).parent / "scripts"
+HOROVODRUN = [sys.executable, str(SCRIPTS / "horovodrun.py")]
+FORKING = [sys.executable, str(SCRIPTS / "forked_ranks.py")]
 
 
 @functools.cache
 def probe(controller: str) -> ProbeResult:
     """What a job of two ranks finds, as :func:`hvd_ckpt.probe.probe`."""
     return ask(controller)
+
+
+def start_ranks(
+    ranks: int,
+    script: Path,
+    *arguments: str,
+    controller: str = "gloo",
+    launcher: Sequence[str] = HOROVODRUN,
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """Starts a script on ranks of one thread, in a session of its own; all that they say comes from one pipe."""
+    return subprocess.Popen(
+        [*launcher, "-np", str(ranks), f"--{controller}", sys.executable, str(script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_ranks(ranks: int, script: Path, *arguments: str, **options: Any) -> tuple[int, str]:
+    """Exit status and output of a job of :func:`start_ranks`."""
+    with start_ranks(ranks, script, *arguments, **options) as job:
+        try:
+            output, _ = job.communicate(timeout=400)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # on which a launcher ends its ranks
+            raise
+    return job.returncode, output

@@ -1,18 +1,24 @@
 """The reference: one process that computes each rank's batch in turn and averages the gradients.
 
-Every rank runs it by itself, without communication, and compares its own parameters with the result.
+Every rank runs it by itself, without communication, and compares its own parameters with the result. Workloads are those of
+``hvd-ckpt compare``, or a test's own; so are reference and training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.compare.cells import Cell, Settings
+from hvd_ckpt.bench.compare.engines import HvdCkpt
+from hvd_ckpt.bench.compare.reference import largest_difference, make_reference
+from hvd_ckpt.bench.compare.training import train as train_cell
+from hvd_ckpt.bench.compare.workloads import Workload
 
 WIDTH = 8
 SMALL = 0.0002  # MiB: a bucket per parameter of a chain
@@ -72,111 +78,13 @@ def train_for_all(model: nn.Module, optimizer: torch.optim.Optimizer, steps: ran
         optimizer.step()
 
 
+def fingerprint(model: nn.Module) -> list[bytes]:
+    return [p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+
+
 def same_everywhere(model: nn.Module) -> None:
     everywhere = hc.allgather_object(fingerprint(model))
     assert all(weights == everywhere[0] for weights in everywhere)
-
-
-@dataclass
-class Scenario:
-    """A model, and what happens in one step of one rank.
-
-    Attributes:
-        build: makes the model; seeded, so every rank gets the same one.
-        backward: forward and backward passes of (model, step, rank); no optimizer.
-        between: called before each step with (model, optimizer, step) by the distributed run, and by the reference.
-        static: the graph is the same in every step, so no gradient may be late after step 1.
-        tolerance: largest difference allowed, absolute.
-    """
-
-    build: Callable[[], nn.Module]
-    backward: Callable[[nn.Module, int, int], Any]
-    between: Callable[[nn.Module, torch.optim.Optimizer, int], Any] = lambda model, optimizer, step: None
-    static: bool = True
-    tolerance: float = 2e-6
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
-        parameters, lr=0.05, momentum=0.9
-    )
-    options: dict[str, Any] = field(default_factory=dict)
-    clear: str = "none"  # how gradients are cleared: none | zero | model | never
-    scale: float = 1.0  # of the averaged gradient
-    steps: int = 5
-    _reference: nn.Module | None = field(default=None, init=False, repr=False)
-
-    def reference(self) -> nn.Module:
-        """Trained by one process with the batches of all ranks: once, however often it is compared with."""
-        if self._reference is None:
-            self._reference = train_one_process(self, hc.size())
-        return self._reference
-
-
-def clear_gradients(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if how == "none":
-        optimizer.zero_grad(set_to_none=True)
-    elif how == "zero":
-        optimizer.zero_grad(set_to_none=False)
-    elif how == "model":
-        model.zero_grad()
-
-
-def seeded_build(scenario: Scenario) -> nn.Module:
-    torch.manual_seed(7)
-    return scenario.build()
-
-
-def train_one_process(scenario: Scenario, ranks: int) -> nn.Module:
-    model = seeded_build(scenario)
-    optimizer = scenario.optimizer(list(model.parameters()))
-    for step in range(scenario.steps):
-        scenario.between(model, optimizer, step)
-        clear_gradients(scenario.clear, model, optimizer)
-        start = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        sums: list[torch.Tensor | None] = [None] * len(start)
-        for rank in range(ranks):
-            for parameter, gradient in zip(model.parameters(), start):
-                parameter.grad = None if gradient is None else gradient.clone()
-            torch.manual_seed(10_000 * step + rank)
-            scenario.backward(model, step, rank)
-            for index, parameter in enumerate(model.parameters()):
-                if parameter.grad is not None:
-                    gradient = parameter.grad.clone()
-                    total = sums[index]
-                    sums[index] = gradient if total is None else total + gradient
-        for parameter, total in zip(model.parameters(), sums):
-            parameter.grad = None if total is None else total / ranks * scenario.scale
-        optimizer.step()
-    return model
-
-
-def train_distributed(scenario: Scenario, **options: Any) -> tuple[nn.Module, Any]:
-    model = seeded_build(scenario)
-    optimizer = hc.DistributedOptimizer(
-        scenario.optimizer(list(model.parameters())),
-        named_parameters=model.named_parameters(),
-        **{**scenario.options, **options},
-    )
-    late_after_first = 0
-    orders = []
-    for step in range(scenario.steps):
-        scenario.between(model, optimizer, step)
-        clear_gradients(scenario.clear, model, optimizer)
-        torch.manual_seed(10_000 * step + hc.rank())
-        scenario.backward(model, step, hc.rank())
-        optimizer.step()
-        if step > 0:
-            late_after_first += len(optimizer.reduction_stats.last.late_gradients)
-        counts = optimizer.reduction_stats.last.launches.values()
-        assert all(count == 1 for count in counts), f"a bucket left {max(counts)} times in step {step}"
-        orders.append(optimizer.reduction_stats.last.launch_order)
-    everywhere = hc.allgather_object((orders, fingerprint(model)))
-    for order, weights in everywhere:
-        assert order == [sorted(launches) for launches in orders], (
-            "ranks launched buckets in different orders"
-        )
-        assert weights == everywhere[0][1], "ranks differ"
-    if scenario.static and hc.size() > 1:
-        assert late_after_first == 0, f"{late_after_first} late gradients after step 1"
-    return model, optimizer
 
 
 def difference(model: nn.Module, other: nn.Module) -> float:
@@ -187,16 +95,68 @@ def difference(model: nn.Module, other: nn.Module) -> float:
     return largest
 
 
-def fingerprint(model: nn.Module) -> list[bytes]:
-    return [p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+class Watched(HvdCkpt):
+    """The engine of ``hvd-ckpt compare`` with options of :class:`hvd_ckpt.DistributedOptimizer`, which keeps what it made.
+
+    Attributes:
+        model, optimizer: those of the training run.
+        steps: the reducer's statistics of each step.
+    """
+
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(
+        self, clear: Callable[[nn.Module, Any], Callable[[], Any]] | None = None, **options: Any
+    ) -> None:
+        self.options = options  # type: ignore[misc]
+        self._clear = clear
+        self.steps: list[Any] = []
+        self.start(Path())
+
+    def wrap(self, model: nn.Module, optimizer: Any, passes: int = 1) -> tuple[nn.Module, Any]:
+        self.model, self.optimizer = super().wrap(model, optimizer, passes)
+        if self._clear is not None:
+            self.optimizer.zero_grad = self._clear(self.model, self.optimizer)
+        return self.model, self.optimizer
 
 
-def check(scenario: Scenario, **options: Any) -> Any:
-    """Trains both ways: ranks must agree bit for bit, and with the reference within the tolerance."""
-    model, optimizer = train_distributed(scenario, **options)
-    reference = scenario.reference()
-    distance = difference(model, reference)
-    assert distance <= scenario.tolerance, f"differs from one process by {distance}"
-    moved = difference(reference, seeded_build(scenario))
-    assert moved > 100 * scenario.tolerance, "the reference did not train"
-    return optimizer
+def check(
+    workload: Workload,
+    variant: str = "non-reentrant",
+    *,
+    steps: int = 5,
+    tolerance: float = 2e-6,
+    expected: Workload | None = None,
+    **options: Any,
+) -> Watched:
+    """Trains on all ranks and in one process: ranks must agree bit for bit, and with the reference within the tolerance.
+
+    Args:
+        tolerance: largest difference allowed, absolute.
+        expected: what one process trains, if not the same.
+        options: of the distributed optimizer, and ``clear``.
+    """
+    settings, engine = Settings(steps, seed=7), Watched(**options)
+    train_cell(
+        workload,
+        engine,
+        Cell("", variant, 3),
+        settings,
+        after_step=lambda step: engine.steps.append(engine.optimizer.reduction_stats.last),
+    )
+    assert all(count == 1 for step in engine.steps for count in step.launches.values()), "a bucket left twice"
+    orders = [step.launch_order for step in engine.steps]
+    for others, weights in hc.allgather_object((orders, fingerprint(engine.model))):
+        for ours, theirs in zip(orders, others):  # ranks may have unequal numbers of steps
+            assert ours == theirs == sorted(ours), "ranks launched buckets in different orders"
+        assert weights == fingerprint(engine.model), "ranks differ"
+    if workload.static and hc.size() > 1:
+        assert not [step.late_gradients for step in engine.steps[1:] if step.late_gradients]
+    reference = make_reference(expected or workload, hc.size(), settings)
+    trained = {name: parameter.detach() for name, parameter in engine.model.named_parameters()}
+    distance, _, worst = largest_difference(trained, reference.parameters, reference.start)
+    assert distance <= tolerance, f"{worst} differs from one process by {distance}"
+    moved, _, _ = largest_difference(reference.start, reference.parameters, reference.start)
+    assert moved > 100 * tolerance, "the reference did not train"
+    return engine

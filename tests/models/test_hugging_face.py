@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import Scenario, difference, seeded_build, train_distributed, train_one_process
+from one_process import check
 from torch.nn import functional
 
 pytest.importorskip("transformers")
 
-import hvd_ckpt as hc
+from hvd_ckpt.bench.compare.cells import Recompute
+from hvd_ckpt.bench.compare.scenarios import Scenario
+from hvd_ckpt.bench.compare.workloads import Step
 from hvd_ckpt.models import bert, gpt2, xlnet
 
 pytestmark = [
@@ -31,7 +33,6 @@ BUILDERS = {
     "gpt2": functools.partial(gpt2.gpt2, **SIZES, length=LENGTH),
     "xlnet": functools.partial(xlnet.xlnet, **SIZES),
 }
-MANY_BUCKETS = {"bucket_cap_mb": 0.004}
 
 
 def build(name: str, reentrant: bool | None) -> torch.nn.Module:
@@ -49,7 +50,7 @@ def build(name: str, reentrant: bool | None) -> torch.nn.Module:
     return model
 
 
-def backward(name: str, model: Any, step: int, rank: int) -> None:
+def backward(name: str, model: Any, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank + 1)
     tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=generator)
     mask = torch.ones_like(tokens)
@@ -67,15 +68,21 @@ def backward(name: str, model: Any, step: int, rank: int) -> None:
     else:
         loss = model(tokens, attention_mask=mask, labels=tokens.where(mask.bool(), -100)).loss
     loss.backward()
+    return loss.detach()
 
 
-def trained(name: str, reentrant: bool | None) -> Scenario:
-    return Scenario(
-        build=functools.partial(build, name, reentrant),
-        backward=functools.partial(backward, name),
-        options=MANY_BUCKETS,
-        steps=3,
-    )
+class Trained(Scenario):
+    """A model that recomputes by itself: reentrant, not reentrant, or not at all."""
+
+    def __init__(self, name: str, reentrant: bool | None) -> None:
+        super().__init__("default", 7, None)
+        self.name, self.reentrant = name, reentrant
+
+    def model(self, recompute: Recompute) -> torch.nn.Module:
+        return torch.nn.ModuleList([build(self.name, self.reentrant)])
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        return [backward(self.name, step.model[0], step.number, step.rank)]
 
 
 @pytest.mark.parametrize(
@@ -83,13 +90,10 @@ def trained(name: str, reentrant: bool | None) -> Scenario:
     [("bert", False), ("roberta", True), ("gpt2", True), ("xlnet", False), ("xlnet", True)],
 )
 def test_recomputed_models_of_transformers(name: str, reentrant: bool) -> None:
-    """Ranks agree, each bucket left once in each step, and after the first no gradient was late: see ``train_distributed``."""
-    scenario = trained(name, reentrant)
-    model, optimizer = train_distributed(scenario)
-    assert len(optimizer.reduction_stats.last.launches) > 3
-    kept = train_one_process(trained(name, None), hc.size())
-    assert difference(model, kept) <= scenario.tolerance
-    assert difference(model, seeded_build(scenario)) > 100 * scenario.tolerance
+    """Ranks agree, each bucket left once in each step, and after the first no gradient was late: see ``check``."""
+    kept = Trained(name, None)
+    engine = check(Trained(name, reentrant), "none", steps=3, expected=kept, bucket_cap_mb=0.004)
+    assert len(engine.optimizer.reduction_stats.last.launches) > 3
 
 
 def test_xlnet_of_transformers_has_no_recomputation_of_its_own() -> None:

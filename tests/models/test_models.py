@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_ckpt as hc
 from hvd_ckpt.memory import measure_peak
+from hvd_ckpt.models.catalog import DENSENETS, RESNETS, ResNetShape
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.models.lstm import lstm_language_model
 from hvd_ckpt.models.resnet import ResNet, resnet
-from hvd_ckpt.models.sizes import DENSENETS, RESNETS, ResNetShape
 from hvd_ckpt.models.vnet import vnet
 from hvd_ckpt.planning.blocks import find_blocks
 

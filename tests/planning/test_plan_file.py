@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from hvd_ckpt import json_file
+from hvd_ckpt import schema
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
@@ -83,9 +81,9 @@ def test_the_file_is_for_people(written: bytes) -> None:
     titles = [block["policy"]["title"] for block in content["plan"]["blocks"]]
     assert titles == ["keep", DROP.title, DROP.title, "recompute", "keep", "keep"]
     assert content["plan"]["items"] == [0, [1, [2, 3]], 4, 5]
-    lines = written.decode().splitlines()
-    assert len(lines) < 90
-    assert max(map(len, lines)) <= 120
+    lines = [line.strip() for line in written.decode().splitlines()]
+    assert '"calls": ["layer_norm", "linear", "gelu", "linear", "__add__"],' in lines
+    assert all(len(line) <= 120 for line in lines)
 
 
 def test_a_plan_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
@@ -166,7 +164,7 @@ def test_a_missing_key_that_decides_what_a_plan_does_is_named(written: bytes, fo
         b'{"format": NaN}',
         b'{"version": ' + b"9" * 10_000 + b"}",
         b'{"format": 1, "version": 1, "format": 2}',
-        b" " * (json_file.MAX_BYTES + 1),
+        b" " * (schema.MAX_BYTES + 1),
     ],
     ids=["empty", "utf-16", "list", "deep", "nan", "digits", "twice", "large"],
 )
@@ -181,53 +179,6 @@ def test_folders_and_devices_are_no_plan_files_and_a_missing_file_is_missing(tmp
             Plan.load(path)
     with pytest.raises(FileNotFoundError):
         Plan.load(tmp_path / "nothing.json")
-
-
-def read_or_refuse(folder: Path, content: bytes) -> None:
-    path = folder / "edited.json"
-    path.write_bytes(content)
-    plan, message = make_plan(), ""
-    try:
-        plan = Plan.load(path)
-    except PlanError as error:
-        message = str(error)
-    assert "\n" not in message and len(message) < len(str(path)) + 400
-    if plan != make_plan():
-        plan.save(path)
-        assert Plan.load(path) == plan
-
-
-HOSTILE = [None, True, -1, 2, 10**4000, -2.5, 1e308, "", "\ud800", "layers.0", [], [[]], {"a": 1}]
-
-
-def test_every_truncation_and_flipped_bit_gives_a_plan_or_a_plan_error(written: bytes, folder: Path) -> None:
-    for at in range(0, len(written), 11):
-        flipped = written[at] ^ (1 << at % 8)
-        read_or_refuse(folder, written[:at] + bytes([flipped]) + written[at + 1 :])
-    for at in range(0, len(written), 61):
-        read_or_refuse(folder, written[:at])
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_edited_values_give_a_plan_or_a_plan_error(written: bytes, folder: Path, data: st.DataObject) -> None:
-    root = {"": json.loads(written)}
-    inner, key = root, ""
-    while isinstance(inner[key], (dict, list)) and inner[key] and data.draw(st.integers(0, 4)):
-        inner = inner[key]
-        key = data.draw(
-            st.sampled_from(sorted(inner)) if isinstance(inner, dict) else st.integers(0, len(inner) - 1)
-        )
-    kind = data.draw(st.sampled_from(["replace", "delete", "double"]))
-    if kind == "replace":
-        inner[key] = data.draw(st.sampled_from(HOSTILE))
-    elif kind == "delete" and key != "":
-        del inner[key]
-    elif isinstance(inner, list):
-        inner.insert(data.draw(st.integers(0, len(inner))), inner[key])
-    elif isinstance(inner, dict):
-        inner[data.draw(st.sampled_from(["x", "kind", "members"]))] = inner[key]
-    read_or_refuse(folder, json.dumps(root[""]).encode())
 
 
 class Layer(nn.Module):

@@ -12,7 +12,7 @@ import hvd_ckpt as hc
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
-several = pytest.mark.skipif("hc.size() == 1", reason="takes several ranks")
+several = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 
 def build() -> nn.Module:

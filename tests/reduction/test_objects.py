@@ -24,7 +24,7 @@ def test_the_ranks_values_need_not_be_of_one_type(name: str | None) -> None:
     assert hc.broadcast_object([hc.rank()], root_rank=last, name=name) == [last]
 
 
-@pytest.mark.skipif(hc.size() < 2, reason="needs a second rank")
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
 def test_a_value_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
     broken: Any = threading.Lock() if hc.rank() == 1 else 1
     message = "cannot pickle" if hc.rank() == 1 else "rank 1: .*cannot pickle"
@@ -34,7 +34,7 @@ def test_a_value_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
     assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
 
 
-@pytest.mark.skipif(hc.size() < 3, reason="needs a set of two ranks, and a third")
+@pytest.mark.ranks(mpi=(4,))
 def test_a_process_set_has_a_root_of_its_own() -> None:
     members = hc.add_process_set([0, 2])
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import horovod.torch as stock
@@ -12,7 +12,6 @@ import pytest
 import torch
 from one_process import (
     WIDTH,
-    Scenario,
     batch,
     chain,
     check,
@@ -28,10 +27,13 @@ from one_process import (
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.compare.cells import Recompute
+from hvd_ckpt.bench.compare.scenarios import Scenario
+from hvd_ckpt.bench.compare.workloads import Step
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
-several = pytest.mark.skipif("hc.size() == 1", reason="takes several ranks")
+several = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
 
 def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
@@ -143,53 +145,73 @@ def test_closures_are_evaluated_equally_often_everywhere() -> None:
     same_everywhere(model)
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.often = nn.Embedding(20, WIDTH, sparse=True)
-        self.sometimes = nn.Embedding(20, WIDTH, sparse=True)
-        self.out = nn.Linear(WIDTH, 1)
+def words(step: Step, count: int, part: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step.number + step.rank + 10 * part)
+    return torch.randint(20, (count,), generator=generator)
 
 
-def words(step: int, rank: int, count: int) -> torch.Tensor:
-    return torch.randint(20, (count,), generator=torch.Generator().manual_seed(100 * step + rank))
+class Words(Scenario):
+    """Two sparse gradients, one of them used for the first time in step 2, on one rank only."""
+
+    learning_rate = 0.002
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        embeddings = [nn.Embedding(20, WIDTH, sparse=True) for _ in range(2)]
+        return nn.ModuleList([*embeddings, nn.Linear(WIDTH, 1)])
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        (often, sometimes, out), read = step.model, words(step, 5 + step.rank)
+        hidden = often(read).sum(0)
+        if step.number >= 2 and step.rank == 0:
+            hidden = hidden + sometimes(read).sum(0)
+        loss = out(hidden).square().sum()
+        loss.backward()
+        return [loss.detach()]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.learning_rate)
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_embeddings(as_dense: bool) -> None:
-    def backward(model: Any, step: int, rank: int) -> None:
-        read = words(step, rank, 5 + rank)
-        hidden = model.often(read).sum(0)
-        if step >= 2 and rank == 0:  # used for the first time in step 2, on one rank only
-            hidden = hidden + model.sometimes(read).sum(0)
-        model.out(hidden).square().sum().backward()
-
-    scenario = Scenario(
-        Words, backward, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.002), tolerance=1e-6
-    )
     for cap in (25.0, 0.0001):
-        optimizer = check(scenario, sparse_as_dense=as_dense, bucket_cap_mb=cap)
-        often, sometimes = optimizer.param_groups[0]["params"][:2]
-        assert often.grad.is_sparse and sometimes.grad.is_sparse
+        engine = check(Words("default", 7, None), tolerance=1e-6, sparse_as_dense=as_dense, bucket_cap_mb=cap)
+        assert all(engine.model[index].weight.grad.is_sparse for index in range(2))
 
 
-@pytest.mark.parametrize("clear", ["none", "never"])
-def test_sparse_gradients_that_travel_dense_can_be_added_to(clear: str) -> None:
-    """In the next pass, which may come late."""
+class MoreWords(Words):
+    """A sparse gradient that is added to in the next pass, which may come late."""
 
-    def backward(model: Any, step: int, rank: int) -> None:
-        for part in range(1 + step % 2 + step // 3):
-            model(words(step, rank + 10 * part, 5)).square().sum().backward()
+    learning_rate = 0.001
+    static = False
 
-    scenario = Scenario(
-        lambda: nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, 1)),
-        backward,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.001),
-        tolerance=1e-6,
-        static=False,
-        clear=clear,
+    def __init__(self, summed: bool = False) -> None:
+        super().__init__("default", 7, None)
+        self.momentum = 1.0 if summed else 0.0  # adds up the gradients of all steps
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        return nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        losses = []
+        for part in range(1 + step.number % 2 + step.number // 3):
+            losses.append(step.model(words(step, 5, part)).square().sum())
+            losses[-1].backward()
+        return losses
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum)
+
+
+@pytest.mark.parametrize("never", [False, True])
+def test_sparse_gradients_that_travel_dense_can_be_added_to(never: bool) -> None:
+    check(
+        MoreWords(),
+        expected=MoreWords(summed=never),
+        clear=(lambda model, optimizer: lambda: None) if never else None,
+        sparse_as_dense=True,
+        bucket_cap_mb=0.0001,
     )
-    check(scenario, sparse_as_dense=True, bucket_cap_mb=0.0001)
 
 
 @several

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from controllers import HOROVODRUN
+from controllers import FORKING, run_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -21,18 +18,9 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "hard_gra
 
 def launch(**environment: str) -> tuple[int, list[str]]:
     """The number of buckets and the hashes of five runs in a job of three ranks: the fewest whose sums depend on their order."""
-    result = subprocess.run(
-        [*HOROVODRUN, "-np", "3", "--gloo", sys.executable, str(SCRIPT), *["reentrant"] * 5],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    found = re.search(r"BUCKETS (\d+)\n.*HASHES (.*)", result.stdout)
-    assert result.returncode == 0 and found is not None, result.stdout
+    status, output = run_ranks(3, SCRIPT, *["reentrant"] * 5, launcher=FORKING, **environment)
+    found = re.search(r"BUCKETS (\d+)\n.*HASHES (.*)", output)
+    assert status == 0 and found is not None, output
     return int(found[1]), found[2].split()
 
 

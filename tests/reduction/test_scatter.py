@@ -71,7 +71,7 @@ def test_the_mean_compressed_with_gradients() -> None:
     assert torch.equal(own.grad, torch.full((5, 3), 0.5))
 
 
-@pytest.mark.skipif("hc.size() == 1", reason="one rank counts alone")
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
 @pytest.mark.parametrize("name", [None, "gradients"])
 @pytest.mark.parametrize("scatter", [hc.reducescatter, in_a_group])
 def test_gradients_where_ranks_have_counted_different_operations(scatter: Scatter, name: str | None) -> None:
@@ -97,9 +97,8 @@ def test_gradients_where_ranks_have_counted_different_operations(scatter: Scatte
         hc.remove_process_set(one)
 
 
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
 def test_in_a_process_set() -> None:
-    if hc.size() == 1:
-        pytest.skip("one rank has no smaller set")
     some = hc.add_process_set(range(hc.size() - 1))
     if some.included():
         options = {"name": "in.a.set", "op": hc.Sum, "process_set": some}

@@ -2,276 +2,201 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from one_process import SMALL, WIDTH, Scenario, batch, chain, check
+from one_process import check
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.compare.cells import Chain, Recompute
+from hvd_ckpt.bench.compare.scenarios import LAYERS, SCENARIOS, WIDTH, Scenario, layer, run_along
+from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.models.objectives import Batch
 
 pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 
-ONE_BUCKET, MANY_BUCKETS = 25.0, 0.0006  # MiB: everything together, or about two layers each
-Backward = Callable[[Any, int, int, bool], None]
-CASES: dict[str, tuple[Backward, dict[str, Any]]] = {}
+# MiB: everything together, about two layers each, a parameter each
+ONE_BUCKET, MANY_BUCKETS, SMALLEST_BUCKETS = 25.0, 0.0024, 0.0005
 
 
-def case(build: Callable[[], nn.Module] = lambda: chain(6), **options: Any) -> Any:
-    """Enters what one step of a rank does with a model, and with reentrant recomputation or not."""
+class LateOnOneRank(Scenario):
+    """From step 3 on one rank uses the last layer, whose bucket leaves first, once more: in a second pass."""
 
-    def enter(backward: Backward) -> Backward:
-        CASES[backward.__name__] = backward, {"build": build, **options}
-        return backward
+    static = False
 
-    return enter
+    def run(self, step: Step) -> list[torch.Tensor]:
+        losses = run_along(self, step, range(LAYERS))
+        return losses + (run_along(self, step, [LAYERS - 1]) if self.is_late(step) else [])
+
+    def is_late(self, step: Step) -> bool:
+        return step.number >= 3 and step.rank == 0
 
 
-def make(name: str, reentrant: bool, **changes: Any) -> Scenario:
-    backward, options = CASES[name]
-    return Scenario(
-        backward=lambda model, step, rank: backward(model, step, rank, reentrant), **{**options, **changes}
+class LateInBackward(LateOnOneRank):
+    """The same within one backward pass, in which a reentrant recomputation accumulates once per use."""
+
+    variants = ("reentrant",)
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        return run_along(self, step, [*[LAYERS - 1] * self.is_late(step), *range(LAYERS)])
+
+
+class TwoBackwards(Scenario):
+    """Two backward passes through one recomputed part of the graph."""
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        (batch,), model = step.batches, step.model
+        shared = model(*batch.inputs, path=[0, 1, 2])
+        losses = [
+            self.loss(rest(shared), batch.targets)
+            for rest in (model.chain[3], nn.Sequential(*model.chain[4:]))
+        ]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        return [loss.detach() for loss in losses]
+
+
+class Dropout(Scenario):
+    """Recomputation draws what the forward pass drew."""
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        return Chain([nn.Sequential(layer(), nn.Dropout(0.3)) for _ in range(LAYERS)], recompute)
+
+
+class Converted(Scenario):
+    """The model becomes float64 between two steps, and float32 again."""
+
+    static = False
+
+    def before_step(self, model: nn.Module, number: int) -> None:
+        if number in (2, 4):
+            model.to(torch.float64 if number == 2 else torch.float32)
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        (batch,), dtype = step.batches, next(step.model.parameters()).dtype
+        converted = Batch((batch.inputs[0].detach().to(dtype).requires_grad_(),), batch.targets)
+        return run_along(self, Step(**{**vars(step), "batches": [converted]}), range(LAYERS))
+
+
+class GradientsByHand(Scenario):
+    """``autograd.grad`` on parameters in between, and a gradient set by hand that autograd never makes."""
+
+    variants = ("non-reentrant",)
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        model = Chain([layer() for _ in range(LAYERS)], recompute)
+        model.register_parameter("by_hand", nn.Parameter(torch.ones(WIDTH)))
+        return model
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        (batch,), layers = step.batches, step.model.chain
+        loss = self.loss(step.model(*batch.inputs), batch.targets)
+        torch.autograd.grad(loss, layers[5][0].weight, retain_graph=True)
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, [layers[5][0].weight, layers[0][0].bias])
+        step.model.by_hand.grad = torch.full((WIDTH,), float(step.rank + step.number))
+        return [loss.detach()]
+
+
+class GradInsideBackward(Scenario):
+    """A hook runs ``torch.autograd.grad`` on a parameter in mid-backward, when its bucket has left."""
+
+    def run(self, step: Step) -> list[torch.Tensor]:
+        (batch,), last = step.batches, step.model.chain[5]
+        x = step.model(*batch.inputs, path=[0, 1, 2])
+
+        def during(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                loss = self.loss(last(batch.inputs[0].detach()), batch.targets)
+                torch.autograd.grad(loss, list(last.parameters()))
+
+        x.register_hook(during)
+        loss = self.loss(nn.Sequential(*step.model.chain[3:])(x), batch.targets)
+        loss.backward()
+        return [loss.detach()]
+
+
+CASES: dict[str, Callable[..., Workload]] = {
+    **SCENARIOS,
+    "late-on-one-rank": LateOnOneRank,
+    "late-in-backward": LateInBackward,
+    "two-backwards": TwoBackwards,
+    "dropout": Dropout,
+    "converted": Converted,
+    "gradients-by-hand": GradientsByHand,
+    "grad-inside-backward": GradInsideBackward,
+}
+VARIANTS = [(name, variant) for name, case in CASES.items() for variant in case.variants]
+UNEVEN = ("tied", "unused-on-one-rank", "changing-graph", "late-in-backward", "short-last-group")
+TOLERANCES = {"mixed-dtypes": 1e-3, "converted": 5e-6}
+
+
+def make(name: str, **changes: Any) -> Workload:
+    """A scenario with the learning rate or momentum changed."""
+    workload = CASES[name]("default", 7, None)
+    if changes:
+        workload.optimizer = lambda parameters: torch.optim.SGD(parameters, **changes)  # type: ignore[method-assign]
+    return workload
+
+
+def run(name: str, variant: str, **options: Any) -> Any:
+    return check(
+        make(name),
+        variant,
+        **{"bucket_cap_mb": MANY_BUCKETS, "tolerance": TOLERANCES.get(name, 2e-6), **options},
     )
 
 
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return (output - 0.3).square().mean()
-
-
-def run(layers: Any, x: torch.Tensor, reentrant: bool, segments: Any = 3) -> None:
-    loss_of(hc.checkpoint_sequential(layers, segments, x, use_reentrant=reentrant)).backward()
-
-
-@case()
-def plain(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    run(model, batch(step, rank), reentrant, 4)
-
-
-def tied_chain() -> nn.Module:
-    shared, (first, second, third, fourth) = nn.Linear(WIDTH, WIDTH), chain()
-    return nn.Sequential(first, second, third, shared, nn.Tanh(), fourth, shared, nn.Tanh(), shared)
-
-
-@case(tied_chain)
-def tied(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """One layer in three segments, and layers before it, so that its bucket could leave too early."""
-    parts = [2, 2, 2, 2, 1]
-    x = hc.checkpoint_sequential(model, parts, batch(step, rank), use_reentrant=reentrant, keep_last=False)
-    loss_of(x).backward()
-
-
-@case()
-def nested(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return model[1](hc.checkpoint(model[0], x, use_reentrant=reentrant))
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        return model[3](hc.checkpoint(inner, model[2](x), use_reentrant=reentrant))
-
-    loss_of(model[4:](hc.checkpoint(outer, batch(step, rank), use_reentrant=reentrant))).backward()
-
-
-@case()
-def unused(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Parameters that no rank ever uses."""
-    run(model[:3], batch(step, rank), reentrant)
-    assert model[5][0].weight.grad is None
-
-
-@case()
-def unused_on_one_rank(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    run(model[:4] if rank == 0 else model, batch(step, rank), reentrant)
-
-
-@case()
-def accumulation(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    for part in range(2):
-        run(model, batch(step, rank, part), reentrant)
-
-
-@case(steps=7)
-def short_last_group(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Three backward passes per step, and one in every third step."""
-    for part in range(1 if step % 3 == 2 else 3):
-        run(model, batch(step, rank, part), reentrant)
-
-
-@case(static=False)
-def changing_graph(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Each step and each rank uses other layers, one of them several times."""
-    layers = [model[(step + rank + i) % 6] for i in range(2 + step % 3)] + [model[step % 6]] * (step % 3)
-    run(layers, batch(step, rank), reentrant, 2)
-
-
-@case(static=False)
-def late_on_one_rank(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """From step 3 on one rank uses the last layer, whose bucket leaves first, once more: recomputed, or in a second pass."""
-    x = batch(step, rank)
-    late = step >= 3 and rank == 0
-    if late and reentrant:
-        x = hc.checkpoint(model[5], x, use_reentrant=True)
-    run(model, x, reentrant)
-    if late and not reentrant:
-        loss_of(model[5](batch(step, rank, 1))).backward()
-
-
-@case()
-def two_forwards(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Two forward passes before one backward pass."""
-    xs = [batch(step, rank, part) for part in range(2)]
-    first, second = (hc.checkpoint_sequential(model, 3, x, use_reentrant=reentrant) for x in xs)
-    (loss_of(first) + loss_of(second)).backward()
-
-
-@case()
-def two_backwards(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Two backward passes through one recomputed part of the graph."""
-    shared = hc.checkpoint(model[:3], batch(step, rank), use_reentrant=reentrant)
-    loss_of(model[3](shared)).backward(retain_graph=True)
-    loss_of(model[4:](shared)).backward()
-
-
-@case()
-def forward_without_grad(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """A forward pass under no_grad in every step, through the same checkpoints."""
-    for part in range(3):
-        with torch.set_grad_enabled(part == 1):
-            x = hc.checkpoint_sequential(model, 3, batch(step, rank, part), use_reentrant=reentrant)
-            loss_of(x).backward() if part == 1 else None
-
-
-@case(tied_chain)
-def explicit_parameters(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """CheckpointFunction: the parameters are arguments, so a tied layer accumulates once per segment."""
-    x = batch(step, rank).requires_grad_()
-    for part in (model[:4], model[4:7], model[7:]):
-        x = hc.CheckpointFunction.apply(part, 1, x, *part.parameters())
-    loss_of(x).backward()
-
-
-@case(lambda: nn.Sequential(*[nn.Sequential(one, nn.Dropout(0.3)) for one in chain(5)]))
-def dropout(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    run(model, batch(step, rank), reentrant)
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
-
-
-@case(
-    lambda: nn.ModuleList([nn.Linear(WIDTH, WIDTH).to(dtype) for dtype in DTYPES]),
-    tolerance=1e-3,
-    steps=4,
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-)
-def mixed_dtypes(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Parameters of four dtypes; bfloat16 travels as float32."""
-    x = batch(step, rank)
-    for layer in model:
-        x = hc.checkpoint(layer, x.to(layer.weight.dtype), use_reentrant=reentrant)
-    (x - 3).square().mean().backward()
-
-
-def partly_frozen() -> nn.Module:
-    model = chain(6)
-    model[4].requires_grad_(False)
-    return model
-
-
-def freeze(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    model[1].requires_grad_(step not in (3, 4))
-    model[4].requires_grad_(step >= 5)
-    if step == 3:
-        model[1].zero_grad()
-
-
-@case(partly_frozen, between=freeze, static=False, steps=9)
-def frozen(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Layers are frozen and unfrozen in mid-training; one is frozen from the start."""
-    run(model, batch(step, rank), reentrant)
-
-
-def convert(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    if step in (2, 4):
-        dtype = torch.float64 if step == 2 else torch.float32
-        model.to(dtype)
-        for state in optimizer.state.values():
-            state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
-
-
-@case(between=convert, static=False, tolerance=5e-6)
-def converted(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """The model becomes float64 between two steps, and float32 again."""
-    run(model, batch(step, rank).to(model[0][0].weight.dtype), reentrant)
-
-
-def chain_and_one_by_hand() -> nn.Module:
-    model = chain(6)
-    model.register_parameter("by_hand", nn.Parameter(torch.ones(WIDTH)))
-    return model
-
-
-@case(chain_and_one_by_hand)
-def gradients_by_hand(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """Autograd.grad on parameters in between, and a gradient set by hand that autograd never makes."""
-    layers = list(model)
-    output = hc.checkpoint_sequential(layers, 3, batch(step, rank), use_reentrant=False)
-    torch.autograd.grad(loss_of(output), layers[5][0].weight, retain_graph=True)
-    loss_of(output).backward(retain_graph=True)
-    torch.autograd.grad(loss_of(output), [layers[5][0].weight, layers[0][0].bias])
-    model.by_hand.grad = torch.full((WIDTH,), float(rank + step))
-
-
-@case()
-def grad_inside_backward(model: Any, step: int, rank: int, reentrant: bool) -> None:
-    """A hook that runs ``torch.autograd.grad`` on a parameter in mid-backward, when its bucket has left."""
-    x = hc.checkpoint_sequential(model[:3], 2, batch(step, rank), use_reentrant=reentrant)
-
-    def during(gradient: torch.Tensor) -> None:
-        with torch.enable_grad():
-            torch.autograd.grad(loss_of(model[5](batch(step, rank))), list(model[5].parameters()))
-
-    if x.requires_grad:
-        x.register_hook(during)
-    loss_of(model[3:](x)).backward()
-
-
-UNEVEN = ("tied", "unused_on_one_rank", "changing_graph", "late_on_one_rank", "short_last_group")
-
-
-@pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
-@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name: str, reentrant: bool) -> None:
-    if hc.size() == 3 and not (reentrant and name in UNEVEN):
-        pytest.skip("three ranks try what sums without an order may break")
-    if reentrant and name in ("explicit_parameters", "gradients_by_hand"):
-        pytest.skip("it is the same")
-    stats = check(
-        make(name, reentrant), bucket_cap_mb=SMALL if name == "tied" else MANY_BUCKETS
-    ).reduction_stats
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_equals_one_process(name: str, variant: str) -> None:
+    cap = SMALLEST_BUCKETS if name == "tied" else MANY_BUCKETS
+    engine = run(name, variant, bucket_cap_mb=cap, steps=9 if name == "frozen" else 7)
+    last = engine.optimizer.reduction_stats.last
     if name in ("plain", "tied", "nested", "accumulation", "dropout"):
-        assert stats.last.launches_in_backward == len(stats.last.launch_order) - 1 >= 1
-        assert stats.last.control_messages == 0
+        assert last.launches_in_backward == len(last.launch_order) - 1 >= 1
+        assert last.control_messages == 0
     if name == "frozen":  # unfrozen layers are in a bucket and waited for, as all others
-        assert stats.last.unbucketed_gradients == [] and stats.last.control_messages == 0
+        assert last.unbucketed_gradients == [] and last.control_messages == 0
+    if name == "unused":
+        assert engine.model.chain[LAYERS - 1][0].weight.grad is None
+        names = engine.optimizer.reduction_state_dict()["order"]
+        assert names and not any(name.startswith(f"chain.{LAYERS - 1}.") for name in names)
+
+
+@pytest.mark.ranks(gloo=(3,))
+@pytest.mark.parametrize("name", UNEVEN)
+def test_three_ranks_whose_sums_depend_on_their_order_equal_one_process(name: str) -> None:
+    run(name, "reentrant")
 
 
 @pytest.mark.ranks(gloo=(1, 2))
-@pytest.mark.parametrize("name", [*UNEVEN, "accumulation", "mixed_dtypes", "frozen", "converted"])
+@pytest.mark.parametrize("name", [*UNEVEN, "accumulation", "mixed-dtypes", "frozen", "converted"])
 def test_equals_one_process_with_one_bucket(name: str) -> None:
-    check(make(name, True), bucket_cap_mb=ONE_BUCKET)
+    run(name, "reentrant", bucket_cap_mb=ONE_BUCKET)
 
 
-@pytest.mark.parametrize("clear", ["zero", "model", "never"])
-@pytest.mark.parametrize("name", ["unused_on_one_rank", "accumulation"])
+CLEAR: dict[str, Callable[[nn.Module, Any], Callable[[], Any]]] = {
+    "zero": lambda model, optimizer: functools.partial(optimizer.zero_grad, set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad,
+    "never": lambda model, optimizer: lambda: None,
+}
+
+
+@pytest.mark.parametrize("clear", CLEAR)
+@pytest.mark.parametrize("name", ["unused-on-one-rank", "accumulation"])
 def test_any_way_to_clear_gradients(name: str, clear: str) -> None:
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.01)  # noqa: E731
-    check(make(name, True, clear=clear, optimizer=optimizer), bucket_cap_mb=MANY_BUCKETS)
+    sums = make(
+        name, lr=0.01, momentum=1.0
+    )  # adds up the gradients of all steps, as those that are never cleared
+    expected = sums if clear == "never" else None
+    check(make(name, lr=0.01), "reentrant", expected=expected, clear=CLEAR[clear], bucket_cap_mb=MANY_BUCKETS)
 
 
-@pytest.mark.parametrize("name", ["unused_on_one_rank", "late_on_one_rank"])
+@pytest.mark.parametrize("name", ["unused-on-one-rank", "late-on-one-rank"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -288,42 +213,40 @@ def test_any_way_to_clear_gradients(name: str, clear: str) -> None:
 @pytest.mark.filterwarnings("ignore:Parameter `num_groups`")
 def test_horovods_arguments(name: str, options: dict[str, Any]) -> None:
     lossy = "compression" in options
-    scenario = make(
-        name,
-        False,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3 if lossy else 0.02),
+    rate = 0.3 if lossy else 0.02
+    check(
+        make(name, lr=rate),
+        expected=make(name, lr=rate * hc.size()) if "op" in options else None,
         tolerance=1e-4 if lossy else 2e-6,
-        scale=float(hc.size()) if "op" in options else 1.0,
+        bucket_cap_mb=MANY_BUCKETS,
+        **options,
     )
-    check(scenario, bucket_cap_mb=MANY_BUCKETS, **options)
 
 
 def test_groups_as_lists_of_parameters() -> None:
     for pick in (slice(0, 4), slice(6, 12)):
-        model = chain(6)
+        model = nn.Sequential(*[layer() for _ in range(LAYERS)])
         parameters = list(model.parameters())
         optimizer = hc.DistributedOptimizer(
             torch.optim.SGD(parameters, lr=0.1),
             named_parameters=model.named_parameters(),
             groups=[parameters[pick]],
         )
-        for step in range(3):
+        for _ in range(3):
             optimizer.zero_grad()
-            plain(model, step, hc.rank(), False)
+            model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
         apart = len(parameters) - len(parameters[pick])
         assert len(optimizer.reduction_stats.last.launch_order) == 1 + apart
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
-def test_late_gradients_heal_and_are_learned(reentrant: bool) -> None:
-    stats = check(make("late_on_one_rank", reentrant, steps=4), bucket_cap_mb=MANY_BUCKETS).reduction_stats
-    assert stats.last.late_gradients == ["5.0.weight", "5.0.bias"] == stats.last.unbucketed_gradients
-    stats = check(make("late_on_one_rank", reentrant, steps=5), bucket_cap_mb=MANY_BUCKETS).reduction_stats
-    assert stats.late_gradients == 2
-    assert stats.last.late_gradients == [] == stats.last.unbucketed_gradients
-
-
-def test_unused_parameters_are_in_no_bucket() -> None:
-    names = check(make("unused", False, steps=2)).reduction_state_dict()["order"]
-    assert names and not any(name.startswith(("3.", "4.", "5.")) for name in names)
+@pytest.mark.parametrize(
+    ("name", "variant"), [("late-on-one-rank", "non-reentrant"), ("late-in-backward", "reentrant")]
+)
+def test_late_gradients_heal_and_are_learned(name: str, variant: str) -> None:
+    *_, fourth, fifth = run(name, variant).steps
+    layer_name = f"chain.{LAYERS - 1}.0"
+    assert (
+        fourth.late_gradients == [f"{layer_name}.weight", f"{layer_name}.bias"] == fourth.unbucketed_gradients
+    )
+    assert fifth.late_gradients == [] == fifth.unbucketed_gradients

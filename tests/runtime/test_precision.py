@@ -113,7 +113,7 @@ def test_stock_scaler_with_horovods_documented_recipe() -> None:
     assert difference(model, expected) < 2e-4
 
 
-@pytest.mark.skipif("hc.size() == 1", reason="one rank has nobody to differ from")
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale"])
 def test_stock_scaler_without_synchronize_is_an_error_everywhere(unscale: bool) -> None:
     model = chain()

@@ -8,8 +8,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from hvd_ckpt.json_file import Wrong
-from hvd_ckpt.schema import Strict, first_error, parse_json
+from hvd_ckpt.schema import Strict, Wrong, first_error, parse_json
 
 
 class Part(Strict):

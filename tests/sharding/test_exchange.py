@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 SHARD = 321  # no whole number of blocks
 FORMATS = [(FP32, 1e-6), (FP16, 2e-3), (BF16, 2e-2), (INT8, 5e-2)]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
-needs_others = pytest.mark.skipif("hc.size() == 1", reason="takes several ranks")
+needs_others = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
 
 @pytest.fixture

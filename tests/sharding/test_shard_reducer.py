@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from one_process import WIDTH, Scenario, batch, difference, fingerprint, seeded_build, train_one_process
+from one_process import WIDTH, batch, difference, fingerprint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +18,7 @@ from hvd_ckpt.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
-alone = pytest.mark.skipif("hc.size() == 1", reason="one rank has nobody to differ from")
+several = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 ONE_LAYER = 300 / 2**20  # MiB: each layer is a group
 
 
@@ -49,6 +50,56 @@ def passes(count: Callable[[int, int], int]) -> Callable[[nn.Module, int, int], 
             backward(model, step, rank, part)
 
     return run
+
+
+@dataclass
+class Scenario:
+    """A model, and what happens in one step of one rank.
+
+    Attributes:
+        build: makes the model; seeded, so every rank gets the same one.
+        backward: forward and backward passes of (model, step, rank); no optimizer.
+        between: called before each step with (model, optimizer, step), also by the reference.
+        tolerance: largest difference allowed, absolute.
+        options: of the distributed optimizer.
+    """
+
+    build: Callable[[], nn.Module]
+    backward: Callable[[Any, int, int], Any]
+    between: Callable[[Any, Any, int], Any] = lambda model, optimizer, step: None
+    tolerance: float = 2e-6
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9
+    )
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 5
+
+
+def seeded_build(scenario: Scenario) -> nn.Module:
+    torch.manual_seed(7)
+    return scenario.build()
+
+
+def train_one_process(scenario: Scenario) -> nn.Module:
+    """The reference, which adds the ranks' gradients in their order and in their own precision."""
+    model = seeded_build(scenario)
+    optimizer = scenario.optimizer(list(model.parameters()))
+    for step in range(scenario.steps):
+        scenario.between(model, optimizer, step)
+        sums: list[torch.Tensor | None] = [None for _ in model.parameters()]
+        for rank in range(hc.size()):
+            for parameter in model.parameters():
+                parameter.grad = None
+            torch.manual_seed(10_000 * step + rank)
+            scenario.backward(model, step, rank)
+            for index, parameter in enumerate(model.parameters()):
+                if parameter.grad is not None:
+                    total, gradient = sums[index], parameter.grad.clone()
+                    sums[index] = gradient if total is None else total + gradient
+        for parameter, total in zip(model.parameters(), sums):
+            parameter.grad = None if total is None else total / hc.size()
+        optimizer.step()
+    return model
 
 
 def train_split(scenario: Scenario, **options: Any) -> tuple[nn.Module, Any, list[Any]]:
@@ -180,7 +231,7 @@ SCENARIOS = {
 def test_sums_are_those_of_whole_gradients(name: str) -> None:
     scenario = SCENARIOS[name]
     model, _, steps = train_split(scenario)
-    reference = train_one_process(scenario, hc.size())
+    reference = train_one_process(scenario)
     distance = difference(model, reference)
     assert distance <= scenario.tolerance
     assert difference(reference, seeded_build(scenario)) > 1e-3, "the reference did not train"
@@ -212,14 +263,16 @@ def test_the_same_bits_whenever_gradients_arrive() -> None:
     assert runs[0] == runs[1]
 
 
-@alone
+@several
 def test_few_groups_exist_at_once() -> None:
     """Also in the first step, and where another rank is behind: this one waits for it before it packs more."""
-    layers, width = 12, 256
+    layers, width = 24, 256
     nbytes = 4 * width * width
+    kept = layers * nbytes // hc.size()
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     optimizer = split(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(2):
+    peaks = []
+    for step in range(8):
         x = torch.randn(2, width)
         optimizer.zero_grad()
         with recording_peak() as memory:
@@ -228,11 +281,13 @@ def test_few_groups_exist_at_once() -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
             optimizer.synchronize()
         assert len(optimizer.reduction_stats.last.launch_order) == layers, step
-        kept = layers * nbytes // hc.size()
-        # A gradient and the buffer that it is packed into, one in flight, what arrives, and its sum.
-        assert memory.peak_bytes < kept + 5 * nbytes + nbytes // 2, step
+        peaks.append(memory.peak_bytes - kept)
         with optimizer.skip_synchronize():
             optimizer.step()
+    # A gradient and the buffer that it is packed into, one in flight, and what arrives; at times also buffers of groups that
+    # have arrived, until Horovod's thread lets go of them.
+    assert min(peaks) < 4 * nbytes + nbytes // 2
+    assert max(peaks) <= layers // 2 * nbytes
 
 
 class MeetInBackward(torch.autograd.Function):
@@ -277,7 +332,7 @@ def test_no_hang_where_the_backward_pass_has_other_collectives(monkeypatch: pyte
     assert all(other == weights for other in hc.allgather_object(weights))
 
 
-@alone
+@several
 def test_a_converted_parameter_is_an_error_on_every_rank() -> None:
     model = seeded_build(Scenario(chain, backward))
     optimizer = split(model)
@@ -337,7 +392,7 @@ def test_added_parameters_are_reduced_in_the_backward_pass_soon() -> None:
         ),
     )
     model, _, steps = train_split(scenario)
-    assert difference(model, train_one_process(scenario, hc.size())) == 0
+    assert difference(model, train_one_process(scenario)) == 0
     assert steps[-1].launches_in_backward == len(steps[-1].launch_order) == 4
 
 

@@ -41,10 +41,12 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         "plan": None,
         "samples": 40,
         "threads": 2,
+        "device": "cpu",
+        "replicas": None,
     }
     reduction: dict[str, Any] = {"version": 2, "order": names, "sparse": {}, "densified": {}}
     reduction |= {"bucket_cap_bytes": 1e6, "counts": None, "lower_counts": {}}
-    own = {"random": random_state(), "reduction": reduction, "logged": (0.5, 3.0)}
+    own = {"random": random_state(), "reduction": reduction, "logged": [(0.5, 3.0)]}
     own["buffers"] = dict(model.named_buffers())
     folder = tmp_path_factory.mktemp("snapshots")
     return reader.read(write(folder, 2, replicated, own, model.state_dict()), 0)
@@ -70,8 +72,8 @@ def test_state_of_a_run_is_valid(resumed: Snapshot) -> None:
         (("replicated", "samples"), torch.ones(2), "samples is a Tensor"),
         (("per_rank", "reduction", "order"), ["a", "a"], "reduction: order has a name twice"),
         (("per_rank", "buffers", "1.running_mean"), 3, r"buffers\[\"1.running_mean\"\] is 3"),
-        (("per_rank", "logged"), (1.0, float("inf")), r"logged\[1\] is inf"),
-        (("per_rank", "logged"), (torch.tensor(1.0), 2.0), r"logged\[0\].*tensor"),
+        (("per_rank", "logged"), [(1.0, float("inf"))], r"logged\[0\]\[1\] is inf"),
+        (("per_rank", "logged"), [(torch.tensor(1.0), 2.0)], r"logged\[0\]\[0\].*tensor"),
     ],
 )
 def test_invalid_state_is_refused_with_its_key(

@@ -16,9 +16,11 @@ from snapshot_files import sign
 from torch import nn
 
 from hvd_ckpt.cli.main import main
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.consolidate import consolidate
-from hvd_ckpt.snapshots.content import ShardState, parameters_of
+from hvd_ckpt.snapshots.content import ShardState, tensors_of
 from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
 from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata
@@ -91,7 +93,7 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    parameters, aliases = parameters_of(model)
+    parameters, aliases = tensors_of(model, buffers=False)
     buffers = dict(model.named_buffers())
     told: list[str] = []
     writers = [
@@ -165,7 +167,9 @@ def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     file = path / "shard-00001.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    everything = {name: [(0, one.numel())] for name, one in model.named_parameters()}
+    everything = [
+        ShardRange(name, 0, one.numel(), TensorSpec.of(one), True) for name, one in model.named_parameters()
+    ]
     with pytest.raises(SnapshotError, match=r"shard-00001\.pt: its content is not what was"):
         read_shards(found, everything, state_of_shards(optimizer, model), len(optimizer.param_groups))
     file.write_bytes(content)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hvd_ckpt.schema import parsed
 from hvd_ckpt.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.values import parsed
 
 
 def error_of(**values: object) -> str:
@@ -63,6 +63,22 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"accumulate_locally": True}, "accumulate_locally"),
         ({"shard": 2, "compression": "fp16"}, "compression fp16"),
         ({"shard": 1, "precision": "apex-O1"}, "shard optimizer"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline_schedule gpipe"),
+        ({"stages": 2, "pipeline_schedule": "zb"}, "no pipeline schedule 'zb'"),
+        ({"stages": 2, "virtual_stages": 2}, "virtual_stages 2"),
+        ({"stages": 2, "pipeline_schedule": "interleaved", "balance": [3, 4]}, "give one for each of 4"),
+        ({"stages": 2, "segments": 2}, "segments 2"),
+        ({"stages": 2, "budget": "1GiB", "balance": [3, 4]}, "balance [3, 4]"),
+        ({"stages": 2, "budget": "1GiB", "checkpoint": "never"}, "checkpoint never"),
+        ({"stages": 2, "precision": "apex-O1"}, "stages 2"),
+        ({"stages": 2, "optimizer": "adafactor"}, "optimizer adafactor"),
+        ({"replicas": 6}, "replicas 6: it is not a power of two"),
+        ({"replicas": 4, "stages": 2}, "replicas 4 and stages 2"),
+        ({"replicas": 4, "shard": 2}, "replicas 4 and shard gradients"),
+        ({"replicas": 4, "compression": "fp16"}, "replicas 4 and compression fp16"),
+        ({"replicas": 4, "batch_norm": "synchronized"}, "replicas 4 and batch_norm synchronized"),
+        ({"replicas": 4, "precision": "apex-O1"}, "replicas 4 and precision apex-O1"),
+        ({"chunks": 8}, "did you mean 'accumulate'"),
     ],
 )
 def test_invalid_settings_are_one_line(values: dict[str, object], said: str) -> None:
@@ -72,7 +88,7 @@ def test_invalid_settings_are_one_line(values: dict[str, object], said: str) -> 
 def test_shard_may_be_a_number() -> None:
     made = [Config("gpt-tiny", shard=given) for given in ("none", 1, "2", "parameters")]
     assert [config.shard for config in made] == ["none", "optimizer", "gradients", "parameters"]
-    assert [config.stage for config in made] == [0, 1, 2, 3]
+    assert [config.shard_stage for config in made] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,7 @@ def test_shard_may_be_a_number() -> None:
     [
         (b"", "holds no settings"),
         (b"model: [", "line 1, is not valid YAML"),
-        (b"model: a\nbatch: 1\nbatch: 2\n", "line 3: the setting 'batch' is given twice"),
+        (b"model: a\nbatch: 1\nbatch: 2\n", "line 3, is not valid YAML: 'batch' is given twice"),
         (b"\xff\xfe", "is not valid YAML"),
         (b"model: !!python/object/apply:os.system ['touch ran']\n", "is not valid YAML"),
         (b"[" * 5000, "is not valid YAML"),

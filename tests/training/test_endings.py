@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from controllers import HOROVODRUN, probe
+from controllers import HOROVODRUN, probe, run_ranks, start_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -29,30 +27,20 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     scratch.mkdir()
     settings = "--model gpt-tiny --model-option layers=1 --sequence-length 16 --steps 999999 --batch 2"
     settings += f" --snapshot-every 2 --text {text} --output {tmp_path / 'run'}"
-    result = subprocess.run(
-        [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(SCRIPT), place, *settings.split()],
-        env={
-            **os.environ,
-            MARK: str(tmp_path),
-            "TMPDIR": str(scratch),
-            "OMPI_MCA_btl_vader_backing_directory": str(scratch),  # for its shared memory
-            "OMP_NUM_THREADS": "1",
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert result.returncode != 0
-    lines = result.stdout.splitlines()
-    assert sum(line.endswith(">:RuntimeError: planted on rank 1") for line in lines) == 1, result.stdout
+    environment = {
+        MARK: str(tmp_path),
+        "TMPDIR": str(scratch),
+        "OMPI_MCA_btl_vader_backing_directory": str(scratch),  # for its shared memory
+    }
+    status, output = run_ranks(2, SCRIPT, place, *settings.split(), controller=controller, **environment)
+    assert status != 0
+    lines = output.splitlines()
+    assert sum(line.endswith(">:RuntimeError: planted on rank 1") for line in lines) == 1, output
     assert sum("rank 1 on host" in line and "ended by this error" in line for line in lines) == 1
     assert not [line for line in lines if "rank 0 on host" in line and "Traceback" in line]
     assert sum("rank 0 on host" in line for line in lines) <= 1
     tracebacks = [line for line in lines if ">:" in line and "Traceback" in line]  # horovodrun adds its own
-    assert len(tracebacks) == 1, result.stdout
+    assert len(tracebacks) == 1, output
     started = [process for process in psutil.process_iter() if has_mark(process, tmp_path)]
     assert not psutil.wait_procs(started, timeout=10)[1]  # mpirun does not wait for ranks that it has killed
     assert not [path for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]
@@ -62,16 +50,7 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Jobs of a script that fails without ``hvd-ckpt train``, all at once."""
-    jobs = {}
-    for case, ranks in (("differ", 3), ("hook", 2)):
-        jobs[case] = subprocess.Popen(
-            [*HOROVODRUN, "-np", str(ranks), "--gloo", sys.executable, str(UNCAUGHT), case],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    jobs = {"differ": start_ranks(3, UNCAUGHT, "differ"), "hook": start_ranks(2, UNCAUGHT, "hook")}
     yield jobs
     for job in jobs.values():
         job.kill()

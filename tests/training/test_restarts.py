@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from hvd_ckpt.cli.train import train
 from hvd_ckpt.training import supervise as supervision
-from hvd_ckpt.training.stopping import SIGNALS
-from hvd_ckpt.training.supervise import Commands, supervise
+from hvd_ckpt.training.supervise import SIGNALS, Commands, supervise
 
 
 class Job:

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from hosts import Hosts, unavailable
-from safetensors.torch import load_file
+
+from hvd_ckpt.snapshots.reader import read
 
 pytestmark = [pytest.mark.launch, pytest.mark.hosts]
 
@@ -28,6 +29,8 @@ SETTINGS = [
     "--model-option=width=32",
     "--model-option=layers=2",
     "--model-option=heads=2",
+    "--model-option=dropout=0.1",
+    "--model-option=tied=false",
 ]
 SETTINGS += [
     "--sequence-length=16",
@@ -39,14 +42,17 @@ SETTINGS += [
 Ranks = Callable[[], list[int]]
 
 
-def test_a_rank_that_is_killed_changes_nothing(tmp_path: Path) -> None:
-    """One on another host, where hosts can be made."""
+@pytest.mark.parametrize(("stages", "replicas"), [(1, None), (2, None), (1, 4)])
+def test_a_rank_that_is_killed_changes_nothing(stages: int, replicas: int | None, tmp_path: Path) -> None:
+    """One on another host, where hosts can be made. Two stages, and replicas on two ranks, end as one rank does."""
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 40)
-    settings = [*SETTINGS, f"--text={text}"]
+    settings = [*SETTINGS, f"--text={text}", f"--accumulate={stages}"]
+    settings += [] if replicas is None else [f"--replicas={replicas}"]
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    ranks_alone = ["horovodrun", "-np", "2", "--gloo", PROGRAM, "train", *settings, f"--output={undisturbed}"]
-    supervised = [PROGRAM, "train", "--max-restarts=2", *settings, f"--output={run}"]
+    launcher = ["horovodrun", "-np", str(2 // stages if replicas is None else 1), "--gloo"]
+    ranks_alone = [*launcher, PROGRAM, "train", *settings, f"--output={undisturbed}"]
+    supervised = [PROGRAM, "train", "--max-restarts=2", *settings, f"--stages={stages}", f"--output={run}"]
     with _started_here(ranks_alone) as (reference, _), _supervised(supervised) as (job, ranks):
         killed = _ranks_at_the_first_snapshot(run, ranks)
         os.kill(killed[-1], signal.SIGKILL)
@@ -59,8 +65,8 @@ def test_a_rank_that_is_killed_changes_nothing(tmp_path: Path) -> None:
     restart = re.findall(line, errors, re.MULTILINE)
     assert len(restart) == 1 and EVERY <= int(restart[0]) < STEPS
     assert f"done after {STEPS} steps: {run}" in output
-    last = Path("snapshots") / f"step-{STEPS:08d}" / "model.safetensors"
-    weights, expected = load_file(run / last), load_file(undisturbed / last)
+    last = Path("snapshots") / f"step-{STEPS:08d}"
+    weights, expected = read(run / last).weights, read(undisturbed / last).weights
     assert weights.keys() == expected.keys()
     assert all((weights[name] == expected[name]).all() for name in expected)
 

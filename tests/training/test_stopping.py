@@ -18,7 +18,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.failures import NonFiniteLoss
+from hvd_ckpt.training.ending import NonFiniteLoss
 from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
@@ -35,10 +35,10 @@ class Disturbed(Trainer):
 
     disturb: Any = None
 
-    def step(self, batch, samples):
+    def step(self, parts):
         if self.progress.step + 1 == AT and hc.rank() == LAST and self.disturb is not None:
             self.disturb(self)
-        return super().step(batch, samples)
+        return super().step(parts)
 
 
 class Poisoned:
@@ -108,9 +108,9 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
         assert [text.count('"eval"') for text in logs] == [2, 2]
 
 
-@pytest.mark.skipif(hc.size() > 1, reason="rank 0 looks for it, and one rank is enough")
+@pytest.mark.ranks(gloo=(1,))  # rank 0 looks for it
 def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("hvd_ckpt.training.stopping.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_ckpt.training.ending.LOOK_SECONDS", 0.0)
     stop = folder / "run" / "stop"
     outcome = train(folder / "run", lambda trainer: stop.touch())
     assert (outcome.stopped, outcome.steps) == ("stop", AT)

@@ -16,7 +16,7 @@ from hvd_ckpt.data.sampler import Sampler
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.failures import errors_everywhere
+from hvd_ckpt.training.ending import errors_everywhere
 from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Trainer
 

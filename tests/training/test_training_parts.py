@@ -15,10 +15,10 @@ from rich.console import Console
 from snapshot_files import file_size_limit
 from torch import nn
 
-from hvd_ckpt.training import logs, progress
+from hvd_ckpt.training import logs
+from hvd_ckpt.training.logs import loss_plot
 from hvd_ckpt.training.optim import Schedule, build_optimizer, optimizer_names
-from hvd_ckpt.training.plots import loss_plot
-from hvd_ckpt.training.report import Meter
+from hvd_ckpt.training.report import Meter, ProgressLine
 
 
 class Tied(nn.Module):
@@ -224,7 +224,7 @@ def test_meter_weighs_losses_and_leaves_excluded_time_out():
     assert meter.read() == {"loss": 2.5, "rate": 50.0, "seconds": 3.0}
     clock.now = 13.0
     meter.add(2.0, 1, 8)
-    with_another_rank = meter.read(lambda own: own + torch.tensor([9.0, 3.0, 16.0]))
+    with_another_rank = meter.read(lambda own: own[0] + torch.tensor([9.0, 3.0, 16.0]))
     assert with_another_rank == {"loss": 2.75, "rate": 24.0, "seconds": 1.0}
     empty = meter.read()
     assert math.isnan(empty["loss"]) and math.isnan(empty["rate"])
@@ -238,7 +238,7 @@ RECORD = {
 
 def test_plain_lines_elsewhere():
     output = io.StringIO()
-    with progress.ProgressLine(100, 10, Console(file=output, width=20)) as line:
+    with ProgressLine(100, 10, Console(file=output, width=20)) as line:
         line.advance(18)
         line.advance(19)
         assert output.getvalue() == ""
@@ -254,7 +254,7 @@ def test_plain_lines_elsewhere():
 def test_one_live_line_on_a_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=200, _environ={"TERM": "xterm"})
-    with progress.ProgressLine(100, 0, console) as line:
+    with ProgressLine(100, 0, console) as line:
         line.advance(1)
         line.show(RECORD)
         line.show({"step": 20, "kind": "eval", "loss": 1.5})
@@ -267,9 +267,9 @@ def test_one_live_line_on_a_terminal():
 
 
 def test_long_silence_elsewhere_is_broken_by_where_the_run_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hvd_ckpt.heartbeat.SECONDS", 0.01)
+    monkeypatch.setattr("hvd_ckpt.text.SECONDS", 0.01)
     output = io.StringIO()
-    with progress.ProgressLine(100, 10, Console(file=output, width=20)) as line:
+    with ProgressLine(100, 10, Console(file=output, width=20)) as line:
         line.advance(19)
         while output.getvalue().count("\n") < 2:
             time.sleep(0.01)

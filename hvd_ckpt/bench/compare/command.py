@@ -29,6 +29,7 @@ SCENARIOS = (
 VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
+STAGES_SECONDS = 120.0  # of a job in stages, which takes a few seconds
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
@@ -81,6 +82,11 @@ PRESETS = {
     "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--stages",
+    type=click.IntRange(2, 8),
+    help="Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
+)
 @click.option("--quick", is_flag=True, help="Tiny models, two segments, one timed pass.")
 @click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
 @click.option("--text", metavar="FILE", help="Text to learn instead of Python's own source.")
@@ -105,6 +111,7 @@ def compare(
     passes: int | None,
     precision: str,
     device: str,
+    stages: int | None,
     quick: bool,
     full: bool,
     text: str | None,
@@ -129,6 +136,11 @@ def compare(
         raise BadArgument("--quick and --full exclude each other: give one")
     scale = "quick" if quick else "full" if full else "default"
     preset = PRESETS[scale]
+    if stages is not None:
+        _compare_stages(
+            run, stages, controller, scenarios, steps or preset.steps, seed, timeout or STAGES_SECONDS
+        )
+        return
     chosen = split_names("--engines", engines, find=find_engine)
     if subject not in chosen:
         raise BadArgument(
@@ -190,6 +202,16 @@ def compare(
     except ComparisonError as error:
         raise BadArgument(str(error)) from None
     run.finish(report, report.success)
+
+
+def _compare_stages(
+    run: BenchRun, stages: int, controller: str, scenarios: str, steps: int, seed: int, timeout: float
+) -> None:
+    from hvd_ckpt.bench.compare.stages import SCENARIOS as STAGED
+    from hvd_ckpt.bench.compare.stages import compare_stages
+
+    names = tuple(STAGED) if scenarios == SCENARIOS else split_names("--scenarios", scenarios, STAGED)
+    compare_stages(run, stages, check_controller(controller), names, steps, seed, timeout)
 
 
 def _check_budget(budget: str, engines: tuple[str, ...]) -> None:

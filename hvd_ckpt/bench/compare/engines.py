@@ -7,7 +7,6 @@ methods and enter it in :data:`ENGINES`, or name it on the command line as ``mod
 from __future__ import annotations
 
 import functools
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hvd_ckpt as hc
 from hvd_ckpt.launchers import whole_in
+from hvd_ckpt.named import import_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -379,13 +379,9 @@ def find_engine(name: str) -> type[Engine]:
     """
     if name in ENGINES:
         return ENGINES[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"no engine '{name}': choose among {', '.join(ENGINES)} or give module:Class")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"no engine '{name}': {error}") from None
+    found = import_named("engine", name)
     if not (isinstance(found, type) and issubclass(found, Engine)):
         raise ValueError(f"'{name}' is not an engine: it must be a subclass of {Engine.__module__}.Engine")
     return found

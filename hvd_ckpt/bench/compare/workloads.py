@@ -21,8 +21,7 @@ from hvd_ckpt.bench.compare.cells import Chain, Recompute
 from hvd_ckpt.data.images import Digits
 from hvd_ckpt.data.text import MaskedText
 from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.models.objectives import IGNORED
+from hvd_ckpt.models.objectives import IGNORED, Batch
 
 SCALES = ("quick", "default", "full")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.schema import shard_file
 from hvd_ckpt.training import logs
 
 REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples")
@@ -42,7 +43,7 @@ def newest_good(run: Path) -> int:
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
-    """The differences between two runs in their snapshots of a step and in the losses of their logs.
+    """The differences between two runs of so many ranks (on each pipeline stage) in their snapshots of a step and in their logs.
 
     Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, each rank's random
     states and buffers, and the logged losses, with each step once and in order.
@@ -56,14 +57,23 @@ def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
                 found += _some(differing("weights", ours.weights, theirs.weights))
                 for name in REPLICATED:
                     found += _some(differing(name, ours.replicated[name], theirs.replicated[name]))
-            if ours.per_rank is None or theirs.per_rank is None:
-                found.append(f"rank {rank} has no state in the snapshot")
-                continue
-            for name in PER_RANK:
-                found += _some(differing(f"rank {rank}'s {name}", ours.per_rank[name], theirs.per_rank[name]))
+                found += _some(differing("shards", *map(_shards, (ours, theirs))))
+            if not ours.per_stage or len(ours.per_stage) != len(theirs.per_stage):
+                found.append(f"rank {rank} has no state in the snapshot, or of other stages")
+            for own, other in zip(ours.per_stage, theirs.per_stage):
+                for name in PER_RANK:
+                    found += _some(differing(f"rank {rank}'s {name}", own[name], other[name]))
         return [*found, *_some(_losses_differ(run, reference))]
     except (reader.SnapshotError, ValueError) as error:
         return [*found, str(error)]
+
+
+def _shards(snapshot: reader.Snapshot) -> list[Any]:
+    """The optimizer's state of each rank, where it is in shards."""
+    if snapshot.sharding is None or snapshot.path is None:
+        return []
+    files = reader.open_snapshot(snapshot.path)
+    return [files.state(shard_file(rank)) for rank in range(snapshot.ranks)]
 
 
 def _some(found: Iterator[str]) -> list[str]:

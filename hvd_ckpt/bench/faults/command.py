@@ -39,6 +39,9 @@ STALL_MEGABYTES = 150
 )
 @click.option("--np", "sizes", default="2,4", show_default=True, help="Numbers of ranks of the runs.")
 @click.option(
+    "--stages", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages of the runs."
+)
+@click.option(
     "--controller", "controllers", default="auto", show_default=True, help="What starts the ranks: gloo,mpi."
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the first run.  [default: 1, or the next of --add]")
@@ -53,6 +56,7 @@ def faults(
     minutes: float,
     stall_rounds: int,
     sizes: str,
+    stages: int,
     controllers: str,
     seed: int | None,
     add: str | None,
@@ -69,6 +73,8 @@ def faults(
     from hvd_ckpt.bench.faults.stall import measure_stall, stall_report
 
     numbers = list(whole_numbers("--np", sizes, "ranks"))
+    if any(number % stages for number in numbers):
+        raise BadArgument(f"--stages {stages}: --np {sizes} has other numbers than its multiples")
     names = split_names("--controller", controllers, ("auto", "gloo", "mpi"))
     chosen = list(dict.fromkeys(check_controller(name) for name in names))
     file = None if add is None else Path(add)
@@ -102,7 +108,7 @@ def faults(
         progress.start(f"killed runs, seed {first}")
         try:
             seeds = range(first, first + runs)
-            for one in kill_runs(seeds, numbers, chosen, folder / "runs", timeout) if runs else ():
+            for one in kill_runs(seeds, numbers, chosen, folder / "runs", timeout, stages) if runs else ():
                 killed.append(one)
                 keep(one)
                 parts["kill"] = kill_report(killed, [one for one in recorded if isinstance(one, Killed)])

@@ -50,7 +50,7 @@ LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
 POLL = 0.003  # seconds
 LIMIT = 30.0  # seconds that processes may take to go
 COLUMNS = (
-    "seed", "ranks", "controller", "kills", "restarts", "lost", "unreadable", "left", "equal", "seconds"
+    "seed", "ranks", "stages", "controller", "kills", "restarts", "lost", "unreadable", "left", "equal", "seconds"
 )  # fmt: skip
 NOTES = (
     "kills: who got which signal after which step; `start`: before the launch had logged a step, `*`: while a snapshot was being "
@@ -138,6 +138,7 @@ class Killed:
         unreadable: why snapshots in place could not be read.
         left: processes that still ran long after the launcher had ended.
         differences: what differs from the undisturbed run; None if the run did not end.
+        stages: pipeline stages of the run.
         failure: why it did not end, in one line.
         seconds: duration.
     """
@@ -151,6 +152,7 @@ class Killed:
     unreadable: list[str] = field(default_factory=list)
     left: int = 0
     differences: list[str] | None = None
+    stages: int = 1
     failure: str | None = None
     seconds: float = 0.0
     kind: Literal["kill"] = "kill"
@@ -167,13 +169,14 @@ class Killed:
 
 
 def kill_runs(
-    seeds: range, sizes: list[int], controllers: list[str], folder: Path, timeout: float
+    seeds: range, sizes: list[int], controllers: list[str], folder: Path, timeout: float, stages: int = 1
 ) -> Iterator[Killed]:
     """Run the fault plan of each seed, and compare with an undisturbed run. The folders of sound runs are removed.
 
     Args:
         folder: for the runs; created here.
         timeout: seconds for one launch.
+        stages: pipeline stages, which divide the sizes.
 
     Raises:
         JobError: an undisturbed run failed.
@@ -186,17 +189,17 @@ def kill_runs(
         ranks = (plan.size, plan.controller)
         if ranks not in references:
             place = folder / f"undisturbed-{plan.size}-{plan.controller}"
-            course = _Course(FaultPlan(0, *ranks, ()), text, place, timeout)
+            course = _Course(FaultPlan(0, *ranks, ()), text, place, timeout, stages)
             if course.run().failure is not None:
                 raise JobError(
                     f"the undisturbed run of {plan.size} ranks over {plan.controller}: {course.killed.failure}"
                 )
             references[ranks] = course.path
         start = time.monotonic()
-        course = _Course(plan, text, folder / f"seed-{seed}", timeout)
+        course = _Course(plan, text, folder / f"seed-{seed}", timeout, stages)
         killed = course.run()
         if killed.failure is None:
-            killed.differences = differences(course.path, references[ranks], STEPS, plan.size)
+            killed.differences = differences(course.path, references[ranks], STEPS, plan.size // stages)
         killed.seconds = round(time.monotonic() - start, 1)
         if killed.sound:
             shutil.rmtree(course.folder)
@@ -218,10 +221,10 @@ class _Course:
         committed: the step of the newest snapshot that was seen in place.
     """
 
-    def __init__(self, plan: FaultPlan, text: Path, folder: Path, timeout: float) -> None:
+    def __init__(self, plan: FaultPlan, text: Path, folder: Path, timeout: float, stages: int) -> None:
         folder.mkdir(parents=True)
         self.plan, self.text, self.folder, self.timeout = plan, text, folder, timeout
-        self.killed = Killed(plan.seed, plan.size, plan.controller)
+        self.killed = Killed(plan.seed, plan.size, plan.controller, stages=stages)
         self.path = folder / "run"
         self.committed = 0
 
@@ -240,7 +243,7 @@ class _Course:
         arguments = (
             ["--resume", str(self.path)]
             if resumed
-            else flags({**SETTINGS, "text": self.text, "output": self.path})
+            else flags({**SETTINGS, "stages": self.killed.stages, "text": self.text, "output": self.path})
         )
         log_file = self.folder / f"log-{number}.txt"
         view = RunView(self.path)
@@ -315,7 +318,7 @@ def _kill_row(run: Killed) -> tuple[str, ...]:
     )
     equal = "no end" if run.failure else "yes" if run.equal else "no"
     counts = (run.restarts, run.lost, len(run.unreadable), run.left)
-    ranks = (str(run.seed), str(run.size), run.controller)
+    ranks = (str(run.seed), str(run.size), str(run.stages), run.controller)
     return (*ranks, kills or "-", *map(str, counts), equal, f"{run.seconds:.0f}")
 
 

@@ -24,9 +24,9 @@ from pydantic import TypeAdapter
 from typing_extensions import Self
 
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.json_file import write_text
 from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.probe import launcher_environment
+from hvd_ckpt.schema import write_text
 
 GRACE_SECONDS = 10.0  # for a launcher to end its ranks after SIGTERM
 LONGEST_REASON = 300
@@ -116,6 +116,7 @@ def run_job(
     *,
     threads: int | None = None,
     environment: Mapping[str, str] | None = None,
+    within: Sequence[str] = (),
 ) -> list[R]:
     """Runs a job and returns the result of each rank, in rank order.
 
@@ -126,13 +127,14 @@ def run_job(
         timeout: seconds after which the job is ended.
         threads: CPU threads of each rank; None leaves that to the ranks.
         environment: further variables of the ranks.
+        within: the words of a command that runs the launcher, which follows them.
 
     Raises:
         JobError: a rank failed, or the job took longer than ``timeout`` seconds.
     """
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
-    command = launch_command(job.size, controller, job.worker, job.file)
+    command = [*within, *launch_command(job.size, controller, job.worker, job.file)]
     with Process(command, job.log_file, variables) as process:
         status = process.wait(timeout)
     if status is None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hvd_ckpt.install.extras import say_no_pictures
-from hvd_ckpt.json_file import write_json
+from hvd_ckpt.schema import write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -155,6 +155,26 @@ class DenseNet(Workload):
 
 
 @dataclass(frozen=True)
+class ResNet(Workload):
+    """A ResNet for small images, batch norm in every unit."""
+
+    name: ClassVar[str] = "resnet"
+
+    batch: int = 32
+    depth: int = 56
+    pixels: int = 32
+
+    def model(self) -> nn.Sequential:
+        from hvd_ckpt.models.resnet import resnet
+
+        return nn.Sequential(OrderedDict(resnet(self.depth, classes=CLASSES).named_children())).train()
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.randn(self.batch, 3, self.pixels, self.pixels, generator=generator)
+        return images, torch.arange(self.batch) % CLASSES
+
+
+@dataclass(frozen=True)
 class Lstm(Workload):
     """A word-level LSTM language model with dropout 0.2."""
 
@@ -187,8 +207,8 @@ class ManyGradients(Workload):
     pixels: int = 8
 
     def model(self) -> nn.Sequential:
+        from hvd_ckpt.models.catalog import DenseNetShape
         from hvd_ckpt.models.densenet import DenseNet
-        from hvd_ckpt.models.sizes import DenseNetShape
 
         shape = DenseNetShape(growth=12, blocks=(self.layers,) * 3, initial=24, large_images=False)
         return DenseNet(shape, channels=1, classes=CLASSES).train()
@@ -238,7 +258,7 @@ class Transformer(Workload):
 
 
 WORKLOADS: dict[str, type[Workload]] = {
-    kind.name: kind for kind in (Gpt, Bert, DenseNet, Lstm, ManyGradients, Transformer)
+    kind.name: kind for kind in (Gpt, Bert, DenseNet, ResNet, Lstm, ManyGradients, Transformer)
 }
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -260,6 +280,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "gpt": {"batch": 2, "length": 32, "width": 32, "heads": 2, "layers": 4},
         "bert": {"batch": 2, "length": 16, "width": 32, "heads": 2, "layers": 4, "vocabulary": 100},
         "densenet": {"batch": 2, "depth": 22, "pixels": 8},
+        "resnet": {"batch": 8, "depth": 20, "pixels": 8},
         "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 3, "vocabulary": 50},
     },
 }

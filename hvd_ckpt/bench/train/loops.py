@@ -21,12 +21,12 @@ from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.train.command import Job, RankResult
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import Sampler
-from hvd_ckpt.models.batch import Batch
-from hvd_ckpt.models.objectives import Objective
+from hvd_ckpt.models.objectives import Batch, Objective
+from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.training.build import Assembly, assemble
 from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.microbatch import Accumulated
 from hvd_ckpt.training.optim import Schedule, build_optimizer
+from hvd_ckpt.training.passes import Parts
 from hvd_ckpt.training.trainer import Trainer
 
 AHEAD = 2  # batches prepared before they are needed, as many as the trainer's loader has
@@ -54,6 +54,8 @@ class ByHand:
         self.clip = config.clip
         self.stream = Sampler(len(data), config.seed)
         self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup)
+        if isinstance(model, nn.Sequential):
+            hc.seed_blocks(model)
         hc.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = build_optimizer(
             config.optimizer, model, config.lr, config.weight_decay, config.optimizer_options
@@ -130,12 +132,12 @@ class Measured(Trainer):
         self._other_random = torch.get_rng_state()
         self._start = 0.0
 
-    def step(self, batch: Batch, samples: int) -> Accumulated:
+    def step(self, parts: Parts) -> list[Accumulated]:
         """The trainer's step, after the turn of the other loop where one is due."""
         done, rest = divmod(self.progress.step - WARM_UP, self._length)
         if rest == 0 and 0 <= done <= self._rounds:
             self._end_round(done)
-        return super().step(batch, samples)
+        return super().step(parts)
 
     def _end_round(self, done: int) -> None:
         """Ends the trainer's round before the step with which the next one begins, and gives the other loop its turns.

@@ -1,0 +1,336 @@
+"""The ranks of one contender: they time steps of every workload and schedule, and record memory, messages and a timeline.
+
+Run by the launcher as ``python -m hvd_ckpt.bench.pipeline.job JOB``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.workloads import Workload, workload
+from hvd_ckpt.launchers import launched_rank
+from hvd_ckpt.memory import recording_peak
+from hvd_ckpt.planning.balance import balance_costs
+
+UNSTAGED = "unstaged"
+VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+"""Chunks of the model on each rank, by schedule."""
+
+LEARNING_RATE = 1e-4
+COST_ROUNDS = 5
+SIZES: dict[str, dict[str, Any]] = {  # a step of one rank takes about a second, in 8 micro-batches
+    "gpt": {"batch": 8, "length": 128, "layers": 8},
+    "resnet": {"batch": 32},
+}
+QUICK_BATCH = 8
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Job(RankJob):
+    """One contender's ranks, one for each stage.
+
+    Attributes:
+        contender: ``"hvd_ckpt"``, ``"torch"`` or ``"unstaged"``.
+        workloads, schedules: each in each.
+        chunks: micro-batches of a step.
+        steps: timed steps, after ``warm_up``.
+        quick: tiny models.
+        costs: seconds of each block of each workload, for the cuts; empty for the unstaged model, which measures them.
+        details: also measure peaks, bytes and a timeline.
+    """
+
+    worker = "hvd_ckpt.bench.pipeline.job"
+
+    contender: str
+    workloads: tuple[str, ...]
+    schedules: tuple[str, ...]
+    chunks: int
+    steps: int
+    warm_up: int
+    quick: bool
+    costs: dict[str, list[float]]
+    details: bool
+
+    def workload(self, name: str) -> Workload:
+        chosen = workload(name, "quick" if self.quick else "cpu")
+        sizes = {"batch": QUICK_BATCH} if self.quick else SIZES[name]
+        return dataclasses.replace(chosen, **sizes)
+
+    def balance(self, name: str, schedule: str) -> list[int]:
+        """The cuts of every contender: those whose longest chunk takes the least time."""
+        return balance_costs(self.costs[name], self.size * VIRTUAL[schedule])
+
+
+@dataclass
+class Span:
+    """Part of a step: a forward or backward pass, a recomputation within the latter, a wait within either.
+
+    Attributes:
+        start, end: seconds of the machine's monotonic clock, the same for all its processes.
+    """
+
+    kind: str
+    chunk: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass
+class Figures:
+    """The measurements of one workload in one schedule on one rank.
+
+    Attributes:
+        seconds: of each timed step.
+        peak_bytes: parameters, buffers, optimizer state, and the most that a step adds to them.
+        recomputed_peak_bytes: the same with ``checkpoint="except_last"``.
+        sent_bytes: of a step.
+        timeline: of a step, with ``checkpoint="except_last"``.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    recomputed_peak_bytes: int | None = None
+    sent_bytes: int | None = None
+    timeline: list[Span] = field(default_factory=list)
+
+
+@dataclass
+class RankResult:
+    """The measurements of one rank: by workload and schedule, and the seconds of each block by workload."""
+
+    figures: dict[str, dict[str, Figures]] = field(default_factory=dict)
+    costs: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Contender(ABC):
+    """One way to train; made for one workload and schedule."""
+
+    def __init__(self, job: Job, name: str, schedule: str, checkpoint: str) -> None:
+        self.job, self.checkpoint = job, checkpoint
+        self.workload = job.workload(name)
+        self.batch = self.workload.sample(torch.Generator().manual_seed(1))
+        torch.manual_seed(1)
+        self.model = self.make(self.workload.model(), name, schedule)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+
+    @abstractmethod
+    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
+        """This rank's part of the model."""
+
+    @abstractmethod
+    def backward(self) -> None:
+        """The forward and backward passes of a step."""
+
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in a step, which is run."""
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak_bytes(self) -> int:
+        """Everything that this rank holds at the peak of a step."""
+        self.step()  # makes the optimizer's state
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        held = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *(one for one in states if isinstance(one, Tensor)),
+        ]
+        gc.collect()
+        with recording_peak() as memory:
+            self.step()
+        return memory.peak_bytes + sum(tensor.nbytes for tensor in held)
+
+
+class Unstaged(Contender):
+    """The whole model on one rank, micro-batch by micro-batch."""
+
+    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
+        return whole
+
+    def backward(self) -> None:
+        def loss(part: Batch) -> Tensor:
+            return self.workload.loss(self.model(part[0]), part[1])
+
+        hc.accumulate(loss, self.batch, self.job.chunks, checkpoint=self.checkpoint)
+
+    def sent_bytes(self) -> int:
+        return 0
+
+
+class Ours(Contender):
+    """``hvd_ckpt.Pipeline``."""
+
+    model: hc.Pipeline
+
+    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
+        return hc.Pipeline(
+            whole,
+            self.job.balance(name, schedule),
+            chunks=self.job.chunks,
+            schedule=schedule,
+            virtual_stages=VIRTUAL[schedule],
+            checkpoint=self.checkpoint,
+        )
+
+    def backward(self) -> None:
+        self.model.accumulate(self.batch, self.workload.loss)
+
+    def sent_bytes(self) -> int:
+        before = self.model.sent_bytes
+        self.step()
+        return self.model.sent_bytes - before
+
+    def timeline(self) -> list[Span]:
+        """The spans of a step."""
+        spans: list[Span] = []
+
+        @contextlib.contextmanager
+        def record(kind: str, chunk: int, micro_batch: int) -> Iterator[None]:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:  # a recomputation ends early
+                spans.append(Span(kind, chunk, micro_batch, start, time.perf_counter()))
+
+        self.model.recorder = record
+        self.step()
+        self.model.recorder = None
+        return spans
+
+
+class Torch(Contender):
+    """``torch.distributed.pipelining`` over Gloo, as its documentation has it."""
+
+    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
+        from torch.distributed import pipelining
+
+        balance = self.job.balance(name, schedule)
+        ends = [sum(balance[: part + 1]) for part in range(len(balance))]
+        rank = torch.distributed.get_rank()
+        chunks = {
+            part: nn.Sequential(*list(whole)[ends[part] - balance[part] : ends[part]])
+            for part in range(rank, len(balance), self.job.size)
+        }
+        stages: list[Any] = [
+            pipelining.PipelineStage(chunk, part, len(balance), torch.device("cpu"))
+            for part, chunk in chunks.items()
+        ]
+        kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+        self.schedule: Any
+        if schedule in kinds:
+            self.schedule = kinds[schedule](stages[0], self.job.chunks, loss_fn=self.workload.loss)
+        else:
+            self.schedule = pipelining.ScheduleInterleaved1F1B(
+                stages, self.job.chunks, loss_fn=self.workload.loss
+            )
+        self._first, self._last = rank == 0, rank == self.job.size - 1
+        return nn.ModuleList(chunks.values())
+
+    def backward(self) -> None:
+        inputs, targets = self.batch
+        losses: list[Tensor] = []
+        given = (inputs,) if self._first else ()
+        if self._last:
+            self.schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+        else:
+            self.schedule.step(*given)
+
+    def sent_bytes(self) -> int:
+        original, sent = torch.distributed.batch_isend_irecv, 0
+
+        def counted(operations: list[Any]) -> Any:
+            nonlocal sent
+            sent += sum(one.tensor.nbytes for one in operations if one.op is torch.distributed.isend)
+            return original(operations)
+
+        with mock.patch("torch.distributed.batch_isend_irecv", counted):
+            self.step()
+        return sent
+
+
+def measure(job: Job) -> RankResult:
+    """The measurements of one rank."""
+    kind = {"hvd_ckpt": Ours, "torch": Torch, UNSTAGED: Unstaged}[job.contender]
+    if kind is Ours:
+        hc.init(stages=job.size)
+    elif kind is Torch:
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{job.folder / 'rendezvous'}",
+            rank=launched_rank() or 0,
+            world_size=job.size,
+        )
+    result = RankResult()
+    for name in job.workloads:
+        if kind is Unstaged and job.details:
+            result.costs[name] = block_costs(job.workload(name), job.chunks)
+        schedules = (UNSTAGED,) if kind is Unstaged else job.schedules
+        result.figures[name] = {schedule: _figures(kind, job, name, schedule) for schedule in schedules}
+    if kind is Torch:
+        torch.distributed.destroy_process_group()
+    return result
+
+
+def _figures(kind: Callable[..., Contender], job: Job, name: str, schedule: str) -> Figures:
+    figures = Figures()
+    contender = kind(job, name, schedule, "never")
+    gc.collect()
+    gc.freeze()
+    for _ in range(job.warm_up + job.steps):
+        start = time.perf_counter()
+        contender.step()
+        figures.seconds.append(time.perf_counter() - start)
+    figures.seconds = figures.seconds[job.warm_up :]
+    gc.unfreeze()
+    if job.details:
+        figures.sent_bytes = contender.sent_bytes()
+        figures.peak_bytes = contender.peak_bytes()
+        if isinstance(contender, Ours):
+            recomputing = Ours(job, name, schedule, "except_last")
+            figures.recomputed_peak_bytes = recomputing.peak_bytes()
+            figures.timeline = recomputing.timeline()
+    return figures
+
+
+def block_costs(workload: Workload, chunks: int) -> list[float]:
+    """Seconds of the forward and backward pass of each block, for one micro-batch."""
+    torch.manual_seed(1)
+    model = workload.model()
+    inputs = workload.sample(torch.Generator().manual_seed(1))[0].tensor_split(chunks)[0]
+    costs = []
+    for block in model:
+        rounds = []
+        for _ in range(COST_ROUNDS):
+            given = inputs.detach().requires_grad_(inputs.is_floating_point())
+            start = time.perf_counter()
+            output = block(given)
+            output.backward(torch.ones_like(output))
+            rounds.append(time.perf_counter() - start)
+        costs.append(statistics.median(rounds))
+        inputs = output.detach()
+    return costs
+
+
+if __name__ == "__main__":
+    run_rank(Job, measure)

@@ -1,0 +1,168 @@
+"""``hvd-ckpt bench replicas``: the same training runs on several numbers of ranks and over both controllers, and their hashes.
+
+Exit status 0 if every workload has one hash everywhere, 1 if one has several or a job failed, 2 for a bad argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hvd_ckpt.bench.harness.jobs import JobError, run_job
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
+from hvd_ckpt.command_line import BadArgument, check_controller, split_names
+
+if TYPE_CHECKING:
+    from hvd_ckpt.bench.replicas.job import RankResult
+
+STEPS, QUICK_STEPS = 6, 4
+QUICK = ("gpt, reentrant segments, fp16 that overflows", "densenet, SGD, segments, short last batch")
+NOTES = (
+    "A hash is of the weights, the buffers, the optimizer's state, the loss scale, and all logged losses and evaluations of a run.",
+    "resumed: a run that continues from the middle of the run in the column before, which had another number of ranks or another "
+    "controller.",
+    "The runs are those of `hvd-ckpt train --replicas`, with tiny models and one CPU thread on each rank.",
+)
+
+
+@dataclass
+class Column:
+    """The results of one job: ``ranks`` over ``controller``."""
+
+    controller: str
+    ranks: int
+    result: RankResult | None = None
+    failure: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"np={self.ranks} {self.controller}"
+
+
+@bench_command("replicas", width=150)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help="Logical replicas of each run, a power of two.",
+)
+@click.option(
+    "--np",
+    "sizes",
+    default="1,2,4",
+    show_default=True,
+    help="Numbers of ranks; powers of two up to --replicas.",
+)
+@click.option("--controllers", help="Controllers that start the ranks.  [default: those of this Horovod]")
+@click.option("--workloads", help="Numbers of the workloads to train, from 1, such as 1,3.  [default: all]")
+@count_option("--steps", help="Steps of each run.", default=STEPS, quick=QUICK_STEPS)
+@quick_option("Two of the workloads.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=900, show_default=True, help="Seconds for one job."
+)
+def replicas(
+    run: BenchRun,
+    replicas: int,
+    sizes: str,
+    controllers: str | None,
+    workloads: str | None,
+    steps: int,
+    quick: bool,
+    timeout: float,
+) -> None:
+    """Train as logical replicas on several numbers of ranks, and compare what comes of it bit for bit.
+
+    Each workload is trained to the end on every number of ranks, and once more from the middle of the run of another number. The
+    table has one hash of all results of each run.
+    """
+    from hvd_ckpt.bench.replicas.job import WORKLOADS, Job, RankResult
+
+    counts = whole_numbers("--np", sizes, "ranks")
+    wrong = next((one for one in (replicas, *counts) if one & (one - 1) or one > replicas), None)
+    if wrong is not None:
+        raise BadArgument(
+            f"--replicas {replicas}, --np {sizes}: give powers of two up to --replicas, not {wrong}"
+        )
+    names = QUICK if quick else tuple(WORKLOADS)
+    if workloads is not None:
+        numbers = whole_numbers("--workloads", workloads, "a workload")
+        if max(numbers) > len(WORKLOADS):
+            raise BadArgument(f"--workloads {workloads}: there are {len(WORKLOADS)}, give their numbers")
+        names = tuple(list(WORKLOADS)[number - 1] for number in numbers)
+    settings = {"replicas": replicas, "steps": steps, "np": list(counts)}
+    columns = columns_of(counts, _controllers(controllers))
+    before = None
+    with run.progress(len(columns)) as progress:
+        for column in columns:
+            progress.start(f"{column.title}: {len(names)} workloads")
+            folder = run.jobs / column.title.replace(" ", "-").replace("=", "")
+            job = Job(folder, column.ranks, replicas, names, steps, before)
+            try:
+                results = run_job(job, RankResult, column.controller, timeout, threads=1)
+                if any(one != results[0] for one in results):
+                    raise JobError("the ranks end in different bits")
+                column.result, before = results[0], folder
+            except JobError as error:
+                column.failure = str(error)
+            run.save(make_report(columns, names, settings))
+    report = make_report(columns, names, settings)
+    run.finish(report, success=report.success)
+
+
+def _controllers(given: str | None) -> list[str]:
+    if given is not None:
+        names = split_names("--controllers", given, ("gloo", "mpi"))
+        return [check_controller(name) for name in names]
+    from hvd_ckpt.probe import probe
+
+    return [name for name in ("gloo", "mpi") if probe(name).works]
+
+
+def columns_of(counts: Sequence[int], controllers: Sequence[str]) -> list[Column]:
+    """The jobs in an order in which neighbours differ as much as may be; one rank is the same over every controller."""
+    first, *others = controllers
+    columns = [
+        Column(first, count) for count in (max(counts), *(one for one in counts if one != max(counts)))
+    ]
+    return columns + [Column(one, count) for one in others for count in reversed(counts) if count > 1]
+
+
+def make_report(columns: Sequence[Column], names: Sequence[str], settings: dict[str, Any]) -> Report:
+    """The report of all jobs so far."""
+    done = [column for column in columns if column.result is not None]
+    titles: list[str] = []
+    for column in done:
+        assert column.result is not None
+        titles += [column.title, *(["resumed"] if column.result.resumed else [])]
+    rows, results, several = [], [], []
+    for name in names:
+        found = []
+        for column in done:
+            assert column.result is not None
+            found.append(column.result.whole[name])
+            found += [column.result.resumed[name]] if name in column.result.resumed else []
+        one = len(set(found)) == 1
+        several += [] if one else [name]
+        rows.append((name, *found, "yes" if one else "NO"))
+        skipped = sorted({column.result.overflows[name] for column in done if column.result is not None})
+        results.append({"workload": name, "hashes": found, "one": one, "skipped_steps": skipped})
+    failures = [f"{column.title}: {column.failure}" for column in columns if column.failure is not None]
+    success = len(done) == len(columns) and not several
+    return Report(
+        "Logical replicas: one hash on any number of ranks",
+        {**machine_facts(threads=1), **{name: str(value) for name, value in settings.items()}},
+        [Table(("workload", *titles, "one hash"), rows, left=("workload",))],
+        results,
+        remarks=failures + [f"{name}: several hashes" for name in several],
+        notes=NOTES,
+        settings=settings,
+        conclusion="Every workload ends in the same bits everywhere."
+        if success
+        else "Not all bits are the same.",
+        success=success,
+    )

@@ -1,0 +1,206 @@
+"""The ranks' part of ``hvd-ckpt bench replicas``: trains every workload, whole and resumed, and hashes what comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.training import logs
+from hvd_ckpt.training.build import assemble
+from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.trainer import Trainer
+
+TEXT = bytes(range(32, 127)) * 40
+NOT_BITS = ("rate", "memory", "seconds")  # of a log entry
+SMALL_TEXT: dict[str, Any] = {"sequence_length": 16, "batch": 2, "clip": 0.5}
+IMAGES: dict[str, Any] = {"pixels": 8, "batch": 2, "optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
+GPT = {"width": 16, "heads": 2, "layers": 2, "dropout": 0.1}
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "gpt, dropout, clipped": {"model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT},
+    "gpt, tied, bf16, accumulated": {
+        "model": "gpt-tiny", "model_options": {**GPT, "tied": True}, **SMALL_TEXT, "precision": "bf16", "accumulate": 2, "ema": 0.9,
+    },
+    "gpt, reentrant segments, fp16 that overflows": {
+        "model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT, "segments": 2, "reentrant": True, "precision": "fp16",
+        "overflows": True,
+    },
+    "bert masked, plan, optimizer's state split": {
+        "model": "bert-tiny", "model_options": {"width": 16, "heads": 2}, **SMALL_TEXT, "budget": "min", "shard": "optimizer",
+    },
+    "densenet, SGD, segments, short last batch": {"model": "densenet-22", **IMAGES, "segments": 3, "short": True},
+    "resnet, deferred batch norm, accumulated": {
+        "model": "resnet-20", **IMAGES, "batch_norm": "deferred", "accumulate": 2, "batch": 4,
+    },
+}  # fmt: skip
+"""Settings of each run. With ``short`` the last batch is shorter; with ``overflows`` some gradients are inf in float16."""
+OVERFLOWS_ONCE_IN = 9  # batches
+FIRST_SCALE = 2.0**16  # of the loss, which each step that is skipped halves
+
+
+@dataclass(frozen=True)
+class Job(RankJob):
+    """All workloads on one number of ranks.
+
+    Attributes:
+        replicas: of each run.
+        workloads: names.
+        steps: of each run.
+        earlier: the folder of another job, whose runs are resumed from the middle; None to resume nothing.
+    """
+
+    worker = "hvd_ckpt.bench.replicas.job"
+
+    replicas: int
+    workloads: tuple[str, ...]
+    steps: int
+    earlier: Path | None
+
+    def run_folder(self, workload: str, resumed: bool) -> Path:
+        """The folder of a run."""
+        number = list(WORKLOADS).index(workload)
+        return self.folder / f"run{number}{'-resumed' if resumed else ''}"
+
+
+@dataclass
+class RankResult:
+    """The results of one rank.
+
+    Attributes:
+        whole, resumed: hash of each run, by workload.
+        overflows: steps that the loss scale skipped, by workload.
+    """
+
+    whole: dict[str, str] = field(default_factory=dict)
+    resumed: dict[str, str] = field(default_factory=dict)
+    overflows: dict[str, int] = field(default_factory=dict)
+
+
+def config_of(job: Job, workload: str, resumed: bool) -> Config:
+    """The configuration of a run, whose snapshots are those of the middle and the end."""
+    settings = dict(WORKLOADS[workload])
+    short = settings.pop("short", False)
+    settings.pop("overflows", None)
+    if "pixels" not in settings:
+        settings["text"] = str(job.folder / "text.txt")
+    folder = job.run_folder(workload, resumed)
+    half = max(job.steps // 2, 1)
+    return Config(
+        **settings,
+        **({"epochs": 1} if short else {"steps": job.steps}),
+        replicas=job.replicas,
+        seed=3,
+        eval_every=half,
+        eval_batches=1,
+        log_every=2,
+        snapshot_every=half,
+        keep_snapshots=100,
+        device="cpu",
+        bucket_cap_mb=0.01,
+        **({"resume": str(folder)} if resumed else {"output": str(folder)}),
+    )
+
+
+class Overflowing:
+    """An objective with a large loss for some batches, whoever computes them."""
+
+    def __init__(self, objective: Any) -> None:
+        self._objective = objective
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        loss: Tensor = self._objective.loss(output, batch)
+        return loss * (1.0 if int(batch.targets.sum()) % OVERFLOWS_ONCE_IN else 1e6)
+
+
+class FewSamples:
+    """The first samples of a data set: so many steps, of which the last is short."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self._data, self._count = data, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Any, epoch: Any) -> Any:
+        return self._data.batch(indices, epoch)
+
+
+def train(job: Job, workload: str, resumed: bool) -> tuple[str, int]:
+    """The hash of a run, and the number of steps that it skipped. Collective."""
+    config = config_of(job, workload, resumed)
+    parts = assemble(config)
+    data: Any = parts.train
+    if config.epochs is not None:
+        data = FewSamples(data, config.batch * job.replicas * (job.steps - 1) + job.replicas // 2 + 1)
+    objective: Any = parts.objective
+    if WORKLOADS[workload].get("overflows"):
+        objective = Overflowing(objective)
+    trainer = Trainer(config, parts.model, objective, data, parts.test)
+    trainer.run()
+    digest = hashlib.sha256()
+    optimizer = trainer.optimizer.full_state_dict(all_ranks=True)["state"]
+    for tensor in tensors_of([trainer.model.state_dict(), optimizer]):
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    scaler = trainer.precision.scaler
+    scale = FIRST_SCALE if scaler is None else scaler.get_scale()
+    records = logs.read(trainer.folder / "log.jsonl") if hc.rank() == 0 else None
+    kept = [{name: one for name, one in record.items() if name not in NOT_BITS} for record in records or ()]
+    kept = hc.broadcast_object(kept, root_rank=0)
+    digest.update(json.dumps([kept, scale], sort_keys=True).encode())
+    return digest.hexdigest()[:12], round(math.log2(FIRST_SCALE / scale))
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists and dicts, in the order of the keys."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for _, one in sorted(value.items(), key=lambda item: str(item[0])):
+            yield from tensors_of(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_of(one)
+
+
+def copy_half(earlier: Path, folder: Path, half: int) -> None:
+    """Copies a run as it was in the middle."""
+    shutil.copytree(earlier, folder)
+    for snapshot in (folder / "snapshots").iterdir():
+        if not snapshot.name.endswith(f"-{half:08d}"):
+            shutil.rmtree(snapshot)
+
+
+def measure(job: Job) -> RankResult:
+    """All runs of the job, on one rank."""
+    hc.init()
+    if hc.rank() == 0:
+        (job.folder / "text.txt").write_bytes(TEXT)
+    hc.barrier()
+    result = RankResult()
+    for workload in job.workloads:
+        result.whole[workload], result.overflows[workload] = train(job, workload, resumed=False)
+        if job.earlier is not None:
+            if hc.rank() == 0:
+                source = job.earlier / job.run_folder(workload, False).name
+                copy_half(source, job.run_folder(workload, True), max(job.steps // 2, 1))
+            hc.barrier()
+            result.resumed[workload], _ = train(job, workload, resumed=True)
+    return result
+
+
+if __name__ == "__main__":
+    run_rank(Job, measure)

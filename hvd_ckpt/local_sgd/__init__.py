@@ -1,0 +1,5 @@
+"""Local SGD: ranks step on their own, and average their parameters every so many steps.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017); Lin et al., "Don't Use Large
+Mini-Batches, Use Local SGD" (2018); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025).
+"""

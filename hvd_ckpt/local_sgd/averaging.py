@@ -1,0 +1,388 @@
+"""The averages of one optimizer: what is averaged, and which fragment leaves, is added up and is applied after which step."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_ckpt.local_sgd.exchange import PeerExchange
+from hvd_ckpt.local_sgd.runs import (
+    AVERAGES,
+    IntegerRun,
+    Outer,
+    Place,
+    Segment,
+    ValueRun,
+    WeightRun,
+    split_into_runs,
+)
+from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, block_of
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.exchange import Exchange, Traffic
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.state import COUNTERS
+
+MOMENT = "moment."
+NOTHING: dict[str, Any] = {"sent": None, "row": None, "gathering": False, "anchor": None, "exact": None}
+FRESH_FRAGMENT: dict[str, Any] = {
+    "sent_at": None,
+    "gathering": False,
+    "weight": 0.0,
+    "marks": [0, 0.0],
+    "squares": 0.0,
+    "runs": {},
+}
+FRESH: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0.0, "worked": 0, "moments": []}
+
+if TYPE_CHECKING:
+    from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+
+
+@dataclass
+class Fragment:
+    """A part of the model that is averaged at one time.
+
+    Attributes:
+        runs: what is averaged, each with its period, counted in averages of the fragment.
+        sent_at: the step after which the average under way has left; None if nothing is under way.
+        gathering: its rows have been added up.
+        weight: of this rank in it.
+        marks: this rank's steps and tokens until then.
+        squares: the sum over all ranks of what they had moved from the anchor, squared, in the last average.
+    """
+
+    runs: list[tuple[ValueRun | IntegerRun, int]] = field(default_factory=list)
+    sent_at: int | None = None
+    gathering: bool = False
+    weight: float = 0.0
+    marks: tuple[int, float] = (0, 0.0)
+    squares: float = 0.0
+    control: Work | None = None
+
+    def under_way(self) -> list[ValueRun | IntegerRun]:
+        return [run for run, _ in self.runs if run.sent is not None]
+
+
+class Averaging:
+    """Averages an optimizer's parameters and moments, and its model's buffers, over groups of ranks.
+
+    Args:
+        optimizer: reduces gradients within this rank's group.
+        model: its persistent buffers are averaged, too; None averages no buffers.
+        members: the process set of all ranks.
+        groups: positions of ranks in it, whose gradients are reduced together; of equal size.
+        prefix: of tensor names, the same on every rank and this optimizer's alone.
+        schedule, moments, outer, wire: as in :func:`.construction.LocalSGD`.
+
+    Attributes:
+        step: calls of ``optimizer.step()`` so far.
+        skipped: those that an overflow has skipped on this rank.
+        tokens: what was given to ``optimizer.weigh()`` so far.
+        traffic: what this rank has sent for averages.
+    """
+
+    def __init__(
+        self,
+        optimizer: LocalOptimizer,
+        model: torch.nn.Module | None,
+        members: Any,
+        groups: Sequence[Sequence[int]],
+        prefix: str,
+        schedule: Schedule,
+        moments: Moments,
+        outer: Outer | None,
+        wire: WireFormat,
+    ) -> None:
+        self.schedule, self.traffic = schedule, Traffic()
+        self.step, self.skipped, self.tokens = 0, 0, 0.0
+        self._worked = self._generation = 0
+        self._optimizer = weakref.ref(optimizer)
+        self._members, self._groups, self._prefix = members, groups, prefix
+        self._moments, self._outer, self._wire = moments, outer, wire
+        own = next(group for group in groups if members.rank() in group)
+        column = [group[own.index(members.rank())] for group in groups]
+        everyone = range(members.size())
+        shared = len(own) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
+        self._group = Exchange(optimizer._process_set, "") if shared else None
+        self._place = Place(PeerExchange(members, column, "", self.traffic), self._group)
+        self._everyone = Place(PeerExchange(members, everyone, "", self.traffic))
+        self._rename()
+        self.fragments = [Fragment() for _ in range(schedule.fragments)]
+        self._moment_names: list[str] = [] if isinstance(moments, str) else list(moments)
+        self._batches: list[list[tuple[int, Segment]]] = []  # parameters, as they were added
+        names = [segment.name for segment in optimizer._segments()]
+        self._fragment_of = assign_fragments(names, schedule.fragments)
+        self.add_parameters(optimizer._segments())
+        if model is not None and len(everyone) > 1:
+            self._add_buffers(model)
+
+    @property
+    def divergence(self) -> float:
+        """See ``LocalOptimizer.divergence``."""
+        return math.sqrt(sum(one.squares for one in self.fragments) / len(self._groups))
+
+    # ------------------------------------------------------------------------------------------ what is averaged
+
+    def add_parameters(self, segments: Iterable[Segment]) -> None:
+        """Adds parameters; those that are new in a run that has begun go to the last fragment."""
+        placed = [(self._fragment_of.setdefault(one.name, len(self.fragments) - 1), one) for one in segments]
+        self._batches.append(placed)
+        if len(self._groups) > 1 or self._outer is not None:
+            make = functools.partial(WeightRun, outer=self._outer, wire=self._wire)
+            self._add("weights", placed, make, self._place)
+        for name in self._moment_names:
+            self._add_moment(name, placed)
+
+    def _add_buffers(self, model: torch.nn.Module) -> None:
+        fragment_of_block = {block_of(name): number for name, number in self._fragment_of.items()}
+        floats: list[tuple[int, Segment]] = []
+        integers: list[tuple[int, Segment]] = []
+        for name, buffer in model.named_buffers():
+            if buffer.numel() and _is_persistent(model, name):
+                number = fragment_of_block.get(block_of(name), len(self.fragments) - 1)
+                segment = Segment(name, buffer, buffer, functools.partial(model.get_buffer, name))
+                is_float = buffer.is_floating_point() or buffer.is_complex()
+                (floats if is_float else integers).append((number, segment))
+        self._add("buffers", floats, ValueRun, self._everyone)
+        for number, fragment in enumerate(self.fragments):
+            own = [segment for each, segment in integers if each == number]
+            if own:
+                fragment.runs.append((IntegerRun(f"integers.{number}", own, self._everyone), 1))
+
+    def _add_moment(self, name: str, placed: Sequence[tuple[int, Segment]]) -> None:
+        if len(self._groups) == 1:
+            return
+        segments = [
+            (
+                number,
+                Segment(one.name, one.owner, one.like, functools.partial(self._moment, name, one.like)),
+            )
+            for number, one in placed
+        ]
+        period = 1 if isinstance(self._moments, str) else self._moments[name] // self.schedule.every
+        self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
+
+    def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        value = optimizer.state[parameter].get(name) if parameter in optimizer.state else None
+        return value if isinstance(value, torch.Tensor) and value.shape == parameter.shape else None
+
+    def _add(
+        self,
+        what: str,
+        placed: Sequence[tuple[int, Segment]],
+        make: Callable[..., ValueRun],
+        place: Place,
+        period: int = 1,
+    ) -> None:
+        for number, fragment in enumerate(self.fragments):
+            for segments in split_into_runs(segment for each, segment in placed if each == number):
+                run = make(f"{what}.{segments[0].name}", segments, place)
+                if self.step:
+                    run.begin()
+                fragment.runs.append((run, period))
+
+    def _find_moments(self) -> None:
+        """Agrees on the names of moments, once some rank has any. Collective."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        found = {
+            name
+            for placed in self._batches
+            for _, segment in placed
+            for name, value in optimizer.state.get(segment.like, {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
+            if value.shape == segment.like.shape
+        }
+        everywhere = allgather_objects(sorted(found), self._members, f"{self._place.exchange.prefix}.moments")
+        self._set_moment_names(sorted(set().union(*everywhere)))
+
+    def _set_moment_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._moment_names.append(name)
+            for placed in self._batches:
+                self._add_moment(name, placed)
+
+    # ------------------------------------------------------------------------------------------ when
+
+    def begin(self) -> None:
+        """Before the first step: what the ranks have now is the anchor."""
+        if not self.step:
+            for fragment in self.fragments:
+                for run, _ in fragment.runs:
+                    run.begin()
+
+    @torch.no_grad()
+    def advance(self, worked: bool) -> bool:
+        """After a step, taken or skipped: averages are applied, added up and sent as the schedule says.
+
+        Args:
+            worked: this rank had gradients, and has used them.
+
+        Returns:
+            Whether parameters have changed.
+        """
+        self.step += 1
+        self._worked += worked
+        under_way = [(number, one) for number, one in enumerate(self.fragments) if one.sent_at is not None]
+        for _, fragment in under_way:
+            if not fragment.gathering and self._age(fragment) >= self.schedule.half:
+                self._combine(fragment)
+        arrived = [fragment for _, fragment in under_way if self._age(fragment) >= self.schedule.delay]
+        for fragment in arrived:
+            self._apply(fragment)
+        for number in self.schedule.leaving(self.step):
+            fragment = self.fragments[number]
+            self._send(number, fragment)
+            if self.schedule.delay == 0:
+                self._combine(fragment)
+                self._apply(fragment)
+                arrived.append(fragment)
+        return bool(arrived)
+
+    def _age(self, fragment: Fragment) -> int:
+        assert fragment.sent_at is not None
+        return self.step - fragment.sent_at
+
+    def _send(self, number: int, fragment: Fragment) -> None:
+        if self._moments == "average" and not self._moment_names and len(self._groups) > 1:
+            self._find_moments()
+        steps, tokens = fragment.marks
+        fragment.weight = self.tokens - tokens if self.tokens > tokens else float(self._worked - steps)
+        fragment.marks = (self._worked, self.tokens)
+        fragment.sent_at = self.step
+        turn = self.schedule.turn(number, self.step)
+        for run, period in fragment.runs:
+            if turn % period == 0:
+                run.send()
+        self._send_control(number, fragment)
+
+    def _send_control(self, number: int, fragment: Fragment) -> None:
+        """Every rank's weight, and the square of what it has moved: 16 bytes."""
+        own = torch.tensor(
+            [[fragment.weight, sum(run.squares() for run in fragment.under_way())]], dtype=torch.float64
+        )
+        ranks = self._members.size()
+        if ranks == 1:
+            fragment.control = Work((), lambda _: own)
+            return
+        self.traffic.count("control", (ranks - 1) * own.nbytes)
+        name = f"{self._place.exchange.prefix}.{number}.control"
+        handle = mpi_ops.allgather_async(own, name, self._members)
+        fragment.control = Work([(name, handle)], lambda results: results[0])
+
+    def _combine(self, fragment: Fragment) -> None:
+        assert fragment.control is not None
+        table = fragment.control.wait(AVERAGES)
+        fragment.squares = float(table[:, 1].sum())
+        weights: list[float] = table[:, 0].tolist()
+        of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
+        for run in fragment.under_way():
+            run.combine(_shares(weights if run.place is self._everyone else of_groups))
+        fragment.gathering, fragment.control = True, None
+
+    def _apply(self, fragment: Fragment) -> None:
+        for run in fragment.under_way():
+            run.apply(self.schedule.delay > 0)
+        fragment.sent_at, fragment.gathering = None, False
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: plain data and tensors."""
+        return {
+            "key": self._key(),
+            "step": self.step,
+            "skipped": self.skipped,
+            "tokens": self.tokens,
+            "worked": self._worked,
+            "moments": list(self._moment_names),
+            "fragments": [
+                {
+                    "sent_at": one.sent_at,
+                    "gathering": one.gathering,
+                    "weight": one.weight,
+                    "marks": list(one.marks),
+                    "squares": one.squares,
+                    "runs": {run.name: run.state_dict() for run, _ in one.runs},
+                }
+                for one in self.fragments
+            ],
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if a state is not one of this rank."""
+        for (what, ours), theirs in zip(self._key().items(), state["key"].values()):
+            if ours != theirs:
+                raise ValueError(
+                    f"the state of local SGD is one with {what}={theirs}, and this rank has {what}={ours}; at the end of a period, "
+                    f"take 'local_sgd' out of the state to begin a new one"
+                )
+        for fragment, saved in zip(self.fragments, state["fragments"]):
+            ours = sorted(run.name for run, _ in fragment.runs if not run.name.startswith(MOMENT))
+            theirs = sorted(name for name in saved["runs"] if not name.startswith(MOMENT))
+            if ours != theirs:
+                raise ValueError(
+                    f"the state of local SGD is one of {', '.join(theirs)}, and this optimizer has {', '.join(ours)}; build the "
+                    f"same model and parameter groups"
+                )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Loads a state of this rank's, which :meth:`check` has passed; with None a new period begins. On every rank."""
+        for fragment in self.fragments:
+            for run, _ in fragment.runs:
+                run.abandon()
+            if fragment.control is not None:
+                fragment.control.forget()
+        self._generation += 1
+        self._rename()
+        if state is None:
+            state = {**FRESH, "fragments": [FRESH_FRAGMENT for _ in self.fragments]}
+        self.step, self.skipped = state["step"], state["skipped"]
+        self.tokens, self._worked = state["tokens"], state["worked"]
+        self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])
+        for number, (fragment, saved) in enumerate(zip(self.fragments, state["fragments"])):
+            fragment.sent_at, fragment.gathering = saved["sent_at"], saved["gathering"]
+            fragment.weight, fragment.squares = saved["weight"], saved["squares"]
+            fragment.marks, fragment.control = (saved["marks"][0], saved["marks"][1]), None
+            for run, _ in fragment.runs:
+                run.load_state_dict(saved["runs"].get(run.name, NOTHING))
+                run.resend()
+            if fragment.sent_at is not None and not fragment.gathering:
+                self._send_control(number, fragment)
+
+    def _key(self) -> dict[str, Any]:
+        return {
+            "every": self.schedule.every,
+            "fragments": self.schedule.fragments,
+            "delay": self.schedule.delay,
+            "wire": self._wire.name,
+            "groups": [list(group) for group in self._groups],
+            "rank": self._members.rank(),
+        }
+
+    def _rename(self) -> None:
+        prefix = f"{self._prefix}.{self._generation}"
+        self._place.exchange.prefix = self._everyone.exchange.prefix = prefix
+        if self._group is not None:
+            self._group.rename(f"{prefix}.group")
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total if total else 1.0 / len(weights) for weight in weights]
+
+
+def _is_persistent(model: torch.nn.Module, name: str) -> bool:
+    module, _, own = name.rpartition(".")
+    return own not in model.get_submodule(module)._non_persistent_buffers_set

@@ -1,0 +1,104 @@
+"""The collectives of an average, among some ranks of a process set: alltoalls with nothing for the others, so no set is added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.exchange import Traffic
+from hvd_ckpt.sharding.formats import FP32, WireFormat
+
+
+class PeerExchange:
+    """Exchanges flat runs of equal rows, a row for each peer. All ranks of the process set launch the same ones.
+
+    Args:
+        process_set: Horovod's; it carries the messages.
+        peers: positions in it of the ranks that exchange with this one, in rank order, with its own.
+        prefix: of all tensor names, the same on every rank.
+        traffic: counts what this rank sends.
+
+    Attributes:
+        ranks: number of peers.
+        rank: this rank's place among them.
+    """
+
+    def __init__(self, process_set: Any, peers: Sequence[int], prefix: str, traffic: Traffic) -> None:
+        self.prefix = prefix
+        self.ranks, self.rank = len(peers), list(peers).index(process_set.rank())
+        self.process_set, self._peers, self._traffic = process_set, list(peers), traffic
+
+    def scatter(self, flat: torch.Tensor, what: str, format: WireFormat) -> Work:
+        """Sends each peer its row of ``flat`` [ranks * m], encoded.
+
+        Returns:
+            Its result is the wire [ranks, any]: the row that each peer has for this rank, in their order.
+        """
+        if self.ranks == 1:
+            return Work((), lambda _: flat.view(1, -1))
+        wire = format.encode(flat, self.ranks)
+        self._count("reduce_scatter", flat, format)
+        return self._alltoall(wire, f"{self.prefix}.{what}.scatter")
+
+    def gather(self, row: torch.Tensor, what: str, format: WireFormat) -> Work:
+        """Sends ``row`` [m] to all peers.
+
+        Returns:
+            Its result is [ranks * m], a new tensor: every peer's row as it travelled, the same on all of them.
+        """
+        if self.ranks == 1:
+            return Work((), lambda _: row.clone())
+        wire = format.encode(row).expand(self.ranks, -1).contiguous()
+        flat = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
+        self._count("all_gather", flat, format)
+
+        def decoded(rows: torch.Tensor) -> torch.Tensor:
+            format.decode(rows, flat)
+            return flat
+
+        return self._alltoall(wire, f"{self.prefix}.{what}.gather").then(decoded)
+
+    def _alltoall(self, wire: torch.Tensor, name: str) -> Work:
+        message = wire.view(-1)
+        carried = message.view(torch.int16) if message.dtype is torch.bfloat16 else message
+        splits = torch.zeros(self.process_set.size(), dtype=torch.int32)
+        splits[self._peers] = carried.numel() // self.ranks
+        handle = mpi_ops.alltoall_async(carried, splits, name=name, process_set=self.process_set)
+
+        def rows(results: list[Any]) -> torch.Tensor:
+            received: torch.Tensor = results[0][0]
+            return received.view(wire.dtype).view(self.ranks, -1)
+
+        return Work([(name, handle)], rows)
+
+    def _count(self, kind: Any, flat: torch.Tensor, format: WireFormat) -> None:
+        row = format.row_bytes(flat.numel() // self.ranks, flat.dtype)
+        self._traffic.count(kind, (self.ranks - 1) * row)
+
+
+def weighted_mean(
+    rows: torch.Tensor, shares: Sequence[float], format: WireFormat, dtype: torch.dtype, numel: int
+) -> torch.Tensor:
+    """The sum [numel] of the rows of a wire [n, any], each times its share, in their order.
+
+    Where all rows have the same elements these are the result, exactly.
+    """
+    own = format if format.changes(dtype) else FP32
+    first = _decoded(rows[0], own, dtype, numel)
+    total = first * shares[0]
+    same = torch.ones(numel, dtype=torch.bool, device=rows.device)
+    for row, share in zip(rows[1:], shares[1:]):
+        values = _decoded(row, own, dtype, numel)
+        same &= values == first
+        total.add_(values, alpha=share)
+    return torch.where(same, first, total)
+
+
+def _decoded(row: torch.Tensor, format: WireFormat, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    values = torch.empty(numel, dtype=dtype, device=row.device)
+    format.decode(row[None], values)
+    return values

@@ -1,0 +1,201 @@
+"""The optimizer of local SGD: the wrapped one, or a ``DistributedOptimizer`` of a group of ranks, with averages after its steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_ckpt.local_sgd.averaging import Averaging
+from hvd_ckpt.local_sgd.process_sets import release
+from hvd_ckpt.local_sgd.runs import Segment, root_of
+from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.reduction.collectives import broadcast_tensors
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding.exchange import Traffic
+
+STATE = "local_sgd"
+
+if TYPE_CHECKING:
+    _Base = ReducedOptimizer
+else:
+    _Base = object
+
+
+class LocalOptimizer(_Base):
+    """Mixin that :func:`hvd_ckpt.LocalSGD` adds to the class of a ``DistributedOptimizer``; use it for ``isinstance`` only."""
+
+    _averaging: Averaging | None  # None on ranks that are not in the process set
+    _members: Any
+    _added_sets: list[tuple[int, ...]]
+    _worked = _stepped = False
+    can_join = False
+
+    # -------------------------------------------------------------------------------- what can be asked
+
+    @property
+    def divergence(self) -> float:
+        """How far ranks (groups) had moved from the anchor in the last averages: the root of their mean squared distance.
+
+        Over all parameters, and the same on every rank. It comes with the weights of the ranks, in a message of 16 bytes.
+        """
+        return self._averaging.divergence if self._averaging is not None else 0.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that this rank (or its group) has skipped because of an overflow, since the start."""
+        return self._averaging.skipped if self._averaging is not None else 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has sent for averages, by kind. What its group reduces and gathers by itself is not counted."""
+        return self._averaging.traffic if self._averaging is not None else Traffic()
+
+    def weigh(self, amount: float) -> None:
+        """Adds to what this rank counts for in the next average, such as the tokens of a batch. Without it, steps count.
+
+        Raises:
+            ValueError: it is negative or not finite.
+        """
+        if not 0 <= amount < float("inf"):
+            raise ValueError(f"weigh() takes a finite number of at least 0, not {amount!r}")
+        if self._averaging is not None:
+            self._averaging.tokens += float(amount)
+
+    # -------------------------------------------------------------------------------- steps
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step of the wrapped optimizer on this rank's gradients (its group's), then averages as far as it is time to.
+
+        Every rank calls it equally often. Without gradients it changes nothing by itself, and counts for nothing in the average: so
+        a rank that has run out of data goes on. Collective.
+        """
+        self._worked = False
+        found_inf = getattr(self, "found_inf", None)  # a GradScaler's, for an optimizer that skips by itself
+        if self._averaging is not None:
+            self._averaging.begin()
+        result = super().step(closure, *args, **kwargs)
+        self._stepped = True
+        self._advance(skipped=found_inf is not None and bool(found_inf))
+        return result
+
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Within it ``step()`` does not reduce; a step that was not taken counts as skipped."""
+        self._stepped = False
+        with super().without_reduction():
+            yield
+        if not self._stepped:
+            self._worked = False
+            if self._averaging is not None:
+                self._averaging.begin()
+            self._advance(skipped=True)
+
+    def _advance(self, skipped: bool) -> None:
+        averaging = self._averaging
+        if averaging is None:
+            return
+        averaging.skipped += skipped
+        if averaging.advance(self._worked and not skipped) and self.shard_stage:
+            self._sharding.shards_changed()  # type: ignore[attr-defined]
+
+    # -------------------------------------------------------------------------------- parameters and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, whose parameters become rank 0's; they are averaged with the last fragment. To be called on every rank."""
+        if self._averaging is None:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        whole = [given] if isinstance(given, torch.Tensor) else list(given)
+        tensors = [one[1] if isinstance(one, tuple) else one for one in whole]
+        broadcast_tensors(tensors, root_of(self._members), "hvd_ckpt.local.added", self._members)
+        known = {id(segment.owner) for segment in self._segments()}
+        super().add_param_group({**param_group, "params": whole})
+        self._averaging.add_parameters(one for one in self._segments() if id(one.owner) not in known)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the wrapped optimizer's, and under ``"local_sgd"`` anchor, outer state, place and what is under way.
+
+        Each rank has its own, as it has its own weights between averages; what is under way is sent again after a resume.
+        """
+        state: dict[str, Any] = super().state_dict()
+        if self._averaging is not None:
+            state[STATE] = self._averaging.state_dict()
+        return state
+
+    def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
+        """The wrapped optimizer's state on rank 0, without that of local SGD: any number of ranks can begin with it."""
+        state = super().full_state_dict(all_ranks)
+        if state is not None:
+            state.pop(STATE, None)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads this rank's state, or one without ``"local_sgd"``, with which a new period begins. Collective.
+
+        Load the model's weights of the same rank and step, too.
+
+        Raises:
+            ValueError: it is of another rank, number of ranks or schedule; on every rank.
+        """
+        local = state_dict.get(STATE)
+        averaging = self._averaging
+        if averaging is not None:
+            error: Exception | None = None
+            try:
+                if local is not None:
+                    averaging.check(local)
+            except Exception as exception:  # whatever it is, all ranks raise it
+                error = exception
+            raise_together(error, self._members, "hvd_ckpt.local.load")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
+        if averaging is not None:
+            averaging.load_state_dict(local)
+
+    def close(self) -> None:
+        """Removes the process sets that were added for ``within``, unless another optimizer uses them. Collective.
+
+        The optimizer cannot be used any more.
+        """
+        sets, self._added_sets = self._added_sets, []
+        release(sets)
+
+    def _segments(self) -> list[Segment]:
+        """What this rank has of each parameter, in the order of ``param_groups``."""
+        if not self.shard_stage:
+            whole = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+            return [Segment(self._parameter_names[one], one, one, lambda one=one: one) for one in whole]  # type: ignore[misc]
+        sharding = self._sharding  # type: ignore[attr-defined]
+        pieces = {piece.index: piece.parameter for piece in sharding.pieces}
+        found = []
+        for owner in itertools.chain.from_iterable(sharding.groups):
+            index = sharding.layout.index(owner)
+            piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
+            found.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
+        return found
+
+    def _get_supports_amp_scaling(self) -> bool:
+        # torch's own scaler skips a step without a word to the optimizer, and so to the other ranks.
+        if not self._scaling_agreed:
+            raise RuntimeError(
+                "torch.amp.GradScaler.step(optimizer) was called with an optimizer of LocalSGD, which must hear of a skipped step; "
+                "use hvd_ckpt.GradScaler"
+            )
+        return self._wrapped_supports_amp_scaling
+
+    _step_supports_amp_scaling = property(
+        _get_supports_amp_scaling, ReducedOptimizer._set_supports_amp_scaling
+    )
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def note_work(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """A hook after the wrapped optimizer's step: whether it had gradients."""
+    optimizer._worked = any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    )

@@ -1,0 +1,83 @@
+"""Clipping of gradients by their norm over all pipeline stages, as ``torch.nn.utils.clip_grad_norm_`` does for a whole model.
+
+The norm of each parameter is exchanged once between the stages, so that the total has the bits of the unstaged model; where
+gradients are sharded (stages 2 and 3) the norm of each stage, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.grid import Grid
+from hvd_ckpt.sharding.clipping import SplitGradients, owners_of, split_gradients
+
+
+def clip_over_stages(
+    parameters: Iterable[nn.Parameter],
+    places: Mapping[nn.Parameter, int],
+    count: int,
+    grid: Grid,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clips the gradients of this rank's parameters by the norm of those of all stages. Collective over all ranks.
+
+    Args:
+        parameters: those of this rank.
+        places: of each, its place among the parameters of the whole model.
+        count: number of parameters of the whole model.
+        grid: links the stages.
+        max_norm, norm_type, error_if_nonfinite: as in ``torch.nn.utils.clip_grad_norm_``.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
+    """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    owners = owners_of(parameters)
+    for owner in owners:
+        owner.reduce_for_caller()
+    if (split := split_gradients(owners, parameters)) is not None:
+        return _clip_sharded(split, grid, max_norm, norm_type, error_if_nonfinite)
+    measured = torch.full((count,), -1.0, dtype=torch.float64)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(parameter.grad, norm_type)
+            measured[places[parameter]] = norm.double()
+    chosen = torch.stack(grid.gather(measured)).max(dim=0).values  # copies of a tied parameter have one norm
+    dtype = next((one.grad.dtype for one in parameters if one.grad is not None), torch.float32)
+    total = _joined(chosen.to(dtype), norm_type)
+    _check_finite(total, norm_type, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _clip_sharded(
+    split: SplitGradients, grid: Grid, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    own = split.norm(float(norm_type))
+    norms = torch.cat(grid.gather(torch.tensor([-1.0 if own is None else own], dtype=torch.float64)))
+    total = norms[norms > 0].sum() if norm_type == 0 else _joined(norms, norm_type)
+    _check_finite(total, norm_type, error_if_nonfinite)
+    split.clip(float(max_norm), float(total))
+    return total.float()
+
+
+def _joined(norms: Tensor, norm_type: float) -> Tensor:
+    """The norm of several norms; those below zero stand for missing gradients."""
+    there = norms[~(norms < 0)]  # nan is there
+    total: Tensor = torch.linalg.vector_norm(there, norm_type) if there.numel() else norms.new_zeros(())
+    return total
+
+
+def _check_finite(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {total.item()}, so they cannot be clipped"
+        )

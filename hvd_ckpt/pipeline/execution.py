@@ -1,0 +1,337 @@
+"""The passes of one step through the chunks of one rank, with the messages between them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.frames import is_recomputing, without_recomputation
+from hvd_ckpt.pipeline.microbatch import TotalTerms, add_loss, one_element, run_backward, silence
+from hvd_ckpt.pipeline.random_state import forward_pass
+from hvd_ckpt.pipeline.skip import Key, Skip, skips_of_chunk
+from hvd_ckpt.pipeline.transport import Received, Transport, put_together, take_apart
+from hvd_ckpt.planning.schedule import BACKWARD, FORWARD, Action, Edge
+from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.sequential import Segment, accepted_names, as_arguments
+
+FIRST_TAG = 16  # of values and gradients; those below are for what belongs to a whole step
+WAIT, RECOMPUTE = "wait", "recompute"
+Recorder = Callable[[str, int, int], AbstractContextManager[Any]]
+_NOT_RECORDED = contextlib.nullcontext()
+
+
+class Chunk:
+    """Consecutive blocks of a chain that run on one rank.
+
+    Args:
+        blocks: all blocks of the chain; those of other ranks are only asked for the arguments that they accept.
+        number, count: which chunk this is, and of how many.
+        first, end: the numbers of its first block and of the block after its last.
+        skips: all skip connections of the chain.
+        skip_targets: the chunk that each of them leads to.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        number: int,
+        count: int,
+        first: int,
+        end: int,
+        skips: Sequence[Skip],
+        skip_targets: Sequence[int],
+    ) -> None:
+        self.number, self.count, self.first = number, count, first
+        self.all_blocks, self.blocks = blocks, list(blocks[first:end])
+        self.own = range(first, end)
+        self.skips, self.skip_targets = skips, skip_targets
+        self._segments: dict[frozenset[str], Segment] = {}
+
+    def run(
+        self,
+        arguments: tuple[Any, ...],
+        given: Mapping[int, Tensor | None],
+        shared: dict[str, Any],
+        keeps: AbstractContextManager[None] | None,
+        recomputing: Callable[[], AbstractContextManager[Any]],
+    ) -> tuple[Any, dict[int, Tensor | None]]:
+        """The forward pass of one micro-batch.
+
+        Args:
+            arguments: of the first block.
+            given: skip connections from other chunks, by their numbers.
+            shared: keyword arguments that all blocks share.
+            keeps: a context for a forward pass that keeps activations; None if the whole chunk is recomputed in the backward pass.
+            recomputing: makes a context around a recomputation.
+
+        Returns:
+            What the last block returns, and the skip connections to other chunks.
+        """
+        segment = self._segment(frozenset(shared))
+        shared = {name: value for name, value in shared.items() if name in segment.accepted_names}
+        blocks, skips = self.blocks, self.skips  # found by looking into the function that is recomputed
+
+        def compute(
+            arguments: tuple[Any, ...], given: Mapping[int, Tensor | None], shared: dict[str, Any]
+        ) -> tuple[Any, dict[int, Tensor | None]]:
+            assert blocks
+            inside: dict[Key, Tensor | None] = {skips[number].key: value for number, value in given.items()}
+            with skips_of_chunk(inside), recomputing() if is_recomputing() else _NOT_RECORDED:
+                output = segment(*arguments, **shared)
+            numbers = {skip.key: number for number, skip in enumerate(skips)}
+            return output, {numbers[key]: value for key, value in inside.items()}
+
+        if keeps is not None:
+            with keeps:
+                return compute(arguments, given, shared)
+        result: tuple[Any, dict[int, Tensor | None]] = run_checkpointed(
+            compute, (arguments, given, shared), {}, Options()
+        )
+        return result
+
+    def _segment(self, shared: frozenset[str]) -> Segment:
+        """The blocks as one function that takes these keyword arguments; made once, since signatures are slow to read."""
+        if shared not in self._segments:
+            accepted = [accepted_names(block, shared) for block in self.all_blocks]
+            for name in shared:
+                if not any(name in names for names in accepted):
+                    raise TypeError(
+                        f"None of the {len(accepted)} blocks accepts the keyword argument {name!r}."
+                    )
+            own = accepted[self.own.start : self.own.stop]
+            self._segments[shared] = Segment(self.blocks, own, self.number + 1, self.count, self.first)
+        return self._segments[shared]
+
+
+@dataclass
+class _InFlight:
+    """What a forward pass leaves for the backward pass, all of it tensors that require gradients.
+
+    Attributes:
+        received: leaves, whose gradients go back along their edge.
+        sent: outputs, whose gradients come back along their edge.
+        loss: on the last chunk.
+    """
+
+    received: dict[Edge, list[Tensor]] = field(default_factory=dict)
+    sent: dict[Edge, list[Tensor]] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch: what the model takes, what the loss takes, and how much it counts.
+
+    Attributes:
+        inputs, targets, shared: as in :class:`hvd_ckpt.models.objectives.Batch`.
+        terms: that its loss is the mean of.
+        key: its random state; None outside of training mode.
+        keeps: the chunks that keep its activations, instead of recomputing them as a whole.
+    """
+
+    inputs: tuple[Any, ...]
+    targets: Any
+    shared: dict[str, Any]
+    terms: float
+    key: int | None
+    keeps: Container[int]
+
+
+class Execution:
+    """One step of one rank; its methods run the actions of a schedule.
+
+    Args:
+        chunks: of this rank, by number.
+        count: of all ranks.
+        edges: of the chain, in the order that numbers them.
+        transport: None in a job with one stage.
+        prepare: splits the arguments of the model into those of the first block and shared ones.
+        micro_batches: of this step.
+        loss_fn: takes the model's output and the targets; None in an evaluation, which keeps the outputs.
+        total: the number of terms that count, on the rank with the last chunk.
+        backward: takes a loss and whether it is the last; None for ``loss.backward()``.
+        context: around each forward pass, such as one of ``torch.autocast``.
+        planned: chunks that keep activations follow the policies of a plan, in place of keeping everything.
+        recorder: makes a context around each pass, and around each wait and recomputation within or after it: it is told the kind,
+            ``"forward"``, ``"backward"``, ``"wait"`` or ``"recompute"``, the chunk and the micro-batch.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Chunk],
+        count: int,
+        edges: Sequence[Edge],
+        transport: Transport | None,
+        prepare: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        total: TotalTerms | None,
+        backward: Callable[[Tensor, bool], Any] | None,
+        context: Callable[[], AbstractContextManager[Any]],
+        planned: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.outputs: list[Any] = []
+        self.loss: Tensor | None = None
+        self._chunks, self._count, self._transport, self._prepare = chunks, count, transport, prepare
+        self._numbers = {edge: number for number, edge in enumerate(edges)}
+        self._micro_batches, self._loss_fn, self._total = micro_batches, loss_fn, total
+        self._backward_of, self._context = backward, context
+        self._keeping = contextlib.nullcontext if planned else without_recomputation
+        self._recorded: Recorder = recorder or (lambda kind, chunk, micro_batch: _NOT_RECORDED)
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._here: dict[tuple[Edge, int, str], Received] = {}  # between two chunks of this rank
+        self._prepared: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._terms = math.fsum(one.terms for one in micro_batches)
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Runs the actions in order, then waits until everything is sent."""
+        self._expect(actions[0])
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            with self._recorded(action.kind, action.chunk, action.micro_batch):
+                (self._forward if action.kind == FORWARD else self._backward)(action, following)
+            if self._transport is not None:
+                self._transport.advance()
+        if self._transport is not None:
+            last = actions[-1]
+            with self._recorded(WAIT, last.chunk, last.micro_batch):
+                self._transport.flush()
+
+    def _forward(self, action: Action, following: Action | None) -> None:
+        chunk, index = self._chunks[action.chunk], action.micro_batch
+        micro_batch = self._micro_batches[index]
+        in_flight = _InFlight()
+        keeps = chunk.number in micro_batch.keeps
+        arguments: tuple[Any, ...] = ()
+        given: dict[int, Tensor | None] = {}
+        for edge in action.receives:
+            (values, skips), tensors = self._fetch(edge, index, FORWARD)
+            if edge.source == chunk.number - 1:
+                arguments = values
+            given.update(skips)
+            in_flight.received[edge] = [tensor for tensor in tensors if tensor.requires_grad]
+        self._expect(following)
+        with self._context():
+            with forward_pass(micro_batch.key):
+                first, shared = self._inputs(index)
+                recomputing = functools.partial(self._recorded, RECOMPUTE, chunk.number, index)
+                output, skips = chunk.run(
+                    arguments if chunk.number else first,
+                    given,
+                    shared,
+                    self._keeping() if keeps else None,
+                    recomputing,
+                )
+            if chunk.number == self._count - 1:
+                if self._loss_fn is None:
+                    self.outputs.append(output)
+                    return
+                with self._keeping() if keeps else contextlib.nullcontext():
+                    in_flight.loss = one_element(self._loss_fn(output, micro_batch.targets))
+                self.loss = add_loss(self.loss, in_flight.loss, micro_batch.terms, self._terms)
+        for edge in action.sends:
+            values = as_arguments(output) if edge.target == chunk.number + 1 else None
+            to_target = {
+                number: value for number, value in skips.items() if chunk.skip_targets[number] == edge.target
+            }
+            tensors = self._post(edge, index, FORWARD, (values, to_target))
+            in_flight.sent[edge] = [tensor for tensor in tensors if tensor.requires_grad]
+        if self._loss_fn is not None:
+            self._in_flight[chunk.number, index] = in_flight
+
+    def _backward(self, action: Action, following: Action | None) -> None:
+        index = action.micro_batch
+        micro_batch = self._micro_batches[index]
+        in_flight = self._in_flight.pop((action.chunk, index))
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for edge in action.receives:
+            if outputs := in_flight.sent[edge]:
+                for output, gradient in zip(outputs, self._fetch(edge, index, BACKWARD).value):
+                    if gradient is not None:
+                        roots.append(output)
+                        gradients.append(gradient)
+        self._expect(following)
+        if in_flight.loss is not None:
+            assert self._total is not None
+            if in_flight.loss.requires_grad:  # else every block is frozen
+                last = index == len(self._micro_batches) - 1
+                run_backward(in_flight.loss, micro_batch.terms, self._total, self._backward_of, last)
+        elif roots:
+            if not micro_batch.terms:
+                for root in roots:
+                    silence(root)
+            torch.autograd.backward(roots, gradients)
+        for edge in action.sends:
+            if leaves := in_flight.received[edge]:
+                self._post(edge, index, BACKWARD, [leaf.grad for leaf in leaves])
+
+    def _inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The prepared arguments of a micro-batch, for as long as chunks of this rank are to run."""
+        if index not in self._prepared:
+            one = self._micro_batches[index]
+            self._prepared[index] = self._prepare(*one.inputs, **one.shared)
+        prepared = self._prepared[index]
+        if len(self._chunks) == 1:
+            del self._prepared[index]
+        return prepared
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    def _post(self, edge: Edge, index: int, kind: str, value: Any) -> list[Tensor]:
+        other = edge.target if kind == FORWARD else edge.source
+        if other in self._chunks:
+            structure, tensors = take_apart(value)
+            copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            self._here[edge, index, kind] = Received(put_together(structure, copies), copies)
+            return tensors
+        assert self._transport is not None
+        return self._transport.send(value, self._process(other), self._tag(edge, index, kind))
+
+    def _fetch(self, edge: Edge, index: int, kind: str) -> Received:
+        other = edge.source if kind == FORWARD else edge.target
+        if other in self._chunks:
+            return self._here.pop((edge, index, kind))
+        assert self._transport is not None
+        what = f"the {'input' if kind == FORWARD else 'gradient'} of micro-batch {index}"
+        here = edge.target if kind == FORWARD else edge.source
+        with self._recorded(WAIT, here, index):
+            received = self._transport.receive(self._process(other), self._tag(edge, index, kind), what)
+        if kind == BACKWARD:
+            self._transport.taken(self._process(other), self._tag(edge, index, FORWARD))
+        return received
+
+    def _expect(self, action: Action | None) -> None:
+        """Gets ready for the messages of the next action, so that they arrive while this one computes."""
+        if action is None:
+            return
+        for edge in action.receives:
+            other = edge.source if action.kind == FORWARD else edge.target
+            if other in self._chunks:
+                continue
+            if action.kind == BACKWARD:
+                begun = self._in_flight.get((action.chunk, action.micro_batch))
+                if begun is None or not begun.sent[edge]:
+                    continue
+            assert self._transport is not None
+            self._transport.expect(self._process(other), self._tag(edge, action.micro_batch, action.kind))
+
+    def _process(self, chunk: int) -> int:
+        assert self._transport is not None
+        grid = self._transport.grid
+        return grid.process(chunk % grid.stages)
+
+    def _tag(self, edge: Edge, index: int, kind: str) -> int:
+        what = (
+            int(kind == BACKWARD) if self._loss_fn is not None else 2
+        )  # headers of an evaluation are others
+        return FIRST_TAG + 3 * (index * len(self._numbers) + self._numbers[edge]) + what

@@ -1,0 +1,262 @@
+"""Mini-batches in parts: the gradients of a large batch in the memory of a small one.
+
+A mini-batch is split into micro-batches, and each goes forward and backward before the next begins. Gradients add up as
+they do over several backward passes; what has to be right is their weights. The loss of a mini-batch is a mean over
+terms (samples, or tokens that are predicted), and micro-batches, and ranks, may have different numbers of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from horovod.torch import mpi_ops
+from torch import Tensor
+
+from hvd_ckpt.frames import without_recomputation
+from hvd_ckpt.reduction.optimizer import live_optimizers
+from hvd_ckpt.text import CHECKPOINTS
+from hvd_ckpt.torch_private import pytree
+
+T = TypeVar("T")
+
+
+class Accumulated(NamedTuple):
+    """The result of :func:`accumulate`.
+
+    Attributes:
+        loss: of this rank's mini-batch, detached; 0 if it has no terms.
+        weight: the number of terms that it is the mean of.
+    """
+
+    loss: Tensor
+    weight: float
+
+
+def accumulate(
+    compute: Callable[[T], Tensor],
+    batch: T,
+    micro_batches: int,
+    *,
+    checkpoint: str = "always",
+    weight: Callable[[T], float | Tensor] | None = None,
+    across_ranks: bool = False,
+    mean_terms: float | Callable[[], float] | None = None,
+    backward: Callable[[Tensor, bool], Any] | None = None,
+) -> Accumulated:
+    """Adds the gradients of a mini-batch to the parameters' ``grad``, micro-batch by micro-batch.
+
+    Each micro-batch's backward pass runs before the next forward pass, so memory is that of one micro-batch. Without batch
+    norm and dropout, loss and gradients equal those of the whole mini-batch to rounding, whatever the weights::
+
+        loss, _ = hc.accumulate(lambda part: criterion(model(part.inputs), part.targets), batch, 4)
+        optimizer.step()
+
+    A batch norm normalizes by the micro-batch; see :class:`hvd_ckpt.DeferredBatchNorm` for its running statistics.
+
+    Arguments:
+        compute: takes a micro-batch, gives its mean loss: a tensor with one element.
+        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.models.objectives.Batch`, or tensors (one, or nested in
+            lists, tuples and dicts) whose first dimension counts the samples.
+        micro_batches: how many; fewer if there are fewer samples.
+        checkpoint: the micro-batches in whose backward pass the checkpointed parts of the model are recomputed: ``"always"``,
+            ``"except_last"`` (the backward pass of the last one follows at once), ``"never"``; as in GPipe (Huang et al.,
+            2019).
+        weight: takes a micro-batch, gives the number of terms that its loss is the mean of; by default its samples.
+        across_ranks: weigh by the terms of all ranks, so that after a ``DistributedOptimizer`` has averaged the gradients,
+            they are those of the mean over all ranks' terms. One number is summed over the ranks during the first forward
+            pass. Collective; a rank may have no terms. Without it every rank counts the same.
+        mean_terms: weigh by the terms of all mini-batches of the step, of which this is the mean number, or a function that
+            returns it: for logical replicas, ``optimizer.replicas.mean(...)``. In place of ``across_ranks``.
+        backward: takes a loss and whether it is the last, and runs the backward pass, where ``loss.backward()`` will not do:
+            ``lambda loss, last: precision.backward(loss, optimizer, last)``, say.
+
+    A micro-batch without terms runs like the others, and adds gradients of zero even if its loss is nan (except where the
+    nan is made inside a region that is recomputed by the reentrant variant).
+
+    Raises:
+        TypeError: ``micro_batches`` is not an int, the batch cannot be split, or ``compute`` does not return a tensor with one
+            element.
+        ValueError: ``micro_batches`` is less than 1, ``checkpoint`` is unknown, tensors have different numbers of samples, or
+            a weight is negative, inf or nan; ``across_ranks`` within a logical replica.
+    """
+    check_options(micro_batches, checkpoint)
+    if (
+        across_ranks
+        and mean_terms is None
+        and any(one.replicas is not None and one.replicas.computing is not None for one in live_optimizers())
+    ):
+        raise ValueError(
+            "across_ranks counts the terms of ranks, and a logical replica is being computed: give "
+            "mean_terms=optimizer.replicas.mean(...) instead, of the terms of this rank's replicas"
+        )
+    parts = split_batch(batch, micro_batches)
+    weights = [terms_of(part, weight) for part in parts]
+    own = math.fsum(weights)
+    everywhere = TotalTerms(own, across_ranks, mean_terms)
+    mean: Tensor | None = None
+    for index, (part, terms) in enumerate(zip(parts, weights)):
+        last = index == len(parts) - 1
+        kept = keeps_activations(checkpoint, last)
+        try:
+            with without_recomputation() if kept else contextlib.nullcontext():
+                loss = one_element(compute(part))
+        finally:
+            everywhere.factor()  # waited for whatever happens: the next call sends under the same name
+        mean = add_loss(mean, loss, terms, own)
+        run_backward(loss, terms, everywhere, backward, last)
+        del loss
+    assert mean is not None
+    return Accumulated(mean, own)
+
+
+class TotalTerms:
+    """The number of terms that count, summed over the ranks while this rank computes."""
+
+    def __init__(
+        self, own: float, across_ranks: bool, mean: float | Callable[[], float] | None = None
+    ) -> None:
+        self._total: float | None = own
+        self._ranks = 1
+        self._mean = mean
+        if mean is None and across_ranks and mpi_ops.size() > 1:
+            self._total, self._ranks = None, mpi_ops.size()
+            self._handle = mpi_ops.allreduce_async_(
+                torch.tensor([own], dtype=torch.float64), name="hvd_ckpt.accumulate.terms", op=mpi_ops.Sum
+            )
+
+    def factor(self) -> float:
+        """The factor of one term's loss."""
+        if self._mean is not None:
+            self._total, self._mean = self._mean() if callable(self._mean) else self._mean, None
+        if self._total is None:
+            self._total = float(mpi_ops.synchronize(self._handle).item())
+        return self._ranks / self._total if self._total else 0.0
+
+
+def check_options(micro_batches: Any, checkpoint: Any, known: Sequence[str] = CHECKPOINTS) -> None:
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
+        raise TypeError(f"micro_batches must be an int, got {micro_batches!r}.")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, got {micro_batches}.")
+    if checkpoint not in known:
+        raise ValueError(f"checkpoint must be one of {', '.join(known)}, got {checkpoint!r}.")
+
+
+def keeps_activations(checkpoint: str, last: bool) -> bool:
+    """Whether a micro-batch is not recomputed."""
+    return checkpoint == "never" or (checkpoint == "except_last" and last)
+
+
+def add_loss(mean: Tensor | None, loss: Tensor, terms: float, own: float) -> Tensor:
+    """The mean loss so far, with that of a micro-batch of ``terms`` of this rank's ``own`` terms."""
+    if mean is None:
+        mean = torch.zeros((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
+    return mean + loss.detach().reshape(()) * (terms / own) if terms else mean
+
+
+def run_backward(
+    loss: Tensor,
+    terms: float,
+    total: TotalTerms,
+    backward: Callable[[Tensor, bool], Any] | None,
+    last: bool,
+) -> None:
+    """The backward pass of a micro-batch's mean loss, which counts as many terms."""
+    scaled = loss * (terms * total.factor())
+    if not terms:
+        silence(scaled)
+    if backward is None:
+        scaled.backward()  # type: ignore[no-untyped-call]
+    else:
+        backward(scaled, last)
+
+
+def split_batch(batch: Any, parts: int) -> Sequence[Any]:
+    if not isinstance(batch, Tensor) and callable(getattr(batch, "split", None)):
+        return list(batch.split(parts))
+    leaves, structure = pytree.tree_flatten(batch)
+    samples = _samples(leaves)
+    parts = max(min(parts, samples), 1)
+    cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves]
+    return [pytree.tree_unflatten(list(part), structure) for part in zip(*cut)]
+
+
+def fields_of(part: Any) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
+    """Positional inputs, targets and shared keyword arguments of a micro-batch."""
+    if hasattr(part, "inputs"):
+        return part.inputs, part.targets, part.shared
+    inputs, targets, *rest = part
+    return inputs if isinstance(inputs, tuple) else (inputs,), targets, rest[0] if rest else {}
+
+
+def concatenated(outputs: Sequence[Any]) -> Any:
+    """The outputs of micro-batches as one: tensors joined along their first dimension, or stacked if they have none."""
+    leaves, structure = zip(*map(pytree.tree_flatten, outputs))
+    joined = [
+        (torch.cat if parts[0].dim() else torch.stack)(parts) if isinstance(parts[0], Tensor) else parts[-1]
+        for parts in zip(*leaves)
+    ]
+    return pytree.tree_unflatten(joined, structure[0])
+
+
+def _samples(leaves: Sequence[Any]) -> int:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        kinds = sorted({type(leaf).__name__ for leaf in leaves}) or ["nothing"]
+        raise TypeError(
+            f"The batch has no tensors and no split(parts) to split it by, it holds: {', '.join(kinds)}."
+        )
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(shape[:1] != shapes[0][:1] or not shape for shape in shapes):
+        raise ValueError(
+            f"The first dimension of every tensor in the batch must count the same samples, got the shapes "
+            f"{', '.join(map(str, shapes))}."
+        )
+    return int(shapes[0][0])
+
+
+def terms_of(part: Any, weight: Callable[[Any], float | Tensor] | None) -> float:
+    if weight is not None:
+        terms = float(weight(part))
+    elif hasattr(part, "split") and not isinstance(part, Tensor):
+        terms = float(len(part))
+    else:
+        terms = float(_samples(pytree.tree_leaves(part)))
+    if not 0 <= terms < math.inf:
+        raise ValueError(f"The weight of a micro-batch must be a number of terms, 0 or more, got {terms}.")
+    return terms
+
+
+def one_element(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"compute must return the mean loss of a micro-batch, a tensor with one element, got {got}."
+        )
+    return loss
+
+
+def silence(loss: Tensor) -> None:
+    """Makes the gradients of a loss that counts nothing zeros even where it is nan, as 0 times nan is nan.
+
+    The backward pass runs nonetheless: it exchanges with other ranks what it does in their backward passes, and what a
+    synchronized batch norm brings from their losses is not zero.
+    """
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or not node.next_functions:
+            continue
+        seen.add(node)
+        node.register_hook(_without_nan)
+        pending.extend(following for following, _ in node.next_functions)
+
+
+def _without_nan(inputs: Sequence[Tensor | None], outputs: Any) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if gradient is None else gradient.nan_to_num(0.0, math.inf, -math.inf) for gradient in inputs
+    )

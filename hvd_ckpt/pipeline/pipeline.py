@@ -1,0 +1,447 @@
+"""``Pipeline``: a chain whose blocks are on several ranks, which work on different micro-batches at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt import grid as grids
+from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.pipeline.clipping import clip_over_stages
+from hvd_ckpt.pipeline.execution import FIRST_TAG as EXECUTION_TAG
+from hvd_ckpt.pipeline.execution import Chunk, Execution, MicroBatch, Recorder
+from hvd_ckpt.pipeline.microbatch import (
+    Accumulated,
+    TotalTerms,
+    check_options,
+    concatenated,
+    fields_of,
+    keeps_activations,
+    split_batch,
+    terms_of,
+)
+from hvd_ckpt.pipeline.random_state import draw_key, seed_each
+from hvd_ckpt.pipeline.skip import find_skips
+from hvd_ckpt.pipeline.tied import Tied, TiedGradients, find_tied
+from hvd_ckpt.pipeline.transport import Transport
+from hvd_ckpt.planning.balance import balance_costs, block_bytes, check_balance
+from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
+from hvd_ckpt.planning.schedule import (
+    FORWARD,
+    Edge,
+    Schedule,
+    chain_edges,
+    followed_at_once,
+    make_schedule,
+)
+from hvd_ckpt.recompute.sequential import CheckpointSequential
+from hvd_ckpt.text import CHECKPOINTS
+
+STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
+assert TIED_TAG < EXECUTION_TAG
+
+
+class Pipeline(nn.Module):
+    """A chain of blocks in pipeline stages, joined with data parallelism and recomputation (GPipe, Huang et al., 2019).
+
+    ::
+
+        hc.init(stages=2)
+        torch.manual_seed(seed + hc.rank())                     # the replica: the same on all its stages
+        model = hc.Pipeline(model, chunks=8)                    # the same model on every rank, which keeps its own blocks
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        for inputs, targets in loader:                          # the same batch on all stages of a replica
+            optimizer.zero_grad()
+            loss, _ = model.accumulate((inputs, targets), functional.cross_entropy)
+            optimizer.step()
+
+    Weights after a step equal, bit for bit, those of ``hc.accumulate`` with the whole model on each rank, whatever the number of
+    stages, the schedule and ``checkpoint``, if that model was given to :func:`hvd_ckpt.seed_blocks` (or draws no random numbers).
+    To rounding they do where blocks on several stages share a parameter, and with more than two replicas, where Horovod's order of
+    additions depends on the place in a bucket.
+
+    Names of parameters and buffers are those of the whole model. After construction only the model's blocks on this rank have
+    weights; the others are on the meta device.
+
+    Args:
+        model: a chain of this library (``transformers`` models among them) or an ``nn.Sequential``, the same on every rank.
+            Segments of its own that it would recompute (``checkpoint_interval``) are not used: see ``checkpoint``.
+        balance: number of blocks in each chunk of the model, ``stages * virtual_stages`` numbers; by default the exact optimum for
+            ``costs``.
+        plan: of ``hc.plan(..., stages=hc.stages())``, which is applied to the model. It gives ``balance``, ``chunks``, ``schedule``
+            and ``virtual_stages``, which are left out, and ``checkpoint="auto"``.
+        chunks: micro-batches that a batch is split into; must be given without a plan.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.planning.schedule`.
+        checkpoint: the micro-batches in whose backward pass the rank's blocks are recomputed from their input: ``"always"``,
+            ``"except_last"`` (the default without a plan), ``"never"``, as in torchgpipe. ``"auto"``: those whose backward pass
+            does not follow at once on that rank, so with ``"1f1b"`` the last stage recomputes nothing, others nearly all.
+            With a plan, ``"auto"`` recomputes where the plan says so, and the blocks of kept chunks follow their policies.
+        virtual_stages: chunks of the model on each rank; by default 2 with ``"interleaved"``, else 1. Chunk c is on stage
+            ``c % stages``.
+        costs: of each block, in any unit, such as measured seconds; by default the bytes of its parameters and buffers.
+
+    Attributes:
+        recorder: None, or what makes a context around each part of the next steps, told its kind (``"forward"``, ``"backward"``,
+            ``"wait"``, ``"recompute"``), chunk and micro-batch: for a timeline, as in ``hvd-ckpt bench pipeline``.
+
+    Raises:
+        TypeError: the model is no chain.
+        ValueError: an argument is wrong, or differs between ranks.
+        hvd_ckpt.PlanError: the plan was made for another model or number of stages, or without stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        balance: Sequence[int] | None = None,
+        *,
+        plan: Plan | None = None,
+        chunks: int | None = None,
+        schedule: str | None = None,
+        checkpoint: str | None = None,
+        virtual_stages: int | None = None,
+        costs: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Sequential) or type(model).forward not in (
+            nn.Sequential.forward, Chain.forward, CheckpointSequential.forward,
+        ):  # fmt: skip
+            raise TypeError(f"Pipeline takes a chain or an nn.Sequential, got {type(model).__name__}")
+        grid = grids.current()
+        planned: PipelinePlan | None = None
+        if plan is not None:
+            given = {
+                "balance": balance,
+                "chunks": chunks,
+                "schedule": schedule,
+                "virtual_stages": virtual_stages,
+                "costs": costs,
+            }
+            planned = _cuts_of(
+                plan, grid.stages, checkpoint, [name for name, one in given.items() if one is not None]
+            )
+            plan.apply(model)
+            balance, chunks, schedule = planned.balance, planned.micro_batches, planned.schedule
+            virtual_stages, checkpoint = planned.virtual_stages, "auto"
+        schedule, checkpoint = schedule or "1f1b", checkpoint or "except_last"
+        if chunks is None:
+            raise ValueError("Pipeline needs chunks, the number of micro-batches, or a plan")
+        check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
+        self._plan = planned
+        virtual = virtual_stages if virtual_stages is not None else (2 if schedule == "interleaved" else 1)
+        if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
+            raise ValueError(f"virtual_stages must be a number from 1, got {virtual_stages!r}")
+        # named_children() would leave out the second of two places of one block, such as a shared activation.
+        names, blocks = zip(*((name, one) for name, one in model._modules.items() if one is not None))
+        parts = grid.stages * virtual
+        if balance is None:
+            balance = balance_costs(costs if costs is not None else block_bytes(blocks), parts)
+        self.balance = check_balance(balance, len(blocks), parts)
+        self.micro_batches, self.schedule, self.checkpoint = chunks, schedule, checkpoint
+        ends = [sum(self.balance[: part + 1]) for part in range(parts)]
+        chunk_of = [part for part, length in enumerate(self.balance) for _ in range(length)]
+        skips = find_skips(blocks)
+        targets = [chunk_of[skip.target] for skip in skips]
+        crossing = [Edge(chunk_of[skip.source], chunk_of[skip.target]) for skip in skips]
+        self._edges = chain_edges(parts, [edge for edge in crossing if edge.source != edge.target])
+        self._virtual, self._count, self._grid = virtual, parts, grid
+        self._schedules: dict[int, Schedule] = {}
+        self._schedule_for(chunks)
+        self._chunks = {
+            part: Chunk(blocks, part, parts, ends[part] - self.balance[part], ends[part], skips, targets)
+            for part in range(grid.stage, parts, grid.stages)
+        }
+        places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        self._total_parameters = len(places)
+        tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
+        self._tied = [one for one in tied if grid.stage in one.stages]
+        seed_each(list(blocks))
+        self._transport = Transport(grid) if grid.stages > 1 else None
+        self._check_equal(model, crossing, tied)
+        kept = {number for chunk in self._chunks.values() for number in chunk.own}
+        for number in sorted(kept):
+            self.add_module(names[number], blocks[number])
+        _release([block for number, block in enumerate(blocks) if number not in kept], list(self.children()))
+        self._places = {parameter: places[parameter] for parameter in self.parameters()}
+        self.recorder: Recorder | None = None
+        self.__dict__["_model"] = model  # not as a child; prepare() is its method
+        self._failed = ""
+        self.training = model.training
+
+    def accumulate(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        weight: Callable[[Any], float | Tensor] | None = None,
+        across_ranks: bool = False,
+        backward: Callable[[Tensor, bool], Any] | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Accumulated:
+        """Adds the gradients of a mini-batch to the parameters' ``grad``, as :func:`hvd_ckpt.accumulate` does.
+
+        Collective over the stages of a replica, each of which gets the same batch.
+
+        Args:
+            batch: a :class:`hvd_ckpt.models.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: what
+                the model takes (a tuple for several positional arguments), what the loss takes, and a dict of keyword arguments,
+                such as masks, that all blocks share. It is split along the first dimension of its tensors; micro-batches may
+                differ in size.
+            loss_fn: takes the model's output and the targets of a micro-batch, gives its mean loss; called on the last stage.
+            weight: takes a micro-batch, in the form of ``batch``, gives the number of terms that its loss is the mean of; by
+                default its samples.
+            across_ranks: weigh by the terms of all replicas, see :func:`hvd_ckpt.accumulate`.
+            backward: takes a loss and whether it is the last, and runs the backward pass on the last stage:
+                ``lambda loss, last: scaler.scale(loss).backward()``, say.
+            forward_context: makes a context around each forward pass, such as ``precision.autocast``.
+
+        Returns:
+            Loss and weight of the mini-batch, on all stages.
+
+        Raises:
+            hvd_ckpt.grid.StageFailed: another stage has ended by an error.
+        """
+        with self._failing_together():
+            parts = split_batch(batch, self.micro_batches)
+            terms = [terms_of(part, weight) for part in parts]
+            micro_batches = self._micro_batches(parts, terms)
+            last = self._count - 1 in self._chunks
+            total = TotalTerms(math.fsum(terms), across_ranks) if last else None
+            tied = (
+                TiedGradients(self._tied, self._transport, TIED_TAG)
+                if self._transport and self._tied
+                else None
+            )
+            execution = self._execution(micro_batches, loss_fn, total, backward, forward_context)
+            try:
+                execution.run(self._schedule_for(len(parts))[self._grid.stage])
+            finally:
+                if total is not None:
+                    total.factor()  # waited for whatever happens: the next call sends under the same name
+            if tied is not None:
+                tied.add()
+            return Accumulated(self._loss_everywhere(execution.loss), math.fsum(terms))
+
+    def forward(self, *inputs: Any, **shared: Any) -> Any:
+        """Runs the model without gradients, micro-batch by micro-batch. Collective over the stages of a replica.
+
+        Returns:
+            On the last stage the output of the whole batch, on the others None. Tensors of the micro-batches are joined along
+            their first dimension. A tensor without dimensions, such as a mean loss, becomes a vector with a number for each
+            micro-batch, as in ``torch.nn.DataParallel``. Anything else is that of the last micro-batch.
+        """
+        with self._failing_together(), torch.no_grad():
+            parts = split_batch((inputs, None, shared), self.micro_batches)
+            execution = self._execution(
+                self._micro_batches(parts, [1.0] * len(parts)), None, None, None, nullcontext
+            )
+            actions = self._schedule_for(len(parts))[self._grid.stage]
+            execution.run([action for action in actions if action.kind == FORWARD])
+            return concatenated(execution.outputs) if execution.outputs else None
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` for the gradients of all stages together; before the optimizer's ``step()``.
+
+        Gradients that are not reduced yet are reduced first. The norm of each parameter is exchanged once between the stages, so
+        that the result has the bits of the unstaged model; where gradients are sharded (stages 2 and 3) the norm of each stage, to
+        rounding. Collective over all ranks.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
+        """
+        return clip_over_stages(
+            self.parameters(),
+            self._places,
+            self._total_parameters,
+            self._grid,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this process has sent to other stages since the model was made."""
+        return 0 if self._transport is None else self._transport.sent_bytes
+
+    def extra_repr(self) -> str:
+        return (
+            f"stage={self._grid.stage}, stages={self._grid.stages}, balance={self.balance}, chunks={self.micro_batches}, "
+            f"schedule={self.schedule!r}, checkpoint={self.checkpoint!r}"
+        )
+
+    # ------------------------------------------------------------------------------------------------ parts of a step
+
+    def _schedule_for(self, micro_batches: int) -> Schedule:
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = make_schedule(
+                self.schedule, self._grid.stages, micro_batches, self._virtual, self._edges
+            )
+        return self._schedules[micro_batches]
+
+    def _micro_batches(self, parts: Sequence[Any], terms: Sequence[float]) -> list[MicroBatch]:
+        keys = self._keys(len(parts))
+        return [
+            MicroBatch(
+                *fields_of(part),
+                terms=weight,
+                key=key,
+                keeps=keeps,
+            )
+            for part, weight, key, keeps in zip(parts, terms, keys, self._kept_chunks(len(parts)))
+        ]
+
+    def _kept_chunks(self, count: int) -> list[set[int]]:
+        """For each micro-batch the chunks of this rank that are not recomputed as a whole."""
+        if self.checkpoint != "auto":
+            last = count - 1
+            return [
+                set(self._chunks) if keeps_activations(self.checkpoint, index == last) else set()
+                for index in range(count)
+            ]
+        at_once = followed_at_once(self._schedule_for(count)[self._grid.stage])
+        planned = {chunk for chunk in self._chunks if self._plan and not self._plan.parts[chunk].recompute}
+        return [
+            planned | {chunk for chunk in self._chunks if (chunk, index) in at_once} for index in range(count)
+        ]
+
+    def _keys(self, count: int) -> list[int | None]:
+        """The random state of each micro-batch, drawn on every stage, where it must be the same."""
+        keys = [draw_key() if self.training else None for _ in range(count)]
+        if self._transport is None:
+            return keys
+        if self._grid.stage == 0:
+            for stage in range(1, self._grid.stages):
+                self._transport.send(keys, self._grid.process(stage), STEP_TAG)
+            return keys
+        given = self._transport.receive(self._grid.process(0), STEP_TAG, "the beginning of a step").value
+        if len(given) != count:
+            raise ValueError(
+                f"stage 0 has a batch of {len(given)} micro-batches and stage {self._grid.stage} one of {count}: give all stages "
+                f"of a replica the same batches"
+            )
+        if given != keys:
+            raise ValueError(
+                f"stages 0 and {self._grid.stage} have different random states: give the stages of a replica the same "
+                f"one, such as by torch.manual_seed(seed + hc.rank()), and draw the same numbers on all of them"
+            )
+        return keys
+
+    def _execution(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        total: TotalTerms | None,
+        backward: Callable[[Tensor, bool], Any] | None,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Execution:
+        return Execution(
+            self._chunks, self._count, self._edges, self._transport, self._prepare, micro_batches, loss_fn, total, backward,
+            context, planned=self._plan is not None, recorder=self.recorder,
+        )  # fmt: skip
+
+    def _prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        model = self.__dict__["_model"]
+        return model.prepare(*inputs, **shared) if isinstance(model, Chain) else (inputs, shared)
+
+    def _loss_everywhere(self, loss: Tensor | None) -> Tensor:
+        """The loss, which the last stage tells the others."""
+        if self._transport is not None:
+            last = self._grid.stages - 1
+            if self._grid.stage != last:
+                return self._transport.receive(self._grid.process(last), LOSS_TAG, "the loss").tensors[0]
+            for stage in range(last):
+                self._transport.send(loss, self._grid.process(stage), LOSS_TAG)
+            self._transport.flush()
+        assert loss is not None
+        return loss
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error on this rank ends the others, too."""
+        if self._failed:
+            raise RuntimeError(f"a pipeline cannot be used after an error in it: {self._failed}")
+        try:
+            yield
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            if self._transport is not None and not isinstance(error, grids.StageFailed):
+                self._transport.fail(error)
+            raise
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _check_equal(self, model: nn.Module, crossing: Sequence[Edge], tied: Sequence[Tied]) -> None:
+        """Raises ValueError on every rank unless all have the same model, arguments and values of shared parameters."""
+        facts = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
+        settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
+        digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
+        gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64))
+        for stage, row in enumerate(gathered):
+            for index, what in enumerate(("arguments", "model")):
+                if row[index] != gathered[0][index]:
+                    raise ValueError(
+                        f"Pipeline: stages 0 and {stage} have different {what}; on stage {self._grid.stage} the arguments are "
+                        f"balance={self.balance}, chunks={self.micro_batches}, schedule={self.schedule!r}, "
+                        f"checkpoint={self.checkpoint!r}"
+                    )
+        values = [float(_digest(one.parameter)) for one in tied]
+        for one, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
+            first, *others = one.stages
+            for stage in others:
+                if copies[stage] != copies[first]:
+                    raise ValueError(
+                        f"Pipeline: parameter '{one.name}' is shared by stages {first} and {stage}, and its values differ: give "
+                        f"the model the same values on all stages, such as by torch.manual_seed(seed) before it is made"
+                    )
+
+
+def _digest(tensor: Tensor) -> int:
+    whole = tensor.detach().cpu().contiguous().reshape(-1)
+    return 0 if tensor.is_meta else zlib.crc32(whole.view(torch.uint8).numpy().data)
+
+
+def _cuts_of(plan: Plan, stages: int, checkpoint: str | None, given: Sequence[str]) -> PipelinePlan:
+    """The stages of a plan, for a pipeline of so many that was given no other arguments about them."""
+    if plan.pipeline is None:
+        raise PlanError("The plan was made without stages: make one with hc.plan(..., stages=hc.stages()).")
+    if plan.pipeline.stages != stages:
+        raise PlanError(
+            f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
+            f"hc.plan(..., stages={stages})."
+        )
+    if given or checkpoint not in (None, "auto"):
+        raise ValueError(
+            f"Pipeline: the plan gives {', '.join(given or ['checkpoint'])} already: leave it out"
+        )
+    return plan.pipeline
+
+
+def _release(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
+    """Frees the weights of blocks, but for those of modules that other blocks have as well."""
+    modules = {module for block in kept for module in block.modules()}
+    for block in blocks:
+        for module in block.modules():
+            if module in modules:
+                continue
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    # setattr() also reaches the list of weights that a recurrent module keeps.
+                    freed = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                    setattr(module, name, freed)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to("meta")

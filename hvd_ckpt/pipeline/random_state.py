@@ -1,0 +1,130 @@
+"""Random state that belongs to a micro-batch and a block, not to a process.
+
+A process has one random generator, so what dropout draws in a block depends on what this process drew before: on the number of
+stages, and on the schedule. Here each forward pass of a model in training mode draws one number from PyTorch's default generator,
+and each block runs with generators that are seeded with this number and the block's position. Nothing else is drawn from the
+default generator. So the random state of a block is a function of the generator at the beginning of the step, the micro-batch and
+the block, whoever runs it; and a snapshot that has the default generator has everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.frames import replay
+
+Model = TypeVar("Model", bound=nn.Sequential)
+_MASK = 2**64 - 1
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.keys: list[int | None] = []  # of the forward passes that this thread is in
+        self.states: list[list[Tensor] | None] = []  # generators to come back to
+
+
+_thread = _Thread()
+
+
+def seed_blocks(model: Model) -> Model:
+    """Gives each block of a chain a random state of its own in each forward pass.
+
+    In training mode a forward pass of ``model`` draws one number from PyTorch's default CPU generator; blocks run with
+    generators (of the CPU and the current CUDA device) that are seeded with that number and their position, and leave the
+    default generators untouched. :class:`hvd_ckpt.Pipeline` runs every model so. With ``seed_blocks`` a model that is not in
+    stages draws the same numbers: :func:`hvd_ckpt.accumulate` then gives the bits of the pipeline, at any number of stages,
+    also with dropout.
+
+    Recomputation with :func:`hvd_ckpt.checkpoint` and everything made of it draws the same numbers again;
+    ``torch.utils.checkpoint`` around single blocks does not.
+
+    Args:
+        model: a chain of this library or an ``nn.Sequential``; its blocks get hooks.
+
+    Returns:
+        ``model``.
+    """
+    if not any(isinstance(hook, _EnterModel) for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(_EnterModel())
+        model.register_forward_hook(_leave, always_call=True)
+        seed_each(list(model))
+    return model
+
+
+def seed_each(blocks: list[nn.Module]) -> None:
+    """The part of :func:`seed_blocks` that concerns the blocks."""
+    for number, block in enumerate(blocks, start=1):
+        if not any(isinstance(hook, _EnterBlock) for hook in block._forward_pre_hooks.values()):
+            block.register_forward_pre_hook(_EnterBlock(number))
+            block.register_forward_hook(_leave, always_call=True)
+
+
+def draw_key() -> int:
+    """The number that a forward pass draws from the default generator."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+@contextlib.contextmanager
+def forward_pass(key: int | None) -> Iterator[None]:
+    """Within it blocks run with generators made of the key, and everything else with one generator that all stages have alike."""
+    _enter(key, 0)
+    try:
+        yield
+    finally:
+        _leave()
+
+
+class _EnterModel:
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        _enter(replay(draw_key) if model.training else None, 0)
+
+
+class _EnterBlock:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, block: nn.Module, args: Any) -> None:
+        # A recomputation belongs to the forward pass of its region, whatever this thread does now.
+        _enter(replay(lambda: _thread.keys[-1] if _thread.keys else None), self.number)
+
+
+def _enter(key: int | None, number: int) -> None:
+    states = None if key is None else _states()
+    _thread.states.append(states)
+    _thread.keys.append(key)
+    if key is not None:
+        seed = _mixed(key, number)
+        torch.default_generator.manual_seed(seed)
+        if _uses_cuda():
+            torch.cuda.manual_seed(seed)
+
+
+def _leave(*_: Any) -> None:
+    _thread.keys.pop()
+    states = _thread.states.pop()
+    if states is not None:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1])
+
+
+def _states() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if _uses_cuda() else [])]
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _mixed(key: int, number: int) -> int:
+    """SplitMix64 (Steele, Lea and Flood, 2014): unrelated seeds for neighbouring numbers."""
+    mixed = (key + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) & (_MASK >> 1)

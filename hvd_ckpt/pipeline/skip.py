@@ -1,0 +1,191 @@
+"""Skip connections by name, across blocks of a chain and across pipeline stages.
+
+The protocol is torchgpipe's (Kim et al., 2020): a module is decorated with the names that it stashes and pops, and its ``forward``
+is a generator that yields :class:`stash` and :class:`pop`. It runs in any ``nn.Sequential``; in a :class:`hvd_ckpt.Pipeline` a
+stashed tensor goes straight to the stage that pops it::
+
+    @hc.skippable(stash=["skip"])
+    class Down(nn.Module):
+        def forward(self, x):
+            x = self.conv(x)
+            yield hc.stash("skip", x)
+            return self.pool(x)
+
+    @hc.skippable(pop=["skip"])
+    class Up(nn.Module):
+        def forward(self, x):
+            skip = yield hc.pop("skip")
+            return self.conv(torch.cat([self.upsample(x), skip], dim=1))
+
+    level = "level 1"                                 # any object: the same names are different connections in each
+    nn.Sequential(Down().isolate(level), ..., Up().isolate(level))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from hvd_ckpt.frames import is_recomputing, replay
+
+Module = TypeVar("Module", bound=type[nn.Module])
+Key = tuple[Hashable, str]
+
+
+class stash:  # named as torchgpipe's
+    """``yield stash(name, tensor)`` keeps a tensor for the module that pops the name."""
+
+    def __init__(self, name: str, tensor: Tensor | None) -> None:
+        self.name, self.tensor = name, tensor
+
+
+class pop:  # named as torchgpipe's
+    """``tensor = yield pop(name)`` takes what was stashed under the name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.outside: dict[Key, Tensor | None] = {}  # of models that run by themselves
+        self.inside: list[dict[Key, Tensor | None]] = []  # of chunks that run in a pipeline
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def skips_of_chunk(given: dict[Key, Tensor | None]) -> Iterator[dict[Key, Tensor | None]]:
+    """Within it modules stash into the dict and pop from it; what is left at the end goes to other chunks."""
+    _thread.inside.append(given)
+    try:
+        yield given
+    finally:
+        _thread.inside.pop()
+
+
+def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[Module], Module]:
+    """Class decorator for modules whose ``forward`` yields :class:`stash` and :class:`pop`.
+
+    The decorated class has a method ``isolate(namespace)``: the names of this module belong to the namespace, which may be any
+    object that can be a key of a dict. In recomputed segments of a model that runs without a pipeline, use the non-reentrant
+    variant.
+
+    Args:
+        stash, pop: the names. Each must be stashed by one module and popped by one that comes later.
+
+    Raises:
+        TypeError: (in the forward pass) ``forward`` yields something else.
+        ValueError: (in the forward pass) a name was not declared, or is popped without having been stashed.
+    """
+    stashed, popped = tuple(stash), tuple(pop)
+
+    def decorate(module_class: Module) -> Module:
+        forward: Any = module_class.forward
+
+        @functools.wraps(forward)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _run(self, forward(self, *args, **kwargs))
+
+        def isolate(self: Any, namespace: Hashable) -> Any:
+            self._skip_namespace = namespace
+            return self
+
+        methods: Any = module_class
+        methods.forward, methods.isolate = run, isolate
+        methods._stashed_names, methods._popped_names = stashed, popped
+        return module_class
+
+    return decorate
+
+
+def _run(module: Any, passes: Generator[Any, Any, Any]) -> Any:
+    answer: Any = None
+    while True:
+        try:
+            request = passes.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(request, stash):
+            _put(_key(module, request.name, module._stashed_names), request.tensor)
+            answer = None
+        elif isinstance(request, pop):
+            answer = _take(_key(module, request.name, module._popped_names))
+        else:
+            raise TypeError(f"{type(module).__name__} must yield stash or pop, got {type(request).__name__}")
+
+
+def _key(module: Any, name: str, declared: Sequence[str]) -> Key:
+    if name not in declared:
+        raise ValueError(
+            f"{type(module).__name__} uses the skip connection '{name}', which its @skippable does not declare"
+        )
+    return getattr(module, "_skip_namespace", None), name
+
+
+def _put(key: Key, tensor: Tensor | None) -> None:
+    # A tensor of its own in the graph: gradients of the connection are added up by themselves before they are added to those of
+    # the tensor's other uses, as they are where the connection comes from another process.
+    if tensor is not None:
+        tensor = tensor.view_as(tensor)
+    if _thread.inside:
+        _thread.inside[-1][key] = tensor
+    elif not is_recomputing():
+        _thread.outside[key] = tensor
+
+
+def _take(key: Key) -> Tensor | None:
+    if _thread.inside:
+        return _popped(_thread.inside[-1], key)
+    return replay(lambda: _popped(_thread.outside, key))
+
+
+def _popped(stashed: dict[Key, Tensor | None], key: Key) -> Tensor | None:
+    if key not in stashed:
+        raise ValueError(f"the skip connection '{key[1]}' is popped, but nothing was stashed under that name")
+    return stashed.pop(key)
+
+
+class Skip(NamedTuple):
+    """A skip connection: its key, and the numbers of the blocks that stash and pop it."""
+
+    key: Key
+    source: int
+    target: int
+
+
+def find_skips(blocks: Sequence[nn.Module]) -> list[Skip]:
+    """The skip connections of a chain, in the order in which they are stashed.
+
+    Raises:
+        ValueError: a name is stashed or popped twice, or popped before it is stashed, or only one of the two.
+    """
+    stashed: dict[Key, int] = {}
+    popped: dict[Key, int] = {}
+    for number, block in enumerate(blocks):
+        for module in block.modules():
+            namespace = getattr(module, "_skip_namespace", None)
+            for names, found in (
+                (getattr(module, "_stashed_names", ()), stashed),
+                (getattr(module, "_popped_names", ()), popped),
+            ):
+                for name in names:
+                    if (namespace, name) in found:
+                        raise ValueError(
+                            f"the skip connection '{name}' is used twice: isolate(namespace) its modules"
+                        )
+                    found[namespace, name] = number
+    for key in stashed.keys() ^ popped.keys():
+        raise ValueError(
+            f"the skip connection '{key[1]}' must be stashed by one module and popped by another"
+        )
+    for key, source in stashed.items():
+        if popped[key] < source:
+            raise ValueError(f"the skip connection '{key[1]}' is popped before it is stashed")
+    return [Skip(key, source, popped[key]) for key, source in stashed.items()]

@@ -1,0 +1,178 @@
+"""Cuts of a chain into consecutive parts, such that the most expensive part costs as little as possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from hvd_ckpt.measure import undisturbed
+from hvd_ckpt.planning.block_runner import BlockRunner
+from hvd_ckpt.planning.blocks import FoundBlock, check_called, children_of, find_blocks
+from hvd_ckpt.planning.policy import KEEP
+from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.ranks import on_rank_0
+
+
+def balance_by_time(
+    partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, **shared: Any
+) -> list[int]:
+    """The number of blocks in each part of a chain, with the least possible time of the longest part: forward and backward passes
+    are measured, block by block.
+
+    The name and arguments are torchgpipe's (Kim et al., 2020), the cuts are exactly the best. Where Horovod runs on several ranks,
+    all of them must call it: the first one measures for all::
+
+        model = hc.Pipeline(model, hc.balance_by_time(hc.stages(), model, sample), chunks=8)
+
+    Args:
+        partitions: number of parts: stages, times the parts on each stage.
+        module: a chain of this library or an ``nn.Sequential``, in training mode.
+        sample: a micro-batch: what the model takes, a tuple for several positional arguments.
+        timeout: seconds to measure each kind of block for, or three rounds if they take longer.
+        shared: keyword arguments that all blocks share.
+
+    Raises:
+        ValueError: the model is not a chain of at least so many blocks, or does not call each of them once.
+    """
+    return _balanced(
+        partitions, module, sample, shared, lambda block, runner: runner.seconds([KEEP], timeout)[0]
+    )
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Module,
+    sample: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    **shared: Any,
+) -> list[int]:
+    """The number of blocks in each part of a chain, with the least possible bytes of the largest part: what a micro-batch keeps of
+    the block for its backward pass, and parameters.
+
+    Args:
+        partitions, module, shared: as in :func:`balance_by_time`.
+        sample: a mini-batch, as the model takes it.
+        chunks: micro-batches that it is split into, one of which counts.
+        param_scale: bytes of a parameter with its gradient and optimizer state, for each byte of the parameter alone: 2 for SGD, 4
+            for Adam.
+
+    Raises:
+        ValueError: as :func:`balance_by_time` does.
+    """
+
+    def size(block: FoundBlock, runner: BlockRunner) -> float:
+        runner.memory([KEEP])  # makes the gradients
+        parameters = sum(one.nbytes for one in block.modules[0].parameters())
+        return runner.memory([KEEP])[0].kept / chunks + param_scale * parameters
+
+    return _balanced(partitions, module, sample, shared, size)
+
+
+def _balanced(
+    partitions: int,
+    module: nn.Module,
+    sample: Any,
+    shared: dict[str, Any],
+    cost: Callable[[FoundBlock, BlockRunner], float],
+) -> list[int]:
+    args = sample if isinstance(sample, tuple) else (sample,)
+    step = Step(module, args, shared, None, None)
+
+    def measured(_: Any) -> list[float]:
+        with undisturbed(module, step.device):
+            found = find_blocks(module, step.forward, children_of(module))
+            check_called(module, found)
+            costs: dict[int, float] = {}
+            for block in found:
+                if block.like not in costs:
+                    runner = BlockRunner(
+                        block, block.args or (), block.kwargs or {}, step.device, step.autocast
+                    )
+                    costs[block.like] = cost(block, runner)
+            return [costs[block.like] for block in found]
+
+    return balance_costs(on_rank_0(measured, None, step.device), partitions)
+
+
+def block_bytes(blocks: Sequence[nn.Module]) -> list[float]:
+    """The bytes of parameters and buffers of each block; what several blocks share counts in the first of them."""
+    seen: set[int] = set()
+    costs = []
+    for block in blocks:
+        own = {
+            id(tensor): tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) not in seen
+        }
+        seen |= own.keys()
+        costs.append(float(sum(tensor.numel() * tensor.element_size() for tensor in own.values())))
+    return costs
+
+
+def balance_costs(costs: Sequence[float], parts: int) -> list[int]:
+    """The number of consecutive blocks in each part, at least one, with the least possible cost of the most expensive part: the sum
+    over its blocks.
+
+    Raises:
+        ValueError: there are fewer blocks than parts, or a cost is negative, inf or nan.
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise ValueError(
+            f"a chain of {count} blocks cannot be cut into {parts} parts: give each at least one"
+        )
+    for block, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"the cost of block {block} must be a number from 0, got {cost!r}")
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    return best_cuts(count, parts, lambda part, start, end: before[end] - before[start])[0]
+
+
+def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
+    """The number of consecutive blocks in each part with the least possible cost of the most expensive part, and that cost.
+
+    An exact dynamic programme in O(n^2 p) steps for n blocks and p parts. Of equally good cuts it takes the one whose earlier parts
+    have the fewest blocks.
+
+    Args:
+        count: blocks, at least as many as there are parts.
+        cost: takes the number of a part, its first block and the block after its last; gives a number, or inf where that part is
+            impossible.
+    """
+    # least[start]: the cost of the most expensive part, if the blocks from start on are in the parts that are left.
+    least = [cost(parts - 1, start, count) if start >= parts - 1 else math.inf for start in range(count)] + [
+        math.inf
+    ]
+    ends = []
+    for left in range(2, parts + 1):
+        best = [math.inf] * (count + 1)
+        end_of = list(range(1, count + 2))
+        for start in range(parts - left, count - left + 1 if left < parts else 1):
+            for end in range(start + 1, count - left + 2):
+                if least[end] >= best[start]:
+                    continue
+                own = max(cost(parts - left, start, end), least[end])
+                if own < best[start]:
+                    best[start], end_of[start] = own, end
+        least = best
+        ends.append(end_of)
+    balance, start = [], 0
+    for end_of in reversed(ends):
+        balance.append(end_of[start] - start)
+        start = end_of[start]
+    return [*balance, count - start], least[0]
+
+
+def check_balance(balance: Sequence[int], blocks: int, parts: int) -> list[int]:
+    """Raises ValueError unless these are ``parts`` numbers of blocks from 1 with the sum ``blocks``."""
+    whole = all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in balance)
+    if not whole or len(balance) != parts or sum(balance) != blocks:
+        raise ValueError(
+            f"balance must be {parts} numbers of blocks from 1, which are {blocks} together, got {list(balance)!r}"
+        )
+    return list(balance)

@@ -1,0 +1,374 @@
+"""Plans for pipeline stages: the cuts of a chain, and what each block keeps, together, for the memory of each stage.
+
+The longest stage decides how long a step takes. So the cuts are those whose longest part (forward, recomputation and backward
+pass of one micro-batch) is shortest, found exactly by a dynamic programme; the seconds of a part are those of the fastest way to
+run it that the solver finds within its memory. A part either keeps what the policies of its blocks say, or keeps its input and
+output alone and is recomputed as a whole, under the policies of its blocks.
+
+The memory of a part is the sum of
+
+- its own parameters and buffers, with gradients and optimizer state (``param_scale``),
+- for each micro-batch in flight its input and what is kept of it, and what the forward or backward pass of one needs beside that,
+- the gradients that it sends to the part before, which over Gloo stay until the end of the step, and one that arrives early.
+
+Time that messages take is not counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.planning.balance import best_cuts
+from hvd_ckpt.planning.blocks import children_of
+from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.chain import Block, Run, simulate
+from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
+from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline
+from hvd_ckpt.planning.solver import Solver
+from hvd_ckpt.text import show_bytes
+
+PARAM_SCALE = 4.0
+_POINTS = 512  # of a frontier
+_MIN_SLOWDOWN = 2.0  # "min" is the smallest budget whose longest stage takes at most so many times as long as the fastest plan's
+_SEARCH = 30  # budgets that are tried to find it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages, micro-batches and schedule that a plan is made for.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+
+    stages: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("stages", self.stages),
+            ("chunks", self.micro_batches),
+            ("virtual_stages", self.virtual_stages),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a number from 1, got {value!r}")
+        self.actions  # noqa: B018  # refuses an unknown schedule
+
+    @classmethod
+    def make(cls, stages: int, chunks: int | None, schedule: str, virtual_stages: int | None) -> Layout:
+        """With the defaults of :class:`hvd_ckpt.Pipeline`."""
+        virtual = virtual_stages if virtual_stages is not None else (2 if schedule == "interleaved" else 1)
+        return cls(stages, chunks if chunks is not None else 2 * stages, schedule, virtual)
+
+    @property
+    def parts(self) -> int:
+        """Of the model."""
+        return self.stages * self.virtual_stages
+
+    def blocks_of(self, model: nn.Module) -> list[str]:
+        """The names of the blocks of a chain that is cut into these parts.
+
+        Raises:
+            ValueError: the model is not a chain, or has too few blocks.
+        """
+        names = children_of(model)
+        if len(names) < self.parts:
+            raise ValueError(
+                f"{len(names)} blocks cannot be cut into {self.parts} parts for {self.stages} stages: give each at least one"
+            )
+        return names
+
+    @functools.cached_property
+    def actions(self) -> Schedule:
+        """The schedule of each stage."""
+        return make_schedule(self.schedule, self.stages, self.micro_batches, self.virtual_stages)
+
+
+class _Way(NamedTuple):
+    """A way to run a part, with its bytes and seconds."""
+
+    memory: int
+    seconds: float
+    recompute: bool
+    choices: list[int]
+
+
+class _Held:
+    """Bytes of parameters, gradients, optimizer state and buffers of any blocks in a row.
+
+    Args:
+        blocks: of the chain.
+        scale: bytes for each byte of a trained parameter.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], scale: float) -> None:
+        users: dict[Tensor, set[int]] = {}
+        for number, block in enumerate(blocks):
+            for tensor in (*block.parameters(), *block.buffers()):
+                users.setdefault(tensor, set()).add(number)
+        self.now = sum(one.nbytes + (0 if one.grad is None else one.grad.nbytes) for one in users)
+        self._tied: list[tuple[int, int, set[int]]] = []
+        alone = [0.0] * len(blocks)
+        for tensor, numbers in users.items():
+            held = int(tensor.nbytes * (scale if tensor.requires_grad else 1.0))
+            if len(numbers) == 1:
+                alone[min(numbers)] += held
+            else:  # copies exchange their gradients
+                self._tied.append((held, tensor.nbytes if tensor.requires_grad else 0, numbers))
+        self._before = [0, *itertools.accumulate(map(int, alone))]
+
+    def __call__(self, first: int, end: int) -> int:
+        total = self._before[end] - self._before[first]
+        for held, exchanged, numbers in self._tied:
+            inside = {number for number in numbers if first <= number < end}
+            total += (held if inside else 0) + (exchanged if inside and inside != numbers else 0)
+        return total
+
+
+class StagePlanner:
+    """Cuts and policies for one measured chain.
+
+    Args:
+        chain: of a :class:`~hvd_ckpt.planning.profile.Profile` whose blocks are the children of the model, with the pseudo-blocks
+            at its ends.
+        blocks: the modules of each block; at least as many as the layout has parts.
+        layout: stages, micro-batches and schedule.
+        param_scale: as in :func:`hvd_ckpt.plan`.
+    """
+
+    def __init__(
+        self, chain: Sequence[Block], blocks: Sequence[nn.Module], layout: Layout, param_scale: float
+    ) -> None:
+        self.layout = layout
+        self._blocks = [replace(block, joins_next=False) for block in chain[1:-1]]
+        self._behind = chain[-1]
+        self._shared = chain[0].choices[0].kept  # what is prepared of the batch for all blocks
+        self._inputs = [0, *(block.output for block in self._blocks[:-1])]
+        self._held = _Held(blocks, param_scale)
+        self._in_flight = in_flight(layout.actions)
+        self._solvers: dict[tuple[int, int], Solver] = {}
+        self._known: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+
+    # ------------------------------------------------------------------------------------------------ one part
+
+    def _ways(self, part: int, first: int, end: int) -> tuple[Any, Any]:
+        """Bytes and seconds of all ways to run the blocks ``first`` to ``end - 1`` as that part: first by policies alone, then
+        recomputed as a whole."""
+        key = (self._in_flight[part], first, end)
+        if key not in self._known:
+            count = key[0]
+            fixed = self._held(first, end) + self._transport(first, end)
+            fixed += count * (self._inputs[first] + self._shared)
+            kept = self._solver(count, end).from_block(first)
+            memory, seconds = fixed + kept.need, kept.seconds
+            if count > 1:
+                inner = self._solver(0, end).from_block(first)
+                own = self._blocks[first:end]
+                boundary, highest = 0, 0
+                for block in own:
+                    highest = max(highest, boundary + max(block.forward_working, block.output))
+                    boundary = block.output
+                if end == len(self._blocks):
+                    highest = max(highest, self._behind.choices[0].backward_peak)
+                    rest = self._behind.choices[0].seconds
+                else:
+                    rest = 0.0
+                forward = sum(block.forward_seconds for block in own)
+                memory = np.concatenate(
+                    (memory, fixed + count * own[-1].output + np.maximum(inner.need, highest))
+                )
+                seconds = np.concatenate((seconds, forward + rest + inner.seconds))
+            self._known[key] = memory, seconds
+        return self._known[key]
+
+    def _solver(self, count: int, end: int) -> Solver:
+        """Of the blocks before ``end``, with so many micro-batches in flight; 0: of one that is recomputed, while the gradient of
+        the output waits."""
+        if (count, end) not in self._solvers:
+            blocks = self._blocks[:end]
+            if count == 0:
+                waiting = blocks[-1].output
+                blocks = [
+                    block.with_costs(
+                        lambda choice: {"forward_peak": waiting + max(choice.forward_peak, choice.kept)}
+                    )
+                    for block in blocks
+                ]
+            elif end == len(self._blocks):
+                blocks = [*blocks, self._behind]
+            self._solvers[count, end] = Solver(blocks, max(count, 1), _POINTS)
+        return self._solvers[count, end]
+
+    def _best(self, part: int, first: int, end: int, limit: float) -> _Way | None:
+        """The fastest way to run a part within its memory."""
+        memory, seconds = self._ways(part, first, end)
+        fitting = np.flatnonzero(memory <= limit)
+        if not len(fitting):
+            return None
+        point = int(fitting[np.argmin(seconds[fitting])])
+        count = self._in_flight[part]
+        kept = len(self._solver(count, end).from_block(first).need)
+        solver, place = (
+            (self._solver(count, end), point) if point < kept else (self._solver(0, end), point - kept)
+        )
+        choices = solver.choices(first, place)[: end - first]
+        return _Way(int(memory[point]), float(seconds[point]), point >= kept, choices)
+
+    def _transport(self, first: int, end: int) -> int:
+        sent = self.layout.micro_batches * self._inputs[first]
+        return sent + (self._blocks[end - 1].output if end < len(self._blocks) else 0)
+
+    # ------------------------------------------------------------------------------------------------ all parts
+
+    def _cuts(self, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
+        return best_cuts(len(self._blocks), self.layout.parts, cost)
+
+    def _fastest(self, limit: float) -> tuple[list[int], float]:
+        """The cuts whose longest part is shortest, and its seconds; inf if no cuts stay within the limit."""
+        own = limit / self.layout.virtual_stages
+
+        def seconds(part: int, first: int, end: int) -> float:
+            memory, seconds = self._ways(part, first, end)
+            return float(np.min(seconds, initial=math.inf, where=memory <= own))
+
+        return self._cuts(seconds)
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """The smallest budget that some plan stays within."""
+        _, most = self._cuts(lambda part, first, end: float(self._ways(part, first, end)[0].min()))
+        return int(most) * self.layout.virtual_stages
+
+    def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
+        """The plan of the shortest longest part within a budget that is no smaller than :attr:`smallest`, and the choice of each
+        block."""
+        balance, _ = self._fastest(limit)
+        parts, choices, first = [], [], 0
+        for part, length in enumerate(balance):
+            way = self._best(part, first, first + length, limit / self.layout.virtual_stages)
+            assert way is not None
+            parts.append(self._part(part, first, first + length, way))
+            choices += way.choices
+            first += length
+        return self._as_plan(parts), choices
+
+    @functools.cached_property
+    def baseline(self) -> PipelinePlan:
+        """Without recomputation, with the cuts that are best then."""
+        seconds = [0.0]
+        for block in self._blocks:
+            seconds.append(seconds[-1] + block.choices[0].seconds)
+        seconds[-1] += self._behind.choices[0].seconds
+        balance, _ = self._cuts(lambda part, first, end: seconds[end] - seconds[first])
+        parts, first = [], 0
+        for part, length in enumerate(balance):
+            end = first + length
+            blocks = [*self._blocks[first:end], *([self._behind] if end == len(self._blocks) else [])]
+            count = self._in_flight[part]
+            peak, taken = simulate(blocks, [Run(index, 0) for index in range(len(blocks))], count)
+            memory = self._held(first, end) + self._transport(first, end) + peak
+            memory += count * (self._inputs[first] + self._shared)
+            parts.append(self._part(part, first, end, _Way(memory, taken, False, [])))
+            first = end
+        return self._as_plan(parts)
+
+    def _part(self, part: int, first: int, end: int, way: _Way) -> StagePlan:
+        states, transport = self._held(first, end), self._transport(first, end)
+        forward = min(sum(block.forward_seconds for block in self._blocks[first:end]), way.seconds)
+        return StagePlan(
+            end - first,
+            way.recompute,
+            self._in_flight[part],
+            forward,
+            way.seconds - forward,
+            states,
+            way.memory - states - transport,
+            transport,
+        )
+
+    def _as_plan(self, parts: Sequence[StagePlan]) -> PipelinePlan:
+        return PipelinePlan(self.layout.stages, self.layout.micro_batches, self.layout.schedule, tuple(parts))
+
+    def cost(self, pipeline: PipelinePlan) -> Cost:
+        """Bytes of the largest stage, and seconds of a step."""
+        return Cost(max(pipeline.memory), max(rank[-1].end for rank in spans_of(pipeline)))
+
+    def limit(self, budget: Budget, device: torch.device) -> int | None:
+        """A budget in bytes; None for the fastest plan."""
+        if budget.kind == "min":
+            return self._min()
+        limit = budget.bytes(self.cost(self.baseline).peak_bytes, 0, device)
+        if budget.kind == "device" and limit is not None:  # the model is there already
+            limit += self._held.now
+        return limit
+
+    def _min(self) -> int:
+        longest = _MIN_SLOWDOWN * self._fastest(math.inf)[1]
+        low, high = self.smallest, max(self.smallest, self.cost(self.pipeline(math.inf)[0]).peak_bytes)
+        if self._fastest(low)[1] <= longest:
+            return low
+        for _ in range(_SEARCH):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fastest(middle)[1] <= longest else (middle, high)
+        return high
+
+
+def plan_stages(
+    planner: StagePlanner,
+    budget: int | float | str | None,
+    device: torch.device,
+    plan_of: Callable[..., Plan],
+) -> Plan:
+    """The plan whose longest stage is shortest within a budget for each stage.
+
+    Args:
+        plan_of: of the profile, makes a plan of items, choices and facts.
+
+    Raises:
+        BudgetError: no plan stays within it; names the smallest budget that works.
+    """
+    limit = planner.limit(parse_budget(budget), device)
+
+    def made(within: float) -> Plan:
+        pipeline, choices = planner.pipeline(within)
+        smallest = planner.cost(planner.pipeline(planner.smallest)[0])
+        return plan_of(
+            tuple(range(len(choices))),
+            choices,
+            budget=limit,
+            predicted=planner.cost(pipeline),
+            baseline=planner.cost(planner.baseline),
+            smallest=smallest,
+            pipeline=pipeline,
+        )
+
+    if limit is not None and limit < planner.smallest:
+        layout = planner.layout
+        raise BudgetError(
+            f"No plan for {layout.stages} stages and {layout.micro_batches} micro-batches stays within a budget of "
+            f"{show_bytes(limit)} for each stage: the smallest budget that works is {planner.smallest} bytes "
+            f"({show_bytes(planner.smallest)}). Give a larger budget, more stages or smaller micro-batches.",
+            planner.smallest,
+            made(planner.smallest),
+        )
+    return made(math.inf if limit is None else limit)
+
+
+def spans_of(pipeline: PipelinePlan) -> list[list[Span]]:
+    """For each stage the times of the passes of a step, where messages take no time."""
+    actions = make_schedule(
+        pipeline.schedule, pipeline.stages, pipeline.micro_batches, pipeline.virtual_stages
+    )
+    forward = [part.forward_seconds for part in pipeline.parts]
+    return timeline(actions, forward, [part.backward_seconds for part in pipeline.parts])

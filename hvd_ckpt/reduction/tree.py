@@ -1,0 +1,339 @@
+"""Gradients of logical replicas, added in one fixed binary tree: the same bits on any number of ranks.
+
+The replicas of a job are the leaves of a full binary tree, and each rank computes an aligned subtree of them, one leaf after the
+other. It keeps the sums of the subtrees that are complete, like the digits of a binary counter. During the pass of its last
+replica the buckets leave as ever (:mod:`.reducer`), each with these sums added. The ranks' sums are added in the upper part of
+the same tree: an alltoall gives each rank its part of all of them, an allgather brings the parts together. Nothing is added inside
+the communication library, except over two ranks, where the order of two numbers does not matter. So neither the number of
+ranks nor the controller changes a bit.
+
+A replica without a gradient counts as zeros where another one has some. Half-precision gradients are added in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Average, Sum
+
+from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
+from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, wait
+from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
+from hvd_ckpt.reduction.reducer import Reducer
+
+SMALL_BYTES = (
+    64 << 10
+)  # up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two
+
+
+class Leaves:
+    """Sums of this rank's replicas so far, by the level of the tree that they have reached; of each, a gradient per parameter."""
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, dict[int, torch.Tensor]]] = []  # levels fall
+
+    def add(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Adds the gradients of the next replica, by parameter; they are changed."""
+        level = 0
+        while self._sums and self._sums[-1][0] == level:
+            _, earlier = self._sums.pop()
+            for index in earlier.keys() | gradients.keys():
+                if index in earlier and index in gradients:
+                    earlier[index].add_(gradients[index])
+                else:  # zeros are added, which makes 0.0 of -0.0
+                    earlier[index] = earlier.get(index, gradients.get(index)).add_(0.0)  # type: ignore[union-attr]
+            gradients = earlier
+            level += 1
+        self._sums.append((level, gradients))
+
+    def add_to(self, index: int, total: torch.Tensor) -> None:
+        """Adds what there is of a parameter to its gradient of the last replica, in place."""
+        for _, gradients in reversed(self._sums):
+            total.add_(gradients.get(index, 0.0))
+
+    @property
+    def indices(self) -> set[int]:
+        """The parameters that have a gradient."""
+        return {index for _, gradients in self._sums for index in gradients}
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._sums.clear()
+
+
+class TreeSum(Work):
+    """The sum of all ranks' ``total`` in the upper part of the tree, times ``scale``; begun at once.
+
+    Args:
+        total: of this rank's subtree, 1-D and contiguous; changed.
+        name: the same on every rank.
+        process_set: a power of two ranks.
+    """
+
+    def __init__(self, total: torch.Tensor, name: str, process_set: Any, scale: float) -> None:
+        self._complex, self._name, self._scale = total.is_complex(), name, scale
+        self._result: torch.Tensor | None = None
+        self._process_set, self._ranks = process_set, process_set.size()
+        carried = torch.view_as_real(total).view(-1) if self._complex else total
+        self._handle: int | None = None
+        self._arriving: Literal["parts of sums", "sums", "result"] = "result"
+        if self._ranks == 1 or not total.numel():
+            self._result = self._finished(total)
+        elif self._ranks == 2:
+            self._handle = mpi_ops.allreduce_async_(carried, name=name, op=Sum, process_set=process_set)
+        elif carried.nbytes * self._ranks <= SMALL_BYTES or carried.numel() < self._ranks:
+            self._arriving = "sums"
+            self._handle = mpi_ops.allgather_async(carried.view(1, -1), name, process_set)
+        else:
+            self._arriving = "parts of sums"
+            part = -(-carried.numel() // self._ranks)
+            splits = [max(0, min(part, carried.numel() - part * rank)) for rank in range(self._ranks)]
+            self._handle = mpi_ops.alltoall_async(
+                carried, torch.tensor(splits, dtype=torch.int32), name=name, process_set=process_set
+            )
+
+    def done(self) -> bool:
+        """True once nothing is under way."""
+        self.advance(block=False)
+        return self._handle is None or (
+            self._arriving != "parts of sums" and bool(mpi_ops.poll(self._handle))
+        )
+
+    def advance(self, block: bool, awaited: str = "") -> None:
+        """Adds the parts that have arrived and sends their sum to all ranks; with ``block`` it waits for them."""
+        if self._arriving != "parts of sums" or self._handle is None:
+            return
+        if not (block or mpi_ops.poll(self._handle)):
+            return
+        rows, _ = wait(self._handle, self._name, awaited)
+        self._arriving = "result"
+        name = f"{self._name}.sums"
+        self._handle = mpi_ops.allgather_async(
+            _add_rows(rows.view(self._ranks, rows.numel() // self._ranks)), name, self._process_set
+        )
+
+    def wait(self, awaited: str = "") -> torch.Tensor:
+        self.advance(True, awaited)
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            result = wait(handle, self._name, awaited)
+            result = _add_rows(result) if self._arriving == "sums" else result.view(-1)
+            self._result = self._finished(
+                torch.view_as_complex(result.view(-1, 2)) if self._complex else result
+            )
+        assert self._result is not None
+        return self._result
+
+    def forget(self) -> None:
+        if self._handle is not None:
+            mpi_ops._handle_map.pop(self._handle, None)
+
+    def _finished(self, result: torch.Tensor) -> torch.Tensor:
+        return result.mul_(self._scale)
+
+
+def _add_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The sum [m] of a power of two ``rows`` [n, m], neighbours first; ``rows`` are changed."""
+    while len(rows) > 1:
+        rows = rows[0::2].add_(rows[1::2])
+    return rows[0]
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of a type are added."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@dataclass(frozen=True)
+class TreeCommunicator(Communicator):
+    """Reduces what the last replica of each rank has, with the :class:`Leaves` of the earlier ones, to the mean over replicas.
+
+    Attributes:
+        replicas: of all ranks.
+    """
+
+    replicas: int = 1
+    leaves: Leaves = field(default_factory=Leaves)
+
+    @classmethod
+    def of(cls, replicas: int, process_set: Any) -> TreeCommunicator:
+        """The communicator of ``replicas`` leaves over the ranks of a process set."""
+        return cls("", Average, 1.0, 1.0, Compression.none, process_set, replicas)
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> TreeSum:
+        """Launches the sum of a bucket; ``flat`` stays as it is."""
+        total = flat.detach().to(sum_dtype(flat.dtype), copy=True)
+        with torch.no_grad():
+            for entry in bucket.entries:
+                self.leaves.add_to(entry.index, view_of(total, entry))
+        return self._tree_sum(total, f"bucket.{bucket.position}")
+
+    def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            dense = _dense(gradient)
+            total = dense.to(sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
+            self.leaves.add_to(index, total)
+            result = self._tree_sum(total.view(-1), f"single.{index}").wait(GRADIENTS)
+            return torch.empty_like(dense).copy_(result.view(dense.shape))
+
+    def mean(self, values: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+        """The mean over all replicas of a 1-D float tensor that each of them has; ``values`` are this rank's, in order."""
+        return self.begin_mean(values, what).wait(what)
+
+    def begin_mean(self, values: Sequence[torch.Tensor], what: str) -> TreeSum:
+        """Begins a :meth:`mean`."""
+        leaves = Leaves()
+        for value in values:
+            leaves.add({0: value.detach().clone()})
+        ((_, gradients),) = leaves._sums
+        return self._tree_sum(gradients[0], what)
+
+    def _tree_sum(self, total: torch.Tensor, what: str) -> TreeSum:
+        name = f"{self.name}.{what}.{total.numel()}"
+        return TreeSum(total, name, self.process_set, 1.0 / self.replicas)
+
+
+class ReplicaReducer(Reducer):
+    """Reduces the gradients of ``replicas`` logical replicas, of which this rank computes as many as any other.
+
+    :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each, and buckets leave during the last one. The results of
+    a step come in storage of their own, so that a late gradient can still be added where it belongs; its parameter is then
+    reduced anew.
+    """
+
+    _communicator: TreeCommunicator
+
+    def __init__(self, assignment: BucketAssignment, replicas: int, process_set: Any, identity: int) -> None:
+        self._holding = False
+        self._computed = 0
+        self._results: dict[int, torch.Tensor] = {}  # by the bucket's position
+        self._last: dict[int, torch.Tensor] = {}  # gradients of the last replica, whose buckets are done
+        communicator = TreeCommunicator.of(replicas, process_set)
+        super().__init__(assignment, communicator, identity, sparse_as_dense=True, keep_buckets=True)
+        self.local = replicas // process_set.size()
+
+    def begin_replica(self) -> None:
+        """The passes of this rank's next replica follow; gradients that are there already are dropped."""
+        self._holding = self._computed < self.local - 1
+        for parameter in self.assignment.parameters:
+            parameter.grad = None
+
+    def end_replica(self) -> None:
+        """Puts the gradients of the replica aside, unless it is the last one."""
+        self._computed += 1
+        if not self._holding:
+            return
+        self._holding = False
+        gradients = {}
+        for index, parameter in enumerate(self.assignment.parameters):
+            if parameter.grad is not None:
+                gradient = _dense(parameter.grad.detach())
+                gradients[index] = gradient.to(sum_dtype(gradient.dtype))
+                parameter.grad = None
+        for bucket in self.assignment.buckets:
+            bucket.free()
+        with torch.no_grad():
+            self._communicator.leaves.add(gradients)
+
+    def before_accumulation(self, index: int) -> None:
+        if not self._holding:
+            super().before_accumulation(index)
+
+    def after_accumulation(self, index: int) -> None:
+        if self._holding:
+            self.active = True
+        else:
+            super().after_accumulation(index)
+
+    def synchronize(self) -> None:
+        """Reduces the gradients of this step's replicas. Collective.
+
+        Raises:
+            RuntimeError: this rank has not computed all its replicas; also what the method of the base class raises.
+        """
+        if self.active and self._computed != self.local:
+            raise RuntimeError(
+                f"{self._computed} of this rank's {self.local} replicas are computed; before optimizer.step(), compute each of "
+                f"optimizer.local_replicas() within `with replica:`"
+            )
+        for parameter in self.assignment.parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+        super().synchronize()
+
+    def _launch(self, with_flags: bool = False) -> None:
+        super()._launch(with_flags)
+        for _, work in self._in_flight:
+            assert isinstance(work, TreeSum)
+            work.advance(block=False)
+
+    def _control_flags(self) -> ControlFlags:
+        flags = super()._control_flags()
+        used = list(flags.used)
+        for index in self._communicator.leaves.indices:
+            if index < len(used):
+                used[index] = 1.0
+        return flags._replace(used=used)
+
+    def _arrive(self) -> list[float]:
+        flags: list[float] = []
+        for _, work in self._in_flight:
+            assert isinstance(work, TreeSum)
+            work.advance(True, GRADIENTS)
+        while self._in_flight:
+            bucket, work = self._in_flight.pop(0)
+            result = self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
+            if bucket.flags:
+                flags = result[bucket.numel :].tolist()
+        return flags
+
+    def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
+        for bucket in self.assignment.buckets:
+            result = self._results.pop(bucket.position, None)
+            if result is not None and not bucket.void:
+                self._last.update(
+                    (one.index, one.view) for one in bucket.entries if one.filled and one.view is not None
+                )
+                bucket.free()
+                bucket.flat = result
+        super()._assign_gradients(used, keep)
+
+    @property
+    def _unbucketed(self) -> UnbucketedGradients:
+        return _Unbucketed(self.assignment, self._communicator, self._step.unbucketed_gradients, self._last)
+
+    def _end_step(self, learn: bool) -> None:
+        super()._end_step(learn)
+        self._communicator.leaves.clear()
+        self._results.clear()
+        self._last.clear()
+        self._computed, self._holding = 0, False
+
+
+@dataclass(frozen=True)
+class _Unbucketed(UnbucketedGradients):
+    """Reduces a parameter anew where a part of its gradient came late: a sum of sums would be another one.
+
+    Attributes:
+        last: gradients of the last replica, without late parts, by index.
+    """
+
+    last: Mapping[int, torch.Tensor]
+
+    def add_late_parts(self, late: Iterable[int], parts: Mapping[int, torch.Tensor]) -> None:
+        for index in late:
+            parameter = self.assignment.parameters[index]
+            found = [one for one in (self.last.get(index), parts.get(index)) if one is not None]
+            gradient = (
+                found[0] + found[1] if len(found) == 2 else found[0] if found else torch.zeros_like(parameter)
+            )
+            parameter.grad = self._reduced(index, gradient)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

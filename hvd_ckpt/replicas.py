@@ -1,0 +1,250 @@
+"""Logical replicas: what shapes a result belongs to the replica, and not to the rank that computes it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
+
+from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
+
+GENERATOR_SEED_BYTES = 8
+
+
+class Replica:
+    """One logical replica in one step; a context within which this rank computes it.
+
+    Within it the generators of PyTorch, NumPy and Python are seeded for the seed of the job, the step and the replica, and the
+    model's buffers (batch norm statistics) are the replica's own. Afterwards both are as they were before.
+
+    Attributes:
+        index: from 0 to the number of replicas - 1; ``inputs[replica]`` works, too.
+        done: it has been computed.
+    """
+
+    def __init__(self, replicas: Replicas, index: int) -> None:
+        self.index = index
+        self.done = False
+        self._replicas = replicas
+
+    def __index__(self) -> int:
+        return self.index
+
+    def __enter__(self) -> Replica:
+        self._generators = _generator_states()
+        _seed_generators(self._replicas.seed_of(self.index))
+        self._common = self._replicas.enter(self.index)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._replicas.leave(self.index, self._common, failed=error is not None)
+        _restore_generators(self._generators)
+        self.done = error is None
+
+
+class Replicas:
+    """The replicas of a job, and those that this rank computes.
+
+    Args:
+        number: of all ranks, a power of two.
+        model: its buffers belong to the replicas.
+        reducer: of the gradients.
+        communicator: of means over replicas.
+        seed: the same on every rank.
+
+    Attributes:
+        step: how many times :meth:`local` has been gone through.
+        seed: of the job.
+        computing: the replica whose context is entered, or None.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        model: nn.Module,
+        reducer: ReplicaReducer,
+        communicator: TreeCommunicator,
+        seed: int,
+    ) -> None:
+        self.number, self.seed, self.step = number, seed, 0
+        self.computing: int | None = None
+        self._model, self._reducer, self._communicator = model, reducer, communicator
+        first = communicator.process_set.rank() * reducer.local
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {
+            first + each: {} for each in range(reducer.local)
+        }
+
+    def local(self) -> Iterator[Replica]:
+        """This rank's replicas of one step, in order; each is to be entered once.
+
+        Raises:
+            RuntimeError: one was not entered.
+        """
+        for index in self._buffers:
+            replica = Replica(self, index)
+            yield replica
+            if not replica.done:
+                raise RuntimeError(f"replica {index} was not computed; compute it within `with replica:`")
+        self.step += 1
+
+    @property
+    def indices(self) -> list[int]:
+        """This rank's replicas."""
+        return list(self._buffers)
+
+    def seed_of(self, index: int) -> int:
+        """The seed of the generators of a replica in this step."""
+        text = f"{self.seed}.{self.step}.{index}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=GENERATOR_SEED_BYTES).digest(), "little")
+
+    def enter(self, index: int) -> dict[str, torch.Tensor]:
+        """Begins a replica; returns the values that the model's buffers have for all of them."""
+        self._reducer.begin_replica()
+        self.computing = index
+        buffers = self._named_buffers()
+        common = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        with torch.no_grad():
+            for name, value in self._buffers[index].items():
+                buffers[name].copy_(value)
+        return common
+
+    def leave(self, index: int, common: Mapping[str, torch.Tensor], failed: bool) -> None:
+        """Ends a replica."""
+        self.computing = None
+        own = self._buffers[index]
+        with torch.no_grad():
+            for name, buffer in self._named_buffers().items():
+                if name in own or not torch.equal(buffer, common[name]):
+                    own[name] = buffer.detach().clone()
+                    buffer.copy_(common[name])
+        if not failed:
+            self._reducer.end_replica()
+
+    def average_buffers(self) -> None:
+        """Gives the model's floating-point buffers the mean over replicas, and other buffers the values of the first. Collective.
+
+        For an evaluation, or to save the model; training goes on with each replica's own.
+        """
+        buffers = self._named_buffers()
+        own = list(self._buffers.values())
+        process_set, name = self._communicator.process_set, f"{self._communicator.name}.buffers"
+        changed = allgather_objects([list(values) for values in own], process_set, name)
+        names = sorted({name for rank in changed for values in rank for name in values})
+        with torch.no_grad():
+            for name in names:
+                target = buffers[name]
+                for values_of_one in own:  # one that has not changed it yet keeps what all began with
+                    if name not in values_of_one:
+                        values_of_one[name] = target.detach().clone()
+                values = [each[name].double().view(-1) for each in own]
+                if target.is_floating_point():
+                    result = self._communicator.mean(values, f"buffer.{name}")
+                else:
+                    first = [
+                        value if index == 0 else torch.zeros_like(value)
+                        for index, value in zip(self._buffers, values)
+                    ]
+                    result = self._communicator.mean(first, f"buffer.{name}") * self.number
+                target.copy_(result.view(target.shape))
+
+    def mean(self, values: Sequence[torch.Tensor | float]) -> float:
+        """The mean over all replicas of a number that each has (a loss, say), in float64. Collective.
+
+        Args:
+            values: of this rank's replicas, in order.
+        """
+        return self.begin_mean(values)()
+
+    def begin_mean(self, values: Sequence[torch.Tensor | float]) -> Callable[[], float]:
+        """Begins a :meth:`mean`, and returns a function that waits for it; to be called before the next one begins."""
+        if len(values) != len(self._buffers):
+            raise ValueError(f"{len(values)} values are given for this rank's {len(self._buffers)} replicas")
+        numbers = [torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1) for value in values]
+        work = self._communicator.begin_mean(numbers, "mean")
+        return lambda: float(work.wait("mean").item())
+
+    def buffers(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The buffers of this rank's replicas that their passes have changed, by replica; for :meth:`restore_buffers`."""
+        return {index: dict(values) for index, values in self._buffers.items()}
+
+    def restore_buffers(self, buffers: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Takes back what passes have changed since :meth:`buffers` returned these: those of a step that is skipped."""
+        self._buffers = {index: dict(values) for index, values in buffers.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, step, and the buffers of all replicas: plain data, the same on every rank. Collective."""
+        found = allgather_objects(
+            self._buffers, self._communicator.process_set, f"{self._communicator.name}.state"
+        )
+        buffers = {index: values for each in found for index, values in each.items()}
+        return {"number": self.number, "seed": self.seed, "step": self.step, "buffers": buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a state, saved on any number of ranks.
+
+        Raises:
+            ValueError: it is that of another number of replicas.
+        """
+        if state["number"] != self.number:
+            raise ValueError(
+                f"the state is that of {state['number']} replicas, and this job has {self.number}"
+            )
+        self.seed, self.step = state["seed"], state["step"]
+        self._buffers = {index: dict(state["buffers"][index]) for index in self._buffers}
+
+    def _named_buffers(self) -> dict[str, torch.Tensor]:
+        persistent = self._model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
+
+
+def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:
+    """Raises ValueError where ``number`` replicas of a model cannot be computed on ``ranks`` ranks."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1 or number & (number - 1):
+        raise ValueError(f"replicas must be a power of two, not {number!r}")
+    if ranks > number or ranks & (ranks - 1):
+        raise ValueError(
+            f"replicas={number} can be computed on 1, 2, 4, ... up to {number} ranks, not on {ranks}"
+        )
+    if model is None:
+        raise ValueError(
+            "replicas needs the module whose buffers belong to them; pass model=model, or "
+            "named_parameters=model.named_parameters()"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (SyncBatchNorm, TorchSyncBatchNorm)):
+            raise ValueError(
+                f"module '{name}' is a {type(module).__name__}, which averages over ranks; each replica has statistics of its "
+                f"own: use torch.nn.BatchNorm"
+            )
+
+
+def _seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if cuda else None
+    return torch.get_rng_state(), devices, np.random.get_state(), random.getstate()
+
+
+def _restore_generators(states: tuple[Any, ...]) -> None:
+    cpu, devices, numpy, python = states
+    torch.set_rng_state(cpu)
+    if devices is not None:
+        torch.cuda.set_rng_state_all(devices)
+    np.random.set_state(numpy)
+    random.setstate(python)

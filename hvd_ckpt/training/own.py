@@ -1,0 +1,196 @@
+"""Models, data, losses and metrics of the user's own modules, named as ``module:attribute`` in the configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from torch import Tensor, nn
+from torch.utils.data import Subset, default_collate
+
+from hvd_ckpt.data.dataset import Dataset, Purpose, generator, validation_size
+from hvd_ckpt.models.catalog import FACTS
+from hvd_ckpt.models.objectives import OBJECTIVES, Batch, Objective
+from hvd_ckpt.named import import_named
+from hvd_ckpt.text import unknown
+from hvd_ckpt.training.config import Config, ConfigError
+
+KIND = "own"  # of data that --data names
+
+
+class OwnModel:
+    """What builds the model of a function, in place of a :class:`hvd_ckpt.models.catalog.Entry`.
+
+    Args:
+        kind: of the data that it is trained on.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+
+    folder: Path | None = None
+    data: Mapping[str, int] = {}
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+        self._function = import_named("model", name)
+        self._parameters = inspect.signature(self._function).parameters
+        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuses options that the function does not take.
+
+        Raises:
+            ValueError: there is such an option; says the nearest right name.
+        """
+        for name in options:
+            if name not in self._parameters and not self._takes_all:
+                raise ValueError(unknown(f"option of {self.name}", name, self._parameters))
+
+    def build(self, facts: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> nn.Module:
+        """The model, in training mode. A function may return ``(model, sample, loss)`` as for ``hvd-ckpt plan``.
+
+        Raises:
+            ValueError: the function returned something else.
+        """
+        taken = {name: value for name, value in facts.items() if name in self._parameters}
+        made = self._function(**{**taken, **(options or {})})
+        model = made[0] if isinstance(made, tuple) and made else made
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{self.name} returned {type(made).__name__}, and must return an nn.Module")
+        return model.train()
+
+
+class Samples:
+    """A map-style ``torch.utils.data.Dataset`` of samples ``(input, target)`` or ``(input, target, shared)``, as a
+    :class:`~hvd_ckpt.data.dataset.Dataset`.
+
+    PyTorch's ``default_collate`` makes a batch of them. An input that is a tuple becomes several positional arguments of the model;
+    ``shared`` is a dict of keyword arguments.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
+        """The samples with these numbers, the same ones in each epoch."""
+        inputs, targets, *shared = default_collate([self._samples[index] for index in indices])
+        return Batch(
+            tuple(inputs) if isinstance(inputs, list) else (inputs,), targets, shared[0] if shared else {}
+        )
+
+
+def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    """What the function ``config.data`` returns: samples to train and to evaluate on, and the facts of the data that a model
+    depends on, which are attributes of the samples to train on.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    name = str(config.data)
+    made = import_named("data", name)()
+    train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    for one in (train, test):
+        if one is not None and not (
+            hasattr(one, "__len__") and (hasattr(one, "__getitem__") or hasattr(one, "batch"))
+        ):
+            raise ValueError(
+                f"data: {name} returned {type(made).__name__}, and must return a data set with a length and numbered samples, or "
+                "two, to train and to evaluate on"
+            )
+    facts = {fact: getattr(train, fact) for fact in FACTS if hasattr(train, fact)}
+    if test is None and (count := validation_size(len(train), config.validation_split)):
+        if hasattr(train, "batch"):
+            raise ValueError(f"data: {name} returned one data set, give a second one or validation_split 0")
+        order = generator(Purpose.SPLIT, config.seed).permutation(len(train))
+        train, test = (Subset(train, numpy.sort(part).tolist()) for part in (order[count:], order[:count]))
+    samples: Dataset = train if hasattr(train, "batch") else Samples(train)
+    evaluated: Dataset | None = test if test is None or hasattr(test, "batch") else Samples(test)
+    try:
+        samples.batch([0], [0])
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"data: no batch can be made of the samples of {name}, which are to be (input, target) or (input, target, shared) of "
+            f"tensors: {type(error).__name__}: {reason}"
+        ) from None
+    return samples, evaluated, facts
+
+
+def kind_of_data(config: Config) -> str:
+    """The kind of data that a model of the user's own is trained on, by the setting that names them.
+
+    Raises:
+        ConfigError: none does.
+    """
+    for setting, kind in (("data", KIND), ("text", "causal"), ("images", "images"), ("volumes", "volumes")):
+        if getattr(config, setting) is not None:
+            return kind
+    raise ConfigError(
+        f"model {config.model}: give data, a function that returns samples, or text, images or volumes"
+    )
+
+
+class OwnObjective(Objective):
+    """A loss and metrics that are functions of the model's output and the targets.
+
+    Args:
+        base: an objective whose loss, or whose metrics, these replace or add to; None for means over samples.
+        loss: None for that of ``base``.
+    """
+
+    def __init__(
+        self,
+        base: Objective | None,
+        loss: Callable[..., Tensor] | None,
+        metrics: Mapping[str, Callable[..., Tensor]],
+    ) -> None:
+        self._base, self._loss, self._metrics = base, loss, metrics
+        self.unit = "samples" if base is None else base.unit
+
+    def weight(self, batch: Batch) -> float:
+        return float(len(batch)) if self._base is None else self._base.weight(batch)
+
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        if self._loss is not None:
+            return self._loss(output, batch.targets)
+        assert self._base is not None
+        return self._base.loss(output, batch)
+
+    def metrics(self, output: Any, batch: Batch) -> dict[str, Tensor]:
+        known = {} if self._base is None or self._loss is not None else self._base.metrics(output, batch)
+        return {**known, **{name: one(output, batch.targets) for name, one in self._metrics.items()}}
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        return {} if self._base is None or self._loss is not None else self._base.of_loss(loss)
+
+    def units(self, batch: Batch) -> int:
+        return len(batch) if self._base is None else self._base.units(batch)
+
+
+def objective_of(config: Config, kind: str) -> Objective:
+    """The loss and metrics of a run: those of its kind of data, replaced by what the configuration names.
+
+    Raises:
+        ValueError: a function cannot be imported, or data of one's own have no loss.
+    """
+    base = OBJECTIVES[kind]() if kind in OBJECTIVES else None
+    metrics = {}
+    for name, function in config.metrics.items():
+        if not isinstance(function, str):
+            raise ValueError(f"metrics: {name} is {function!r}, give the name of a function, module:function")
+        metrics[name] = import_named("metric", function)
+    loss: Any = None if config.loss is None else import_named("loss", config.loss)
+    if isinstance(loss, type) and issubclass(loss, Objective):
+        base, loss = loss(), None
+    elif loss is None and base is None:
+        raise ValueError(f"loss: give a function of output and targets for the data {config.data}")
+    if base is not None and loss is None and not metrics:
+        return base
+    return OwnObjective(base, loss, metrics)

@@ -1,0 +1,126 @@
+"""Random chains in random schedules: the bits of the whole model on each rank. Arguments: stages, how many, a seed (1).
+
+::
+
+    horovodrun -np 4 --gloo python tests/helpers/scripts/random_stages.py 4 100 7
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+
+WIDTH = 4
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+def block(stashed: list[str], popped: list[str], dropout: float) -> nn.Module:
+    @hc.skippable(stash=stashed, pop=popped)
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            for name in popped:
+                skip = yield hc.pop(name)
+                x = x + 0.5 * skip * x
+            y = functional.dropout(torch.tanh(self.linear(x)), dropout, self.training)
+            for name in stashed:
+                yield hc.stash(name, y)
+            return x + y
+
+    made: nn.Module = Block()
+    return made
+
+
+class Program:
+    """A chain, its cuts and schedule, and the sizes of its batches; the same on every rank for one seed.
+
+    Args:
+        seed: of all choices.
+        stages: of the pipeline.
+    """
+
+    def __init__(self, seed: int, stages: int) -> None:
+        draw = random.Random(seed)
+        schedule = draw.choice(SCHEDULES)
+        virtual = 1 if schedule == "1f1b" else draw.randint(1, 3)
+        parts = stages * virtual
+        blocks = parts + draw.randint(0, 6)
+        cuts = sorted(draw.sample(range(1, blocks), parts - 1))
+        self.seed, self.dropout = seed, draw.choice([0.0, 0.2])
+        self.skips = [sorted(draw.sample(range(blocks), 2)) for _ in range(draw.randint(0, 4))]
+        self.blocks = blocks
+        first, second = draw.randint(1, 12), draw.randint(1, 12)
+        self.samples = [first, first, first, second]  # a layout that has been repeated changes
+        self.arguments: dict[str, Any] = {
+            "balance": [end - start for start, end in zip([0, *cuts], [*cuts, blocks])],
+            "chunks": draw.randint(1, 8),
+            "schedule": schedule,
+            "virtual_stages": virtual,
+            "checkpoint": draw.choice(["always", "except_last", "never"]),
+        }
+
+    def __str__(self) -> str:
+        return f"program {self.seed}: {self.arguments}, skips {self.skips}, samples {self.samples}"
+
+    def model(self) -> nn.Sequential:
+        names = [(f"skip {number}", *ends) for number, ends in enumerate(self.skips)]
+        return nn.Sequential(
+            *(
+                block(
+                    [name for name, source, _ in names if source == number],
+                    [name for name, _, target in names if target == number],
+                    self.dropout,
+                )
+                for number in range(self.blocks)
+            )
+        )
+
+    def train(self, in_stages: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Weights, and losses with the random state at the end."""
+        torch.manual_seed(self.seed)
+        model: Any = self.model()
+        model = hc.Pipeline(model, **self.arguments) if in_stages else hc.seed_blocks(model)
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            named_parameters=model.named_parameters(),
+        )
+        torch.manual_seed(1000 + hc.rank())
+        data = [(torch.randn(count, WIDTH), torch.randn(count, WIDTH)) for count in self.samples]
+        found = []
+        for batch in data:
+            optimizer.zero_grad()
+            if in_stages:
+                loss, _ = model.accumulate(batch, functional.mse_loss)
+            else:
+                loss, _ = hc.accumulate(
+                    lambda part: functional.mse_loss(model(part[0]), part[1]), batch, self.arguments["chunks"]
+                )
+            found.append(loss)
+            optimizer.step()
+        return model.state_dict(), [*found, torch.get_rng_state()]
+
+
+def run(stages: int, count: int, seed: int = 1) -> None:
+    """Trains random programs in stages and whole, and compares them."""
+    for number in range(count):
+        program = Program(seed * 100_003 + number, stages)
+        (expected, whole), (weights, staged) = program.train(False), program.train(True)
+        assert weights and all(torch.equal(value, expected[name]) for name, value in weights.items()), program
+        assert all(map(torch.equal, staged, whole)), program
+
+
+if __name__ == "__main__":
+    hc.init(stages=int(sys.argv[1]), stall_timeout=60)
+    run(*map(int, sys.argv[1:]))
+    if hc.rank() == 0 and hc.stage() == 0:
+        print(f"{sys.argv[2]} random programs on {hc.stages()} stages of {hc.size()}: equal", flush=True)

@@ -1,0 +1,487 @@
+"""A job with pipeline stages: every case trains like the whole model on each rank. Arguments: stages, and a case that fails."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import random_stages
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.grid import current
+from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.planning import profile
+
+STEPS = 2
+CHECKPOINTS = ("always", "except_last", "never", "auto")
+WIDTH, CLASSES = 6, 5
+
+
+class Mixed(nn.Module):
+    """Hands on a tuple with None, a number and a tensor, sometimes one tensor twice; takes a mask and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, nothing: None = None, depth: int = 0, *, mask: Tensor
+    ) -> tuple[Tensor, Tensor, None, int]:
+        memory = x if memory is None else memory
+        y = functional.dropout(self.linear(x) * mask, 0.2, self.training) + 0.1 * depth * memory * x
+        y = y.transpose(0, 1).contiguous().transpose(0, 1)  # dense, in another order of dimensions
+        return y, y if depth % 2 else memory, None, depth + 1
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, memory: Tensor, nothing: None, depth: int) -> Tensor:
+        assert depth > 0
+        result: Tensor = self.linear(x + memory)
+        return result
+
+
+class Residual(nn.Module):
+    """Uses its input three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + torch.tanh(self.linear(x)) * x
+        return result
+
+
+@hc.skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        x = functional.dropout(torch.tanh(self.linear(x)) + x, 0.1, self.training)
+        yield hc.stash("skip", x)
+        return x
+
+
+@hc.skippable(pop=["skip"])
+class Up(Down):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield hc.pop("skip")
+        return torch.tanh(self.linear(x + skip) * skip) + x
+
+
+def transformer() -> nn.Sequential:
+    return gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1, tied=False)
+
+
+def tied_transformer() -> nn.Sequential:
+    return gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1)
+
+
+def frozen_transformer() -> nn.Sequential:
+    model = transformer()
+    for block in list(model)[:3]:
+        block.requires_grad_(False)
+    return model
+
+
+def convolutions() -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())]
+    layers += [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)]
+    layers += [nn.Sequential(nn.Dropout(0.1), nn.Flatten(), nn.Linear(48, CLASSES))]
+    shared = nn.Tanh()
+    layers.insert(1, shared)
+    layers.insert(3, shared)
+    return nn.Sequential(*layers)
+
+
+def deferred() -> nn.Sequential:
+    return hc.DeferredBatchNorm.convert(convolutions())
+
+
+def mixed() -> nn.Sequential:
+    return Chain(*(Mixed() for _ in range(5)), Last())
+
+
+def skips() -> nn.Sequential:
+    outer, inner = Down().isolate("outer"), Down().isolate("inner")
+    return nn.Sequential(
+        outer,
+        inner,
+        Residual(),
+        Residual(),
+        Up().isolate("inner"),
+        Up().isolate("outer"),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
+def tokens(samples: int) -> Batch:
+    """Predicted tokens are unevenly many; -100 is none."""
+    targets = torch.randint(CLASSES, (samples, 4))
+    targets[-1, 1:] = -100
+    return Batch((torch.randint(CLASSES, (samples, 4)),), targets)
+
+
+def images(samples: int) -> Batch:
+    return Batch((torch.randn(samples, 2, 4, 4),), torch.randint(CLASSES, (samples,)))
+
+
+def rows(samples: int) -> Batch:
+    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)))
+
+
+def masked_rows(samples: int) -> Batch:
+    mask = (torch.rand(samples, 1) > 0.2).float()
+    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)), {"mask": mask})
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum") / terms(
+        targets
+    )
+
+
+def terms(targets: Tensor) -> Tensor:
+    return (targets != -100).sum()
+
+
+def weight(part: Batch) -> Tensor:
+    return terms(part.targets)
+
+
+Made = Callable[[], nn.Sequential]
+CASES: dict[str, tuple[Made, Callable[[int], Batch]]] = {
+    "transformer": (transformer, tokens),
+    "batch norm": (convolutions, images),
+    "deferred batch norm": (deferred, images),
+    "mixed values": (mixed, masked_rows),
+    "skips": (skips, rows),
+    "frozen blocks": (frozen_transformer, tokens),
+}
+
+
+def optimizer_of(model: nn.Module) -> Any:
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    bare = torch.optim.SGD(
+        [one for _, one in trained] or [nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9
+    )
+    return hc.DistributedOptimizer(bare, named_parameters=trained or None)
+
+
+def batches(make: Callable[[int], Batch]) -> list[Batch]:
+    torch.manual_seed(50 + hc.rank())
+    return [make(7 - 2 * step) for step in range(STEPS)]  # in four parts: uneven
+
+
+def train(make_model: Made, make_batch: Callable[[int], Batch], arguments: dict[str, Any] | None) -> Any:
+    """Trains in stages, or without ``arguments`` the whole model on this rank."""
+    torch.manual_seed(3)
+    model: Any = make_model()
+    if arguments is None:
+        hc.seed_blocks(model)
+    else:
+        model = hc.Pipeline(model, **({} if "plan" in arguments else {"chunks": 4}), **arguments)
+    optimizer = optimizer_of(model)
+    data = batches(make_batch)
+    torch.manual_seed(100 + hc.rank())
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        if arguments is None:
+            loss, _ = hc.accumulate(
+                lambda part: loss_of(model(*part.inputs, **part.shared), part.targets),
+                batch, 4, weight=weight, across_ranks=True,
+            )  # fmt: skip
+            optimizer.reduce_once()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            with optimizer.without_reduction():
+                optimizer.step()
+        else:
+            loss, _ = model.accumulate(batch, loss_of, weight=weight, across_ranks=True)
+            norm = model.clip_grad_norm_(0.3)
+            optimizer.step()
+        losses += [loss, norm]
+        hc.commit_batch_norm(model)
+    model.eval()
+    with torch.no_grad():
+        outputs = (
+            torch.cat(
+                [model(*part.inputs, **part.shared) for part in data[0].split(4)]
+                if arguments is None
+                else [model(*data[0].inputs, **data[0].shared)]
+            )
+            if arguments is None or hc.stage() == hc.stages() - 1
+            else model(*data[0].inputs, **data[0].shared)
+        )
+    return model, losses, outputs, torch.get_rng_state()
+
+
+def check(name: str, reference: Any, arguments: dict[str, Any], exact: bool = True) -> None:
+    whole, losses, outputs, state = reference
+    make_model, make_batch = CASES.get(name, (tied_transformer, tokens))
+    model, own_losses, own_outputs, own_state = train(make_model, make_batch, arguments)
+    expected = dict(whole.state_dict())
+    own = model.state_dict()
+    assert own and set(own) <= set(expected)
+    where = f"{name} {arguments} on stage {hc.stage()} of {hc.stages()}"
+    for key, value in own.items():
+        if exact:
+            assert torch.equal(value, expected[key]), f"{where}: {key}"
+        else:
+            torch.testing.assert_close(value, expected[key], msg=f"{where}: {key}")
+    if exact:
+        assert all(map(torch.equal, own_losses, losses)), (where, own_losses, losses)
+        assert torch.equal(own_state, state), where
+        if hc.stage() == hc.stages() - 1:
+            assert torch.equal(own_outputs, outputs), where
+        else:
+            assert own_outputs is None
+
+
+def equality(cases: dict[str, tuple[Made, Callable[[int], Batch]]]) -> None:
+    kinds = ["gpipe", "1f1b", "interleaved"]
+    for number, (name, (make_model, make_batch)) in enumerate(cases.items()):
+        torch.manual_seed(0)
+        reference = train(make_model, make_batch, None)
+        pairs = list(itertools.product(kinds, CHECKPOINTS))
+        every = number == 0 and hc.size() * hc.stages() < 4  # four processes are slow on few cores
+        for schedule, checkpoint in pairs if every else pairs[number % 3 :: 5]:
+            blocks = len(make_model())
+            if schedule == "interleaved" and 2 * hc.stages() > blocks:
+                schedule = "1f1b"
+            check(name, reference, {"schedule": schedule, "checkpoint": checkpoint})
+    if hc.stages() > 1:
+        tied = train(tied_transformer, tokens, None)
+        check("tied", tied, {"schedule": "1f1b"}, exact=False)
+
+
+def plan_of(model: Any, part: Batch, budget: Any, **arguments: Any) -> Any:
+    """A plan for micro-batches like this one; for the smallest budget that works if this one is too small."""
+    try:
+        return hc.plan(
+            model,
+            *part.inputs,
+            kwargs=part.shared,
+            loss=lambda output: loss_of(output, part.targets),
+            budget=budget,
+            chunks=4,
+            **arguments,
+        )
+    except hc.BudgetError as error:
+        return error.nearest
+
+
+def planned() -> None:
+    """Rank 0 plans for all, and each stage does what the plan says: the bits of the whole model."""
+    profile._SECONDS_PER_KIND = 0.0
+    make_model, make_batch = CASES["transformer"]
+    torch.manual_seed(0)
+    reference = train(make_model, make_batch, None)
+    torch.manual_seed(3)
+    part = batches(make_batch)[0].split(4)[0]
+    plan = plan_of(make_model(), part, 1 + hc.stage(), stages=hc.stages())
+    assert plan.budget == 1  # the smallest of all ranks
+    facts = plan.pipeline, [block.policy.title for block in plan.blocks]
+    digests = current().gather(torch.tensor([zlib.crc32(repr(facts).encode())], dtype=torch.float64))
+    assert all(torch.equal(one, digests[0]) for one in digests)
+    if hc.stages() == 2:
+        assert [part.recompute for part in plan.pipeline.parts] == [True, False]
+    check("transformer", reference, {"plan": plan})
+
+
+def frees_other_stages() -> None:
+    for make_model in (tied_transformer, mixed):
+        model = make_model()
+        parameters = [weakref.ref(one) for one in model.parameters()]
+        pipeline = hc.Pipeline(model, chunks=2)
+        left = [one for one in parameters if one() is not None]
+        assert len(left) == len(list(pipeline.parameters())) and (
+            len(left) < len(parameters) or hc.stages() == 1
+        )
+
+
+def copies_of_tied_parameters() -> None:
+    """They stay equal bit for bit, however the gradients are reduced."""
+    weights = []
+    for shard, passes in (("none", 6), ("optimizer", 1)):
+        torch.manual_seed(3)
+        model = hc.Pipeline(tied_transformer(), chunks=3)
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            named_parameters=model.named_parameters(),
+            shard=shard,
+            backward_passes_per_step=passes,
+        )
+        torch.manual_seed(50 + hc.rank())
+        batch = tokens(6)
+        torch.manual_seed(100 + hc.rank())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.accumulate(batch, loss_of, weight=weight)
+            model.accumulate(batch, loss_of, weight=weight)  # accumulates
+            optimizer.step()
+        weights.append(model.state_dict())
+        named = dict(model.named_parameters())
+        copied = named.get("embedding.tokens.weight", named.get("head.1.weight", torch.zeros(CLASSES, 8)))
+        first, *_, last = current().gather(copied.detach().double().flatten())
+        assert first.any() and torch.equal(first, last)
+    for name, value in weights[0].items():
+        assert hc.size() > 2 or torch.equal(value, weights[1][name]), name
+
+
+ORDERS = (2.0, 0.0, float("inf"))
+
+
+def sharded_in_stages() -> None:
+    """Shards of a stage's states over its replicas: the bits of a run without, and the norm over all, finite or not."""
+    weights = []
+    torch.manual_seed(3)
+    whole = hc.seed_blocks(transformer())
+    whole_optimizer = optimizer_of(whole)
+    data = batches(tokens)
+    torch.manual_seed(100 + hc.rank())
+    hc.accumulate(lambda part: loss_of(whole(*part.inputs), part.targets), data[0], 4, weight=weight)
+    whole_optimizer.reduce_once()
+    expected = [nn.utils.get_total_norm([one.grad for one in whole.parameters()], order) for order in ORDERS]
+    for shard in ("none", "optimizer", "gradients", "parameters"):
+        torch.manual_seed(3)
+        model = hc.Pipeline(transformer(), chunks=4, checkpoint="always")
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            named_parameters=model.named_parameters(),
+            shard=shard,
+            model=model if shard != "none" else None,
+            backward_passes_per_step=4,
+        )
+        torch.manual_seed(100 + hc.rank())
+        model.accumulate(data[0], loss_of, weight=weight)
+        for order, norm in zip(ORDERS, expected):
+            torch.testing.assert_close(model.clip_grad_norm_(1e9, order), norm, msg=f"{shard}, {order}")
+        torch.manual_seed(100 + hc.rank())
+        for batch in data:
+            optimizer.zero_grad()
+            model.accumulate(batch, loss_of, weight=weight, across_ranks=True)
+            optimizer.step()
+        optimizer.zero_grad()
+        first = next(model.parameters())
+        hook = first.register_hook(lambda gradient: gradient + float("inf"))
+        if hc.stage() != 0:
+            hook.remove()
+        model.accumulate(data[0], loss_of, weight=weight)
+        hook.remove()
+        assert model.clip_grad_norm_(1.0) == float("inf")  # zeros but for the first parameter's, as in torch
+        optimizer.step()
+        with optimizer.gathered_parameters():
+            assert first.isnan().all() == (hc.stage() == 0)
+            weights.append([one.clone() for one in model.state_dict().values()])
+            assert sum(int(one.isnan().any()) for one in weights[-1]) == (hc.stage() == 0)
+    for other in weights[1:]:
+        assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(weights[0], other))
+
+
+def overflow() -> None:
+    """An overflow on the first stage skips the step on all."""
+    torch.manual_seed(3)
+    model = hc.Pipeline(transformer(), chunks=2)
+    optimizer = optimizer_of(model)
+    scaler = hc.GradScaler("cpu", init_scale=4.0)
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(100 + hc.rank())
+    batch = batches(tokens)[0]
+    torch.manual_seed(100 + hc.rank())
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        model.accumulate(
+            batch, loss_of, weight=weight, backward=lambda loss, last: scaler.scale(loss).backward()
+        )
+        if overflows and hc.stage() == 0:
+            next(one for one in model.parameters() if one.grad is not None).grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert same == overflows
+        assert scaler.get_scale() == 2.0
+
+
+def comes_to_grief(case: str) -> None:
+    torch.manual_seed(3)
+    model = hc.Pipeline(transformer(), chunks=4)
+    batch = batches(tokens)[0]
+    torch.manual_seed(100 + hc.rank())
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        if case == "hangs":
+            time.sleep(1000)
+        raise ArithmeticError("the last stage raises")
+
+    if case in ("raises", "hangs"):
+        model.accumulate(batch, loss)
+    elif case == "hangs before clipping":
+        model.accumulate(batch, loss_of)
+        time.sleep(1000 * hc.stage())
+        model.clip_grad_norm_(1.0)
+    elif case == "differ":
+        try:
+            hc.Pipeline(transformer(), chunks=4 + hc.stage())
+        except ValueError as error:
+            print("other chunks are refused:", error, flush=True)
+        torch.manual_seed(hc.stage())
+        try:
+            hc.Pipeline(tied_transformer(), chunks=4)
+        except ValueError as error:
+            print("other values are refused:", error, flush=True)
+        torch.manual_seed(hc.stage())
+        model.accumulate(batch, loss)
+
+
+def main() -> None:
+    stages, case = int(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else "")
+    if case == "differ":
+        try:
+            hc.init(stages=stages + 1)
+        except ValueError as error:
+            print(error, flush=True)
+    hc.init(stages=stages, stall_timeout=8 if case.startswith("hangs") else 60)
+    assert (hc.stages(), 0 <= hc.stage() < stages) == (stages, True)
+    if case == "random":
+        random_stages.run(stages, 4)
+        print("equal", flush=True)
+        return
+    if case not in ("", "messages"):
+        comes_to_grief(case)
+        return
+    equality({name: CASES[name] for name in ("mixed values", "skips")} if case else CASES)
+    if stages > 1:
+        copies_of_tied_parameters()
+    if hc.size() > 1:
+        sharded_in_stages()
+    overflow()
+    if not case:
+        planned()
+    if hc.size() == 1:
+        random_stages.run(stages, 4)
+    frees_other_stages()
+    hc.shutdown()
+    assert (hc.stages(), hc.stage()) == (1, 0)
+    print("equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,514 @@
+"""Local SGD: one rank, every step, a reference in one process, repeated and resumed runs, groups of ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.formats import WIRE_FORMATS
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
+
+several = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
+four = pytest.mark.ranks(mpi=(4,))
+WIDTH = 10
+Loss = Callable[[nn.Module, int], torch.Tensor]
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _quick(one_thread: None) -> None:
+    """Tiny operators run on one thread."""
+
+
+def make_model(norm: bool = True, dropout: float = 0.2, checkpoint: bool = False) -> nn.Sequential:
+    torch.manual_seed(7)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if norm else nn.Identity()]
+        layers += [nn.Tanh(), nn.Dropout(dropout)]
+    layers.append(nn.Linear(WIDTH, 3))
+    layers[4].weight = layers[0].weight  # tied
+    return hc.CheckpointSequential(layers, segments=3) if checkpoint else nn.Sequential(*layers)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(6, WIDTH, generator=generator)
+    torch.manual_seed(10_000 * rank + step)
+    return functional.cross_entropy(model(inputs), torch.arange(6) % 3)
+
+
+class Run:
+    """A model that is trained by local SGD."""
+
+    def __init__(
+        self, make: Callable[..., Any] = AdamW, model: nn.Module | None = None, **options: Any
+    ) -> None:
+        self.model = make_model() if model is None else model
+        self.optimizer = hc.LocalSGD(
+            make(self.model.parameters()), named_parameters=self.model.named_parameters(), **options
+        )
+        self.step = 0
+
+    def train(self, steps: int, uneven: bool = False) -> Run:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            if not uneven or (self.step + hc.rank()) % 3:
+                loss_of(self.model, self.step, hc.rank()).backward()
+            self.optimizer.step()
+            self.step += 1
+        return self
+
+    def state(self) -> bytes:
+        file = io.BytesIO()
+        with self.optimizer.gathered_parameters():
+            torch.save((self.model.state_dict(), self.optimizer.state_dict(), self.step), file)
+        return file.getvalue()
+
+    def load(self, state: bytes) -> Run:
+        weights, optimizer, self.step = torch.load(io.BytesIO(state), weights_only=True)
+        with self.optimizer.gathered_parameters():
+            self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
+        return self
+
+    def hash(self) -> str:
+        with self.optimizer.gathered_parameters():
+            return digest(self.model)
+
+
+def digest(model: nn.Module) -> str:
+    tensors = [value.detach().reshape(-1).view(torch.uint8) for value in model.state_dict().values()]
+    return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()
+
+
+def assert_equal_on_all_ranks(model: nn.Module) -> None:
+    assert len(set(hc.allgather_object(digest(model)))) == 1
+
+
+def names_alike(model: nn.Module) -> list[str]:
+    """The parameters that are equal on all ranks."""
+    everyone = hc.allgather_object([value.detach() for value in model.parameters()])
+    named = enumerate(model.named_parameters())
+    return [name for number, (name, own) in named if all(torch.equal(each[number], own) for each in everyone)]
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+# ---------------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.ranks(gloo=(1,))
+@pytest.mark.parametrize("make", [SGD, AdamW])
+def test_one_rank_is_the_wrapped_optimizer_bit_for_bit(make: Callable[..., Any]) -> None:
+    alone = make_model()
+    optimizer = make(alone.parameters())
+    for step in range(7):
+        optimizer.zero_grad()
+        loss_of(alone, step, 0).backward()
+        optimizer.step()
+    options = {"every": 3, "fragments": 2, "delay": 2, "wire": "int8", "moments": "average"}
+    run = Run(make, within="host", **options).train(7)
+    assert run.hash() == digest(alone)
+    assert isinstance(run.optimizer, type(optimizer))
+    assert sum(run.optimizer.traffic.sent.values()) == 0
+
+
+def test_an_average_after_every_step_of_sgd_is_a_distributed_optimizer() -> None:
+    local = Run(functools.partial(SGD, momentum=0.0), make_model(norm=False), every=1).train(5)
+    model = make_model(norm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step, hc.rank()).backward()
+        optimizer.step()
+    assert torch.allclose(weights_of(local.model), weights_of(model), rtol=1e-5, atol=1e-7)
+    assert hc.size() > 1 or digest(local.model) == digest(model)
+    assert_equal_on_all_ranks(local.model)
+
+
+FULL = {
+    "every": 4,
+    "outer": hc.Nesterov(0.7, 0.9),
+    "moments": {"exp_avg": 4, "exp_avg_sq": 8},
+    "fragments": 2,
+    "delay": 3,
+    "wire": "int8",
+}
+
+
+def test_repeated_recomputed_and_resumed_runs_end_in_the_same_bits() -> None:
+    plain = Run(**FULL)
+    states = [plain.train(1, uneven=True).state() for _ in range(9)]
+    want = plain.train(2, uneven=True).hash()
+    assert Run(model=make_model(checkpoint=True), **FULL).train(11, uneven=True).hash() == want
+    for done in (3, 5, 6, 9):
+        assert Run(**FULL).load(states[done - 1]).train(11 - done, uneven=True).hash() == want, done
+
+
+# ---------------------------------------------------------------------------------------------------------- a reference
+
+
+class Reference:
+    """DiLoCo of all workers in this process, in plain PyTorch; int8 in blocks of all parameters, not of a rank's rows.
+
+    Args:
+        losses: of each worker, from its model and the step.
+    """
+
+    def __init__(
+        self, losses: Sequence[Loss], every: int, delay: int, lr: float, momentum: float, wire: str
+    ) -> None:
+        self.losses, self.every, self.delay, self.lr, self.momentum = losses, every, delay, lr, momentum
+        self.models = [make_model(norm=False, dropout=0.0) for _ in losses]
+        self.optimizers = [AdamW(model.parameters()) for model in self.models]
+        self.anchor = weights_of(self.models[0])
+        self.exact, self.velocity = self.anchor.clone(), torch.zeros_like(self.anchor)
+        self.rests = [torch.zeros_like(self.anchor) for _ in losses]
+        self.under_way: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
+        self.rounded = WIRE_FORMATS[wire].rounded if len(losses) > 1 else torch.clone
+
+    def train(self, steps: int) -> list[torch.Tensor]:
+        for step in range(1, steps + 1):
+            for model, optimizer, loss in zip(self.models, self.optimizers, self.losses):
+                optimizer.zero_grad()
+                loss(model, step - 1).backward()
+                optimizer.step()
+            self.arrive(step)
+            if step % self.every == 0:
+                self.leave(step)
+                if not self.delay:
+                    self.arrive(step)
+        return [weights_of(model) for model in self.models]
+
+    def leave(self, step: int) -> None:
+        sent = [weights_of(model) for model in self.models]
+        changes = [self.anchor - values + rest for values, rest in zip(sent, self.rests)]
+        travelled = [self.rounded(change) for change in changes]
+        self.rests = [change - one for change, one in zip(changes, travelled)]
+        gradient = sum(travelled) / len(travelled)
+        self.velocity = self.momentum * self.velocity + gradient
+        self.exact = self.exact - self.lr * (gradient + self.momentum * self.velocity)
+        self.under_way.append((step, sent, self.anchor + self.rounded(self.exact - self.anchor)))
+
+    def arrive(self, step: int) -> None:
+        while self.under_way and step - self.under_way[0][0] >= self.delay:
+            _, sent, self.anchor = self.under_way.pop(0)
+            for model, values in zip(self.models, sent):
+                result = weights_of(model) + (self.anchor - values)
+                nn.utils.vector_to_parameters(result, model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("delay", "wire", "bound"), [(0, "fp32", 1e-5), (1, "fp32", 1e-5), (3, "fp32", 1e-5), (2, "int8", 4e-3)]
+)
+def test_a_delayed_average_is_what_one_process_computes(delay: int, wire: str, bound: float) -> None:
+    run = Run(model=make_model(False, 0.0), every=3, delay=delay, outer=hc.Nesterov(0.7, 0.8), wire=wire)
+    losses = [functools.partial(loss_of, rank=rank) for rank in range(hc.size())]
+    wanted = Reference(losses, 3, delay, 0.7, 0.8, wire).train(10)[hc.rank()]
+    result = weights_of(run.train(10).model)
+    assert float((result - wanted).abs().max()) <= bound
+    assert float((result - weights_of(make_model(norm=False))).abs().max()) > 10 * bound
+
+
+@several
+def test_what_int8_rounds_away_is_sent_later() -> None:
+    weight = nn.Parameter(torch.zeros(64))
+    optimizer = hc.LocalSGD(torch.optim.SGD([weight], lr=1.0), [("weight", weight)], every=1, wire="int8")
+    gradient = torch.full((64,), 0.3)
+    gradient[0] = 127.0  # levels are whole numbers, so 0.3 rounds to 0
+    for _ in range(10):
+        weight.grad = gradient.clone()
+        optimizer.step()
+    assert torch.allclose(weight.detach()[1:], torch.tensor(-3.0), atol=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- parts
+
+
+@several
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_parameters_of_every_type_are_averaged(wire: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    model = nn.ParameterList([*(torch.ones(5, 3, dtype=dtype).t() for dtype in dtypes), torch.tensor(1.0)])
+    optimizer = hc.LocalSGD(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), 1, wire=wire
+    )
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, float(hc.rank()))
+    optimizer.step()
+    mean = (hc.size() - 1) / 2
+    for parameter in model:
+        assert torch.allclose(parameter.detach(), torch.full_like(parameter, 1 - mean), rtol=1e-2, atol=1e-6)
+    assert_equal_on_all_ranks(model)
+
+
+@several
+@pytest.mark.parametrize(
+    ("moments", "averaged"),
+    [("average", {"exp_avg", "exp_avg_sq"}), ({"exp_avg": 2, "exp_avg_sq": 4}, {"exp_avg"})],
+)
+def test_moments_and_buffers_are_averaged_and_integers_are_those_of_rank_0(
+    moments: Any, averaged: set[str]
+) -> None:
+    run = Run(every=2, moments=moments).train(1)
+    model, optimizer = run.model, run.optimizer
+    model[1].num_batches_tracked += 10 * hc.rank()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert len(set(hc.allgather_object(digest(model)))) == hc.size()
+    optimizer.zero_grad()
+    optimizer.step()  # no gradients: an average alone
+    assert_equal_on_all_ranks(model)
+    states = hc.allgather_object(before)
+    for name, value in model.state_dict().items():
+        own = [state[name] for state in states]
+        if value.is_floating_point():
+            assert torch.allclose(value, sum(own) / hc.size(), rtol=1e-4, atol=1e-6), name
+        else:
+            assert torch.equal(value, own[0]), name
+    for name in ("exp_avg", "exp_avg_sq"):
+        everyone = hc.allgather_object([state[name] for state in optimizer.state.values()])
+        alike = all(torch.equal(one, other) for one, other in zip(everyone[0], everyone[-1]))
+        assert alike == (name in averaged)
+    assert optimizer.divergence > 0
+
+
+@several
+@pytest.mark.parametrize("tokens", [None, [1.0, 3.0, 0.0, 4.0]])
+def test_ranks_count_by_their_steps_or_tokens(tokens: list[float] | None) -> None:
+    weight = nn.Linear(1, 1, bias=False)
+    optimizer = hc.LocalSGD(torch.optim.SGD(weight.parameters(), lr=1.0), weight.named_parameters(), every=3)
+    start = weight.weight.item()
+    steps = [3, 1, 0, 2]
+    for step in range(3):
+        optimizer.zero_grad()
+        if step < steps[hc.rank()]:
+            (weight.weight * 2.0 ** -hc.rank()).sum().backward()
+        if tokens is not None:
+            optimizer.weigh(tokens[hc.rank()] / 3)
+        optimizer.step()
+    counted = (steps if tokens is None else tokens)[: hc.size()]
+    moved = [2.0**-rank * steps[rank] for rank in range(hc.size())]
+    mean = sum(one * other for one, other in zip(counted, moved)) / sum(counted)
+    assert weight.weight.item() == pytest.approx(start - mean, abs=1e-5)
+    squares = [each**2 for each in moved]
+    assert optimizer.divergence == pytest.approx((sum(squares) / len(squares)) ** 0.5, rel=1e-4)
+
+
+def test_an_overflow_skips_a_step_of_its_rank_alone() -> None:
+    model = make_model(norm=False)
+    run = Run(model=model, every=4)
+    scaler = hc.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        run.optimizer.zero_grad()
+        loss = loss_of(model, step, hc.rank())
+        if step == 1 and hc.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert run.optimizer.skipped_steps == (1 if hc.rank() == 0 else 0)
+    assert hc.size() == 1 or torch.isfinite(weights_of(model)).all()
+    assert_equal_on_all_ranks(model)
+    torch_scaler = torch.amp.GradScaler("cpu")
+    torch_scaler.scale(loss_of(model, 4, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"hvd_ckpt\.GradScaler"):
+        torch_scaler.step(run.optimizer)
+
+
+@several
+def test_traffic_is_the_periods_part_of_the_gradients() -> None:
+    ranks, elements = hc.size(), 12288
+    for wire, size in (("fp32", 4), ("int8", 1 + 4 / 256)):
+        model = nn.Linear(elements // 64, 64, bias=False)
+        optimizer = hc.LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), every=5, wire=wire
+        )
+        for _ in range(10):
+            model(torch.ones(1, elements // 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = optimizer.traffic.sent
+        expected = 2 * (ranks - 1) * elements // ranks * size
+        assert sent["all_gather"] == sent["reduce_scatter"] == pytest.approx(expected, rel=0.02)
+        assert sent["control"] == 2 * 16 * (ranks - 1)
+    assert optimizer.traffic.calls["reduce_scatter"] == 2
+
+
+@several
+def test_fragments_are_averaged_in_turn_and_gathered_after_half_of_the_delay() -> None:
+    run = Run(model=make_model(norm=False), every=4, fragments=2).train(2)
+    assert names_alike(run.model) == ["0.weight", "0.bias", "8.weight", "8.bias"]
+    assert names_alike(run.train(2).model) == ["4.bias", "12.weight", "12.bias"]
+    run = Run(every=4, delay=4).train(5)
+    assert run.optimizer.traffic.sent["reduce_scatter"] > 0 == run.optimizer.traffic.sent["all_gather"]
+    assert run.train(1).optimizer.traffic.sent["all_gather"] > 0
+
+
+def test_groups_are_added_and_frozen_in_mid_run_and_embeddings_are_sparse() -> None:
+    model = nn.ModuleDict(
+        {"words": nn.Embedding(5, 4, sparse=True), "one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
+    )
+    named = list(model.named_parameters())
+    first = torch.optim.SGD([*model["words"].parameters(), *model["one"].parameters()], lr=0.1)
+    optimizer = hc.LocalSGD(first, named, every=2, delay=1, outer=hc.Nesterov())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            hidden = model["one"](model["words"](torch.tensor([hc.rank(), 4])))
+            model["two"](hidden).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+
+    train(3)
+    torch.manual_seed(hc.rank())
+    nn.init.normal_(model["two"].weight)
+    optimizer.add_param_group({"params": model["two"].parameters()})
+    train(2)
+    for parameter in model["one"].parameters():
+        parameter.requires_grad_(False)
+    train(3)
+    frozen = model["one"].weight.clone()
+    train(4)
+    assert torch.equal(frozen, model["one"].weight)
+    for name in ("words", "two"):
+        values = hc.allgather_object(model[name].weight.detach())
+        assert all(torch.isfinite(value).all() for value in values)
+    train(1)  # the average of step 12 is applied: only one step differs
+    assert optimizer.param_groups[1]["lr"] < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+@pytest.fixture
+def closed() -> Iterator[list[Run]]:
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        run.optimizer.close()
+
+
+def group_loss(model: nn.Module, step: int, group: int, place: int | None = None) -> torch.Tensor:
+    """The loss of a group of two ranks, or the part of one of them."""
+    inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * group + step))
+    return model(inputs if place is None else inputs[4 * place : 4 * place + 4]).square().mean()
+
+
+@four
+@pytest.mark.parametrize("shard", [0, 1, 3])
+def test_gradients_are_reduced_within_groups_and_averages_made_between_them(
+    shard: int, closed: list[Run]
+) -> None:
+    group, place = hc.rank() % 2, hc.rank() // 2
+    options: dict[str, Any] = {"every": 3, "delay": 1, "outer": hc.Nesterov(0.6, 0.8), "shard": shard}
+
+    def train(run: Run, steps: int) -> Run:
+        for _ in range(steps):
+            run.optimizer.zero_grad()
+            group_loss(run.model, run.step, group, place).backward()
+            run.optimizer.step()
+            run.step += 1
+        return run
+
+    def make(**more: Any) -> Run:
+        closed.append(Run(model=make_model(False, 0.0), within=[[0, 2], [1, 3]], **options, **more))
+        return closed[-1]
+
+    run = train(make(), 8)
+    losses = [functools.partial(group_loss, group=one) for one in range(2)]
+    wanted = Reference(losses, 3, 1, 0.6, 0.8, "fp32").train(8)[group]
+    with run.optimizer.gathered_parameters():
+        assert torch.allclose(weights_of(run.model), wanted, atol=1e-5)
+    hashes = hc.allgather_object(run.hash())
+    assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
+
+    more: dict[str, Any] = {"fragments": 2, "wire": "int8", "moments": {"exp_avg": 6}}
+    whole = train(make(**more), 4)
+    state = whole.state()
+    assert train(make(**more).load(state), 5).hash() == train(whole, 5).hash()
+
+
+@pytest.mark.ranks(gloo=(1, 2))
+def test_ranks_of_one_host_are_one_group() -> None:
+    """Nothing is sent for averages, and the outer optimizer's work is split over the group."""
+    results = []
+    for shard in range(4):
+        run = Run(
+            model=make_model(False, 0.0), every=2, within="host", outer=hc.Nesterov(), shard=shard
+        ).train(5)
+        with run.optimizer.gathered_parameters():
+            results.append(weights_of(run.model).clone())
+            assert_equal_on_all_ranks(run.model)
+        assert run.optimizer.traffic.sent["reduce_scatter"] == 0
+    assert all(torch.allclose(result, results[0], atol=1e-6) for result in results)
+    assert not torch.equal(
+        results[0], weights_of(Run(model=make_model(False, 0.0), within="host").train(5).model)
+    )
+
+
+@four
+def test_a_process_set_that_is_there_is_used_and_left() -> None:
+    members = hc.add_process_set([0, 2])
+    runs = [Run(model=make_model(False), within=[[0, 2], [1, 3]], every=2) for _ in range(2)]
+    for run in runs:
+        run.train(1).optimizer.close()
+    assert hc.remove_process_set(members)
+    assert hc.remove_process_set(hc.add_process_set([1, 3]))  # which those that were added are not
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"every": 0}, "every must be .* not 0"),
+        ({"every": 4, "delay": 5}, "delay=5"),
+        ({"every": 4, "fragments": 5}, "fragments=5"),
+        ({"fragments": 50}, "50 is more than the 13"),
+        ({"every": 4, "moments": {"exp_avg": 6}}, "exp_avg.*multiple of every=4, not 6"),
+        ({"moments": "global"}, "global"),
+        ({"wire": "int4"}, "int4"),
+        ({"within": "rack"}, "rack"),
+        ({"within": [[0], [0]]}, "each of the ranks"),
+        ({"outer": 0.7}, "0.7"),
+        ({"outer": torch.optim.LBFGS}, "LBFGS"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> None:
+    with pytest.raises(ValueError, match=value):
+        Run(**options)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(every=4).train(1)
+    with pytest.raises(ValueError, match="every=4, and this rank has every=5"):
+        Run(every=5).load(run.state())
+    with pytest.raises(ValueError, match="DistributedOptimizer already"):
+        hc.LocalSGD(run.optimizer, run.model.named_parameters())
+    with pytest.raises(ValueError, match="-1"):
+        run.optimizer.weigh(-1)
+    with pytest.raises(ValueError, match="LocalSGD"):
+        hc.join()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match="elastic"):
+        Run()

@@ -1,0 +1,66 @@
+"""Jobs with pipeline stages, over Gloo and MPI: the bits of the whole model on each rank, and errors that end all ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from controllers import FORKING, probe, run_ranks
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "stages.py"
+
+
+def run(controller: str, processes: int, *arguments: str) -> tuple[int, str]:
+    if controller == "mpi" and not probe("mpi").works:
+        controller = "gloo"
+    return run_ranks(processes, SCRIPT, *arguments, controller=controller, launcher=FORKING)
+
+
+@pytest.mark.parametrize(
+    ("controller", "processes", "arguments"),
+    [("gloo", 3, ("3",)), ("gloo", 4, ("2",)), ("mpi", 4, ("2", "messages"))],
+)
+def test_stages_train_like_the_whole_model(
+    controller: str, processes: int, arguments: tuple[str, ...]
+) -> None:
+    """Over MPI, where only messages and groups differ, with fewer models."""
+    status, output = run(controller, processes, *arguments)
+    assert status == 0, output
+    assert output.count("equal") == processes, output
+
+
+def test_an_error_on_one_stage_ends_all_with_one_traceback() -> None:
+    """Over MPI: training/test_stages_launch.py."""
+    status, output = run("gloo", 2, "2", "raises")
+    assert status != 0
+    assert len(re.findall(r"Traceback.*\n(?:.*\n)*?.*ArithmeticError: the last stage raises", output)) == 1
+    assert re.search(r"Traceback(?!(.*\n)*.*ArithmeticError|(.*\n)*.*Horovod detected)", output) is None, (
+        output
+    )
+
+
+def test_random_programs_on_four_stages() -> None:
+    status, output = run("gloo", 4, "4", "random")
+    assert status == 0, output
+    assert output.count("equal") == 4, output
+
+
+@pytest.mark.parametrize(("controller", "case"), [("gloo", "hangs"), ("mpi", "hangs before clipping")])
+def test_a_stage_that_hangs_is_named_within_the_stall_timeout(controller: str, case: str) -> None:
+    status, output = run(controller, 2, "2", case)
+    assert status != 0
+    assert re.search(r"rank 0 on host \S+: waited \d+ s for .* stage 1 \(rank 1 on host \S+\)", output), (
+        output
+    )
+
+
+def test_stages_that_differ_are_refused() -> None:
+    status, output = run("gloo", 2, "2", "differ")
+    assert status != 0
+    assert re.search("other chunks are refused: .*chunks=5", output), output
+    assert re.search("other values are refused: .*'embedding.tokens.weight'", output), output
+    assert re.search("ValueError.*random states", output), output
+    assert "stages=3 does not divide the number of processes, 2" in output

@@ -1,0 +1,135 @@
+"""Arguments and use of logical replicas, in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.memory import recording_peak
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2))
+
+
+def make(model: nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"replicas": 3}, "3"),
+        ({"replicas": 0}, "0"),
+        ({"replicas": True}, "True"),
+        ({"replicas": 4, "op": hc.Sum}, "op=Average"),
+        ({"replicas": 4, "compression": hc.Compression.fp16}, "Compression.none"),
+        ({"replicas": 4, "shard": "gradients"}, "shard='optimizer'"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> None:
+    with pytest.raises(ValueError, match=value):
+        make(nn.Linear(2, 2), **options)
+
+
+def test_a_module_that_averages_over_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="module '1' is a SyncBatchNorm"):
+        make(nn.Sequential(nn.Linear(2, 2), hc.SyncBatchNorm(2)), replicas=4)
+
+
+def test_the_model_must_be_known() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="model=model"):
+        hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters()), replicas=4
+        )
+
+
+def test_each_replica_must_be_computed_within_its_context() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = make(model, replicas=4)
+    replicas = optimizer.local_replicas()
+    next(replicas)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="was not computed"):
+        next(replicas)
+    with pytest.raises(RuntimeError, match="0 of this rank's"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="has no replicas"):
+        make(model).local_replicas()
+
+
+def test_a_replica_leaves_the_generator_and_the_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = make(model, replicas=4)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        for replica in optimizer.local_replicas():
+            with replica:
+                drawn.append(torch.rand(3))
+                model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len({tuple(values.tolist()) for values in drawn}) == len(drawn)
+    assert int(model[1].num_batches_tracked) == 0
+    optimizer.replicas.average_buffers()
+    assert int(model[1].num_batches_tracked) == 2
+
+
+def test_buckets_leave_during_the_last_replica() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    optimizer = make(model, replicas=4, bucket_cap_mb=0.01)
+    for _ in range(2):
+        for replica in optimizer.local_replicas():
+            with replica:
+                model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = optimizer.reduction_stats.last
+    assert last.launches_in_backward == len(last.launch_order) - 1 > 2
+
+
+def test_terms_of_replicas_are_weighed_by_their_mean() -> None:
+    """As a plain loop over all replicas' terms at once."""
+    model = nn.Linear(3, 1)
+    everything = torch.randn(4, 4, 3)
+    terms = [1, 4, 2, 3]
+    expected = torch.cat([rows[:count] for rows, count in zip(everything, terms)])
+    (gradient,) = torch.autograd.grad(model(expected).mean(), model.weight)
+    optimizer = make(model, replicas=4)
+    own = [terms[index] for index in optimizer.replicas.indices]
+    mean = optimizer.replicas.mean(own)
+    assert mean == 2.5
+    for replica in optimizer.local_replicas():
+        with replica:
+            batch = everything[replica][: terms[replica]]
+            with pytest.raises(ValueError, match="mean_terms"):
+                hc.accumulate(lambda x: model(x).mean(), batch, 2, across_ranks=True)
+            hc.accumulate(lambda x: model(x).mean(), batch, 2, mean_terms=mean)
+    optimizer.synchronize()
+    torch.testing.assert_close(model.weight.grad, gradient)
+
+
+def test_memory_of_gradients_grows_with_the_depth_of_the_tree() -> None:
+    """As many copies as the documentation states, and not one for each replica."""
+    copies = {}
+    for each in (1, 2, 4, 8):
+        model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+        gradients = sum(one.nbytes for one in model.parameters())
+        with recording_peak() as memory:
+            optimizer = make(model, replicas=each * hc.size(), bucket_cap_mb=0.07)
+            for _ in range(3):
+                for replica in optimizer.local_replicas():
+                    with replica:
+                        model(torch.ones(1, 128)).sum().backward()
+                optimizer.step()
+        copies[each] = memory.peak_bytes / gradients
+    for each, found in copies.items():
+        assert math.log2(each) < found < math.log2(each) + 2.1, copies

@@ -1,0 +1,27 @@
+"""Logical replicas: the same bits on 1, 2 and 4 ranks, over Gloo and MPI, also resumed on another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from controllers import probe, run_ranks
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "replicas.py"
+
+
+def hashes(ranks: int, controller: str, mode: str, folder: Path) -> dict[str, str]:
+    status, output = run_ranks(ranks, SCRIPT, "4", mode, str(folder), controller=controller)
+    assert status == 0, output
+    found: dict[str, str] = json.loads((folder / "hashes.json").read_text())
+    return found
+
+
+def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = hashes(1, "gloo", "save", tmp_path)
+    assert len(expected) == len(set(expected.values())) + 1  # split or not, the optimizer's state is the same
+    assert hashes(2, "gloo", "save", tmp_path) == expected
+    assert hashes(4, "mpi" if probe("mpi").works else "gloo", "resume", tmp_path) == expected

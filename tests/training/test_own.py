@@ -1,0 +1,113 @@
+"""Models, data, losses and metrics of a user's own module: what a run is made of, and errors in one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.training.config import ConfigError
+
+MODULE = """
+import torch
+from torch import nn
+from torch.nn import functional
+import hvd_ckpt as hc
+
+def model(classes=3, width=4):
+    return nn.Sequential(nn.Linear(2, width), nn.Linear(width, classes))
+
+def planned():
+    return model(), (torch.zeros(1, 2),), None
+
+class Pairs(torch.utils.data.Dataset):
+    classes = 5
+    def __len__(self): return 20
+    def __getitem__(self, index): return torch.full((2,), float(index)), index % 5
+
+def data(): return Pairs(), Pairs()
+def one(): return Pairs()
+def broken(): return [torch.zeros(2)]
+def endless(): return iter(())
+def number(): return 3
+def right(output, target): return (output.argmax(1) == target).double().mean()
+loss = functional.cross_entropy
+text = "model"
+
+class Doubled(hc.Objective):
+    unit = "pairs"
+    def weight(self, batch): return 2.0 * len(batch)
+    def loss(self, output, batch): return functional.cross_entropy(output, batch.targets)
+    def metrics(self, output, batch): return {}
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "own_module.py").write_text(MODULE, "utf-8")
+    monkeypatch.chdir(tmp_path)  # modules there are found
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    yield
+    sys.modules.pop("own_module", None)
+
+
+def made(**settings: Any) -> Any:
+    own = {"model": "own_module:model", "data": "own_module:data", "loss": "own_module:loss"}
+    given = {name: value for name, value in {**own, **settings}.items() if value is not None}
+    return hc.assemble(hc.Config(**given))
+
+
+def test_the_parts_of_a_run(module: Any) -> None:
+    parts = made(metrics={"right": "own_module:right"})
+    assert parts.model[-1].out_features == 5  # a fact of the data
+    assert (len(parts.train), len(parts.test)) == (20, 20)
+    batch = parts.train.batch([3, 9], [0, 0])
+    assert batch.inputs[0].tolist() == [[3.0, 3.0], [9.0, 9.0]] and batch.targets.tolist() == [3, 4]
+    output = torch.nn.functional.one_hot(torch.tensor([3, 0]), 5).float()
+    assert parts.objective.weight(batch) == 2
+    assert torch.equal(
+        parts.objective.loss(output, batch), torch.nn.functional.cross_entropy(output, batch.targets)
+    )
+    assert {name: float(one) for name, one in parts.objective.metrics(output, batch).items()} == {
+        "right": 0.5
+    }
+
+
+def test_other_forms(module: Any) -> None:
+    split = made(data="own_module:one", validation_split=0.25, model_options={"width": 7})
+    assert (len(split.train), len(split.test)) == (15, 5) and split.model[0].out_features == 7
+    seen = {
+        int(one.batch([i], [0]).inputs[0][0, 0]) for one in (split.train, split.test) for i in range(len(one))
+    }
+    assert seen == set(range(20))
+    assert made(model="own_module:planned").model[-1].out_features == 3
+    assert made(loss="own_module:Doubled").objective.weight(split.train.batch([0], [0])) == 2
+    on_text = made(data=None, loss=None, text="own_module.py", metrics={"right": "own_module:right"})
+    assert on_text.objective.unit == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "own_module:missing"}, "no model 'own_module:missing'"),
+        ({"model": "nowhere:model"}, "no model 'nowhere:model': No module named 'nowhere'"),
+        ({"model": "own_module:text"}, "'own_module:text' is a str"),
+        ({"model": "own_module:number"}, "returned int, and must return an nn.Module"),
+        ({"model_options": {"widht": 3}}, "did you mean 'width'"),
+        ({"data": None}, "give data"),
+        ({"data": "own_module:endless"}, "own_module:endless returned"),
+        ({"data": "own_module:broken", "validation_split": 0.0}, "no batch can be made"),
+        ({"loss": None}, "loss: give a function"),
+        ({"loss": "own_module:missing"}, "no loss 'own_module:missing'"),
+        ({"metrics": {"one": 3}}, "metrics: one is 3"),
+        ({"text": "book.txt"}, "trained on own_module:data, leave it out"),
+    ],
+)
+def test_errors_are_one_line(module: Any, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(**settings)
+    assert said in str(caught.value) and "\n" not in str(caught.value)

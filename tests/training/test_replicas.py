@@ -1,0 +1,130 @@
+"""``hvd-ckpt train --replicas``: what belongs to a replica, in runs that are resumed, skip a step, or change what shapes bits."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+from hvd_ckpt.training import logs
+from hvd_ckpt.training.build import assemble
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.passes import Passes
+from hvd_ckpt.training.trainer import Trainer
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2))
+
+R = 4
+
+
+class Odd:
+    """An objective whose loss is nan for batches of a certain sum, whoever computes them, and that keeps all losses."""
+
+    def __init__(self, objective: Any, nan_in: int = 0) -> None:
+        self._objective, self._nan_in = objective, nan_in
+        self.terms: list[tuple[float, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def loss(self, output, batch):
+        loss = self._objective.loss(output, batch)
+        if torch.is_grad_enabled():
+            if self._nan_in and int(batch.targets.sum()) % self._nan_in == 0:
+                loss = loss * float("nan")
+            self.terms.append((loss.item(), self._objective.weight(batch)))
+        return loss
+
+
+def train(folder: Path, nan_in: int = 0, **changes: Any) -> tuple[Trainer, Odd]:
+    changes = {"output": str(folder)} | changes if "resume" not in changes else changes
+    settings = {
+        "steps": 4,
+        "batch": 2,
+        "pixels": 8,
+        "replicas": R,
+        "eval_batches": 1,
+        "log_every": 1,
+        **changes,
+    }
+    config = Config("resnet-20", **settings)
+    parts = assemble(config)
+    objective = Odd(parts.objective, nan_in)
+    trainer = Trainer(config, parts.model, objective, parts.train, parts.test)
+    trainer.run()
+    hc.barrier()
+    return trainer, objective
+
+
+def test_a_logged_loss_is_the_mean_over_all_terms_of_all_replicas(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is the mean of the losses that the backward passes of replicas begin with."""
+    begun: list[float] = []
+    backward = Passes._backward
+
+    def noted(self: Passes, loss: torch.Tensor, last: bool) -> None:
+        begun.append(loss.item())
+        backward(self, loss, last)
+
+    monkeypatch.setattr(Passes, "_backward", noted)
+    _, objective = train(folder / "run", steps=1)
+    all_terms = [pair for rank in hc.allgather_object(objective.terms) for pair in rank]
+    assert len(all_terms) == R
+    expected = sum(loss * weight for loss, weight in all_terms) / sum(weight for _, weight in all_terms)
+    first = logs.read(folder / "run" / "log.jsonl")[0]
+    assert first["loss"] == pytest.approx(expected, rel=1e-9)
+    everyone = [loss for rank in hc.allgather_object(begun) for loss in rank]
+    assert sum(everyone) / R == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_is_skipped_leaves_the_buffers_of_all_replicas(folder: Path) -> None:
+    trainer, objective = train(folder / "run", nan_in=5, on_nan="skip", steps=6)
+    finite = [loss == loss for rank in hc.allgather_object(objective.terms) for loss, _ in rank]
+    assert not all(finite)
+    own = [loss == loss for loss, _ in objective.terms]
+    each = R // hc.size()
+    taken = [
+        all(all(rank[step * each : (step + 1) * each]) for rank in hc.allgather_object(own))
+        for step in range(6)
+    ]
+    assert 0 < sum(taken) < 6
+    state = trainer.optimizer.replicas.state_dict()
+    counted = {
+        int(value) for own in state["buffers"].values() for name, value in own.items() if "tracked" in name
+    }
+    assert counted == {sum(taken)}
+    assert all(buffer.isfinite().all() for buffer in trainer.model.buffers())
+
+
+def test_a_resumed_run_has_as_many_replicas_and_warns_of_what_may_change_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(folder / "run", steps=2)
+    with pytest.raises(ConfigError, match="replicas 2: the run that is to resume has 4"):
+        train(folder, replicas=2, resume=str(folder / "run"))
+    from hvd_ckpt.snapshots.schema import libraries
+
+    monkeypatch.setattr("hvd_ckpt.training.resume.libraries", lambda: {**libraries(), "torch": "0.1"})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(folder, steps=3, resume=str(folder / "run"))
+    finally:
+        torch.set_num_threads(threads)
+    told = [str(one.message) for one in caught if "bits" in str(one.message)]
+    assert len(told) == (hc.rank() == 0)
+    if told:
+        assert f"CPU threads a rank {threads} (now {threads + 1})" in told[0] and "(now 0.1)" in told[0]
+
+
+def test_a_number_of_ranks_that_cannot_have_the_replicas_is_refused(folder: Path) -> None:
+    if hc.size() == 2:
+        with pytest.raises(ConfigError, match="replicas=1 .* not on 2"):
+            train(folder / "run", replicas=1)

@@ -1,0 +1,80 @@
+"""Logical replicas in an elastic job that loses a rank: the end is that of one rank which nothing disturbs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvd_ckpt.snapshots.reader import read
+from hvd_ckpt.training import logs
+
+pytestmark = pytest.mark.launch
+
+PROGRAM = str(Path(sys.executable).parent / "hvd-ckpt")
+STEPS, SECONDS = 200, 240.0
+SETTINGS = [
+    "--model=gpt-tiny",
+    "--model-option=width=32",
+    "--model-option=layers=2",
+    "--model-option=heads=2",
+]
+SETTINGS += [
+    "--model-option=dropout=0.1",
+    "--sequence-length=16",
+    "--batch=2",
+    "--replicas=4",
+    f"--steps={STEPS}",
+]
+SETTINGS += ["--snapshot-every=20", "--commit-every=5", "--log-every=10", "--seed=5", "--eval-batches=1"]
+
+
+def test_a_rank_that_is_lost_changes_nothing(tmp_path: Path) -> None:
+    text, script, whole, run = (tmp_path / name for name in ("text.txt", "discover.sh", "whole", "run"))
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
+    script.chmod(0o755)
+    path = f"{Path(PROGRAM).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    command = [PROGRAM, "train", *SETTINGS, f"--text={text}"]
+    subprocess.run([*command, f"--output={whole}"], env=environment, check=True, timeout=SECONDS)
+    launcher = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+    launcher += ["--host-discovery-script", str(script)]
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*launcher, *command, f"--output={run}"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        limit = time.monotonic() + SECONDS
+        while not list((run / "snapshots").glob("step-*")):
+            assert job.poll() is None and time.monotonic() < limit, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        ranks = [
+            child
+            for child in psutil.Process(job.pid).children(recursive=True)
+            if child.cmdline()[1:3] == [PROGRAM, "train"]
+        ]
+        (other,) = [one for one in ranks if one.environ()["HOROVOD_HOSTNAME"] == "127.0.0.1"]
+        other.send_signal(signal.SIGKILL)
+        assert job.wait(SECONDS) == 0, (tmp_path / "log").read_text()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)
+    assert "on 1 ranks" in (tmp_path / "log").read_text()
+    last = Path("snapshots") / f"step-{STEPS:08d}"
+    weights, expected = read(run / last, 0).weights, read(whole / last, 0).weights
+    assert all((weights[name] == expected[name]).all() for name in expected)
+    told, wanted = (
+        [(one["step"], one["loss"]) for one in logs.read(one / "log.jsonl")] for one in (run, whole)
+    )
+    assert told == wanted

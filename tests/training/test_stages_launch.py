@@ -1,0 +1,195 @@
+"""``hvd-ckpt train --stages``: the bits of a run without stages, resumed in any number of them, and errors that end all stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from controllers import FORKING, probe, run_ranks, start_ranks
+from safetensors.torch import load_file
+
+from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.consolidate import consolidate
+from hvd_ckpt.training.logs import read
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "train_runs.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SECONDS = 400
+STEPS, STOPPED = 4, 2
+
+TOKENS = [
+    "--sequence-length=8",
+    "--model-option=width=16",
+    "--model-option=heads=2",
+    "--model-option=layers=3",
+]
+ADAM = ["--optimizer=adamw", "--lr=0.01"]
+SGD = ["--optimizer=sgd", "--lr=0.1", "--weight-decay=0"]  # rounding stays rounding
+MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the pipeline
+    "bert-tiny": ([*TOKENS, *SGD], ["--checkpoint=never"]),
+    "roberta-tiny": ([*TOKENS, *SGD], ["--pipeline-schedule=gpipe"]),
+    "xlnet-tiny": ([*TOKENS, *SGD], ["--checkpoint=except_last"]),
+    "gpt2-tiny": ([*TOKENS, *SGD], ["--pipeline-schedule=interleaved"]),
+    "gpt-tiny": (
+        [*TOKENS, *ADAM, "--model-option=tied=false", "--model-option=dropout=0.1", "--ema=0.8",
+         f"--snapshot-every={STOPPED}", "--log-every=3", "--eval-every=2", "--clip=0.5"],
+        ["--budget=min"],
+    ),
+    "lstm-small": (["--sequence-length=8", "--model-option=width=16", *ADAM], []),
+    "densenet-22": (["--pixels=8", "--model-option=dropout=0.1", "--precision=bf16", *ADAM], ["--pipeline-schedule=interleaved"]),
+    "resnet-20": (
+        ["--pixels=8", "--batch-norm=deferred", "--precision=fp16", "--clip=1", f"--snapshot-every={STOPPED}", *ADAM],
+        ["--balance=[5,6]", "--checkpoint=auto"],
+    ),
+    "own_models:unet": (
+        ["--data=own_models:shapes", "--loss=own_models:pixel_loss", "--metric=iou=own_models:iou",
+         "--model-option=width=4", *ADAM],
+        [],
+    ),
+    "vnet": (["--pixels=16", "--model-option=width=2", *ADAM], ["--pipeline-schedule=gpipe"]),
+}  # fmt: skip
+RESUMED = ("gpt-tiny", "resnet-20")
+Run = dict[str, Any]
+
+
+def run_of(folder: Path, job: str, name: str, *own: str) -> Run:
+    """A run of a job that trains the model of this name."""
+    text = [f"--text={folder / 'text.txt'}"] if "--sequence-length" in "".join(MODELS[name][0]) else []
+    common = [f"--steps={STEPS}", "--batch=6", "--accumulate=3", "--eval-batches=1", "--keep-snapshots=9"]
+    output = f"--output={folder / job / name}"
+    return {"arguments": [f"--model={name}", *text, *common, *MODELS[name][0], *own, output]}
+
+
+def resumed(
+    folder: Path, job: str, other: str, run: str, *own: str, name: str = "", step: int = STOPPED
+) -> Run:
+    """A run of another job that goes on in this one."""
+    to = folder / job / (name or f"{run}-resumed")
+    copy = {"copy": [str(folder / other / run), str(to)], "step": step, "steps": STEPS}
+    return {**copy, "arguments": [f"--resume={to}", *own]}
+
+
+def write_inputs(folder: Path, job: str, runs: list[Run]) -> Path:
+    (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 60)
+    (folder / job).mkdir()
+    file = folder / f"{job}.json"
+    file.write_text(json.dumps(runs), "utf-8")
+    return file
+
+
+def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
+    """Jobs side by side: ranks, pipeline stages and runs of each."""
+    started = []
+    for name, (ranks, stages, runs) in jobs.items():
+        file = write_inputs(folder, name, runs)
+        started.append(
+            start_ranks(ranks, SCRIPT, str(stages), str(file), launcher=FORKING, PYTHONPATH=str(EXAMPLES))
+        )
+    with ThreadPoolExecutor(len(started)) as pool:
+        said = [pool.submit(job.communicate) for job in started]
+        limit = time.monotonic() + SECONDS
+        while any(job.poll() is None for job in started):
+            if any(job.returncode for job in started) or time.monotonic() > limit:
+                for job in started:  # which may wait for each other's runs
+                    job.terminate()
+            time.sleep(0.1)
+    failed = [output.result()[0] for job, output in zip(started, said) if job.returncode]
+    assert not failed, "\n\n".join(failed)
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return reader.read(run / "snapshots" / f"step-{step:08d}").weights
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], exact: bool = True) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        assert torch.equal(one, theirs[name]) if exact else torch.allclose(one, theirs[name], 1e-4, 1e-5), (
+            name
+        )
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    kept = ("step", "kind", "loss", "lr", "accuracy", "dice", "perplexity", "iou", "samples", "ema_loss")
+    return [{key: one[key] for key in kept if key in one} for one in read(run / "log.jsonl")]
+
+
+def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
+    file = folder / f"{len(list(folder.iterdir()))}.safetensors"
+    consolidate(run / "snapshots" / f"step-{STEPS:08d}", file, ema=True)
+    return load_file(file)
+
+
+def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None:
+    """With the same log; and a run goes on in another number of stages as if it had always been there."""
+    whole = [run_of(tmp_path, "whole", name) for name in MODELS]
+    staged = [run_of(tmp_path, "staged", name, "--stages=2", *own) for name, (_, own) in MODELS.items()]
+    for name in RESUMED:
+        whole.append(resumed(tmp_path, "whole", "staged", name, "--stages=1", "--checkpoint=always"))
+        staged.append(resumed(tmp_path, "staged", "whole", name, "--stages=2"))
+    many = ["--stages=2", "--pipeline-schedule=interleaved", "--virtual-stages=99"]
+    staged.append({**run_of(tmp_path, "staged", "vnet", *many), "refused": "blocks"})
+    run_jobs(tmp_path, {"whole": (1, 1, whole), "staged": (2, 2, staged)})
+    for name in MODELS:
+        one, two = tmp_path / "whole" / name, tmp_path / "staged" / name
+        written = reader.read(two / "snapshots" / f"step-{STEPS:08d}")
+        assert written.manifest is not None and written.pipeline_stages == 2
+        tied = bool(written.manifest.aliases)
+        assert tied == (name in ("bert-tiny", "roberta-tiny", "xlnet-tiny", "gpt2-tiny"))
+        assert_same(written.weights, weights(one), exact=not tied)
+        if not tied:
+            assert records(one) == records(two), name
+    assert Plan.load(tmp_path / "staged" / "gpt-tiny" / "plan.json").pipeline is not None
+    for name, job in itertools.product(RESUMED, ("whole", "staged")):
+        run, unstopped = tmp_path / job / f"{name}-resumed", tmp_path / "whole" / name
+        assert_same(weights(run), weights(unstopped))
+        assert records(run) == [one for one in records(unstopped) if one["step"] > STOPPED]
+    assert_same(*(averages(tmp_path, tmp_path / job / "gpt-tiny") for job in ("whole", "staged")))
+
+
+def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
+    """Two replicas of two stages go on from two ranks with the whole model, sharded in each way, and these from them."""
+    name, exact = "lstm-small", ("--accumulate-locally", "--keep-snapshots=9")
+    saves = ("--ema=0.8", "--snapshot-every=1")
+    whole = [
+        run_of(tmp_path, "whole", name, *saves),
+        resumed(
+            tmp_path, "whole", "staged", "none", "--stages=1", "--shard=2", *exact, name="from none", step=3
+        ),
+        resumed(tmp_path, "whole", "staged", "parameters", "--stages=1", name="from parameters", step=3),
+    ]
+    staged = [
+        resumed(tmp_path, "staged", "whole", name, "--stages=2", *own, name=to)
+        for to, own in (
+            ("none", ()),
+            ("optimizer", ("--shard=1",)),
+            ("gradients", ("--shard=2", *exact)),
+            ("parameters", ("--shard=3", *exact)),
+        )
+    ]
+    run_jobs(tmp_path, {"whole": (2, 1, whole), "staged": (4, 2, staged)})
+    unstopped = tmp_path / "whole" / name
+    for run in (*(tmp_path / "staged").iterdir(), *(tmp_path / "whole").glob("from *")):
+        assert_same(weights(run), weights(unstopped))
+        assert_same(averages(tmp_path, run), averages(tmp_path, unstopped))
+
+
+def test_an_error_on_one_stage_ends_all_with_one_traceback(tmp_path: Path) -> None:
+    """Over Gloo, and on the last stage: pipeline/test_stages_launch.py."""
+    controller = "mpi" if probe("mpi").works else "gloo"
+    runs = [{**run_of(tmp_path, "failing", "lstm-small", "--stages=2"), "raise_on": 0}]
+    file = write_inputs(tmp_path, "failing", runs)
+    status, output = run_ranks(2, SCRIPT, "2", str(file), controller=controller)
+    assert status not in (0, 2), output
+    assert len(re.findall(r"]<stderr>:Traceback", output)) == 1, output  # the launcher may show its own
+    assert re.search(r"]<stderr>:Traceback(.*\n)*?.*ArithmeticError: a stage raises", output), output
