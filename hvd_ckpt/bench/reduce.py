@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hvd_ckpt.bench.harness.workloads import Workload
 
 ENGINES = "hvd_ckpt,horovod,ddp"
-BASELINES = ("horovod", "ddp")  # engines to which ratios are taken
+BASELINES = ("hvd_ckpt", "horovod", "ddp")  # engines to which ratios are taken
 WORKLOADS = {  # workload of the harness, what it is, warm-up steps, timed steps
     "densenet": ("densenet-narrow", "DenseNet, 371 gradients of 4.2 MiB in all", 5, 30),
     "transformer": ("transformer", "transformer, 98 gradients of 96 MiB in all", 3, 6),
@@ -160,7 +160,9 @@ def _prepare(
 
     def step() -> None:
         optimizer.zero_grad()
-        workload.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        for backward_pass in engine.backward_passes(optimizer):
+            with backward_pass:
+                workload.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return model, step
@@ -208,7 +210,12 @@ class Case:
     "--controller", "controllers", default="gloo,mpi", show_default=True, help="What starts the ranks."
 )
 @click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Workloads to train.")
-@click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
+@click.option(
+    "--engines",
+    default=ENGINES,
+    show_default=True,
+    help="Engines; also replicas (this library with logical replicas), or module:Class of your own.",
+)
 @count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @click.option("--steps", type=click.IntRange(1), help="Timed steps per job.  [default: by workload]")
 @quick_option("Two ranks and fewer pairs.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -94,6 +94,10 @@ class Engine(ABC):
             ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
         """
         raise NotImplementedError(f"{self.title} has no plans")
+
+    def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
+        """The backward passes of a step, each as a context."""
+        return (nullcontext(),)
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         """Scales losses: PyTorch's own unless the engine brings another."""
@@ -198,6 +202,26 @@ class HvdCkpt(HorovodFamily):
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         return hc.GradScaler(device)
+
+
+class LogicalReplicas(HvdCkpt):
+    """This library with as many logical replicas as ranks."""
+
+    title = "hvd_ckpt, replicas"
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        optimizer = hc.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), model=model, replicas=self.size
+        )
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, optimizer
+
+    def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
+        passes: Iterable[AbstractContextManager[Any]] = optimizer.local_replicas()
+        return passes
+
+    def refuses(self, workload: Workload) -> str | None:
+        return "replicas draw random numbers of their own; hvd-ckpt bench replicas compares them"
 
 
 class Sharded(HvdCkpt):
@@ -368,6 +392,7 @@ ENGINES: dict[str, type[Engine]] = {
     "shard-1": ShardedOptimizerState,
     "shard-2": ShardedGradients,
     "shard-3": ShardedParameters,
+    "replicas": LogicalReplicas,
 }
 
 
