@@ -124,6 +124,17 @@ def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 
 @pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a benchmark's jobs over Gloo are forked from one process that has imported what takes long."""
+    from controllers import FORKING
+
+    from hvd_ckpt.bench.harness import jobs
+
+    started = jobs.launch_command
+    monkeypatch.setattr(jobs, "launch_command", lambda *words: [*FORKING, *started(*words)[3:]])
+
+
+@pytest.fixture
 def folder() -> Iterator[Path]:
     """One temporary folder for all ranks."""
     import hvd_ckpt as hc

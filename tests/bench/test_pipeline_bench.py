@@ -14,7 +14,7 @@ from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.compare import stages
 from hvd_ckpt.bench.compare.command import compare
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.usefixtures("forked_ranks")]
 
 
 def run(command: click.Command, folder: Path, *arguments: str) -> dict[str, Any]:

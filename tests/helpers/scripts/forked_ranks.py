@@ -2,12 +2,14 @@
 
 Importing PyTorch and what its optimizers need takes a fresh rank seconds of a core. Horovod starts a process for each rank, which
 runs the rank's command in a shell. Here :mod:`multiprocessing`'s fork server starts it, and it forks again where the command is a
-Python script. So the processes between launcher and rank are others than usual: tests of those need ``horovodrun.py``.
+Python script or ``python -m module``, whose imports are made before. So the processes between launcher and rank are others than
+usual: tests of those need ``horovodrun.py``.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -28,13 +30,13 @@ run_in_shell = safe_shell_exec.subprocess.Popen
 
 
 def start_rank(command: str, shell: bool, env: dict[str, str] | None, stdout: Any, stderr: Any) -> Any:
-    """Takes the place of ``subprocess.Popen``: a Python script in a fork of this process."""
+    """Takes the place of ``subprocess.Popen``: a Python script or module in a fork of this process."""
     words = shlex.split(command)
     settings = dict(os.environ if env is None else env)
     while words and (words[0] == "env" or "=" in words[0]):
         name, _, value = words.pop(0).partition("=")
         settings[name] = value
-    if words[:1] != [sys.executable] or words[1].startswith("-"):
+    if words[:1] != [sys.executable] or (words[1].startswith("-") and words[1] != "-m"):
         return run_in_shell(command, shell=shell, env=env, stdout=stdout, stderr=stderr)
     guard = os.fork()
     if guard == 0:  # in the place of the shell, whose child the rank is
@@ -52,13 +54,19 @@ def start_rank(command: str, shell: bool, env: dict[str, str] | None, stdout: An
 
 
 def _run(words: list[str]) -> NoReturn:
-    """Runs a Python script as an interpreter of its own would, to its end."""
+    """Runs a Python script, or ``-m`` and a module, as an interpreter of its own would, to its end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
     try:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-        runpy.run_path(words[0], run_name="__main__")
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path[0] = os.getcwd()
+            sys.modules.pop(words[1], None)  # as the preloaded one; it runs anew
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -85,5 +93,6 @@ safe_shell_exec.multiprocessing = SimpleNamespace(
 )
 
 if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    modules = [following for word, following in itertools.pairwise(sys.argv) if word == "-m"]
+    multiprocessing.set_forkserver_preload(PRELOADED + modules)
     launch.run_commandline()
