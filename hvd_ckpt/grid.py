@@ -33,7 +33,8 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from hvd_ckpt import watchdog
 from hvd_ckpt.hosts import Peer
-from hvd_ckpt.launchers import whole_in
+from hvd_ckpt.launchers import GLOO_ADDRESS, whole_in
+from hvd_ckpt.rendezvous import PORT, rank_variables
 
 SCOPE = "hvd_ckpt.grid"  # in the launcher's rendezvous server
 ASK_SECONDS = 0.02  # between two questions to it
@@ -48,7 +49,6 @@ LARGEST = 2**30  # bytes of one MPI message
 EAGER_TESTS = 200  # of an MPI request, before the process sleeps between two of them
 SLEEP_SECONDS = 50e-6
 NO_LIMIT = timedelta(days=1000)  # of a wait in Gloo: the watchdog has the limit
-ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 
 class StageFailed(RuntimeError):
@@ -349,7 +349,7 @@ class _Board:
     _starts = 0
 
     def __init__(self) -> None:
-        self.address, self._port = os.environ[ADDRESS], int(os.environ[PORT])
+        self.address, self._port = os.environ[GLOO_ADDRESS], int(os.environ[PORT])
         self._scope = f"{SCOPE}.{_Board._starts}"  # a second start in this process finds nothing of the first
         _Board._starts += 1
 
@@ -372,7 +372,7 @@ class _Board:
 
 
 def _over_gloo(stages: int) -> Grid:
-    if ADDRESS not in os.environ:
+    if GLOO_ADDRESS not in os.environ:
         return _place(stages, 0, 1)
     process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
     grid = _place(stages, process, processes)
@@ -395,20 +395,8 @@ def _stage_environment(grid: Grid, board: _Board) -> dict[str, str]:
     if grid.replica == 0:
         server = RendezvousServer()  # a daemon thread, which ends with the process
         board.put(key, (board.own_address(), server.start()))
-    address, port = board.get(key)
     hosts = [_machine(grid.peers[grid.process(grid.stage, replica)]) for replica in range(grid.replicas)]
-    local = hosts[: grid.replica].count(hosts[grid.replica])
-    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local]
-    return {
-        "HOROVOD_RANK": str(grid.replica),
-        "HOROVOD_SIZE": str(grid.replicas),
-        "HOROVOD_LOCAL_RANK": str(local),
-        "HOROVOD_LOCAL_SIZE": str(hosts.count(hosts[grid.replica])),
-        "HOROVOD_CROSS_RANK": str(across.index(hosts[grid.replica])),
-        "HOROVOD_CROSS_SIZE": str(len(across)),
-        ADDRESS: address,
-        PORT: str(port),
-    }
+    return rank_variables(grid.replica, hosts, *board.get(key))
 
 
 def _machine(peer: Peer) -> tuple[str, tuple[str, ...]]:

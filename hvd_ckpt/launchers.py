@@ -54,6 +54,11 @@ def _wrong(variable: str, way_out: str) -> ValueError:
     return ValueError(f"{variable} is {ascii(os.environ[variable])[:60]}: {way_out}")
 
 
+GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+FOREIGN = {  # rank, size, and what nobody else sets
+    "torchrun": ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 PROC = Path("/proc")
@@ -74,6 +79,32 @@ def look_up(pid: int) -> Process | None:
     except OSError:
         return None
     return Process(fields[0], int(fields[1]), int(fields[19]))
+
+
+def foreign_launcher() -> str | None:
+    """``"torchrun"`` or ``"srun"`` if it has started this process as one of several ranks, which neither Horovod nor MPI knows of.
+
+    Under ``srun --mpi=...`` MPI knows of the ranks, so Horovod starts over it, unless ``HOROVOD_CONTROLLER=gloo``.
+    """
+    if any(name in os.environ for name in (GLOO_ADDRESS, "OMPI_COMM_WORLD_RANK")):
+        return None
+    over_gloo = os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    if not over_gloo and any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK")):
+        return None
+    for name, (_, size, *others) in FOREIGN.items():
+        if (whole_in(size) or 0) > 1 and all(variable in os.environ for variable in others):
+            return name
+    return None
+
+
+def adopt_launcher() -> str | None:
+    """Gives this process the variables with Horovod's names for its rank if :func:`foreign_launcher` has started it."""
+    launcher = foreign_launcher()
+    if launcher is not None:
+        for name, variable in zip(("HOROVOD_RANK", "HOROVOD_SIZE"), FOREIGN[launcher]):
+            os.environ[name] = os.environ[variable]
+        os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
+    return launcher
 
 
 def launched_rank() -> int | None:

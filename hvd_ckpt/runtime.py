@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt import grid, uncaught, watchdog
+from hvd_ckpt import grid, rendezvous, uncaught, watchdog
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.launchers import check_environment, whole_in
+from hvd_ckpt.launchers import adopt_launcher, check_environment, whole_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,6 +76,9 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
+    The launcher may also be ``torchrun`` or ``srun``, which know nothing of Horovod: its ranks then meet over Gloo, at the
+    address of the first one (``MASTER_ADDR`` and ``MASTER_PORT``, which ``torchrun`` sets and under ``srun`` may be set).
+
     An error that the script does not catch is shown once per host: later ranks that end with the same one, and those that lose
     another rank, write one line. A ``sys.excepthook`` that is not Python's own is left alone.
 
@@ -103,11 +106,13 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
 
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
-            number above zero, or an environment variable that must be a number is not; or ``stages`` does not divide the number
+            number above zero, or an environment variable that must be a number is not; or the ranks of ``torchrun`` or ``srun`` do
+            not meet; or ``stages`` does not divide the number
             of processes, or differs from what Horovod was started with, or is given with ``comm``.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
             elastic job later, with both variables set, and cannot.
     """
+    launcher = adopt_launcher()
     uncaught.install()
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
@@ -124,6 +129,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
             "call shutdown() at the very end, or run over Gloo (`horovodrun --gloo`)."
         )
     check_environment()
+    if launcher is not None:
+        rendezvous.join_job(launcher)
     _set_fusion_default()
     _set_crowded_defaults()
     _check_restart()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from hvd_ckpt.install.extras import explain_import_error
+from hvd_ckpt.launchers import adopt_launcher
 
 
 class _Entry(NamedTuple):
@@ -94,6 +95,7 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="hvd_ckpt", prog_name="hvd-ckpt")
 def main() -> None:
     """Train models that do not fit: Horovod data parallelism with activation checkpointing."""
+    adopt_launcher()  # so that commands know their rank
 
 
 if __name__ == "__main__":

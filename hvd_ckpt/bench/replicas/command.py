@@ -6,20 +6,22 @@ Exit status 0 if every workload has one hash everywhere, 1 if one has several or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.replicas.job import RankResult
 
 STEPS, QUICK_STEPS = 6, 4
+CURVES = 60
 QUICK = ("gpt, reentrant segments, fp16 that overflows", "densenet, SGD, segments, short last batch")
 NOTES = (
     "A hash is of the weights, the buffers, the optimizer's state, the loss scale, and all logged losses and evaluations of a run.",
@@ -61,6 +63,12 @@ class Column:
 @click.option("--controllers", help="Controllers that start the ranks.  [default: those of this Horovod]")
 @click.option("--workloads", help="Numbers of the workloads to train, from 1, such as 1,3.  [default: all]")
 @count_option("--steps", help="Steps of each run.", default=STEPS, quick=QUICK_STEPS)
+@click.option(
+    "--curves",
+    type=click.IntRange(0),
+    help="Steps of further runs, of one GPT, whose losses are drawn beside those of stock Horovod; 0 for none.  "
+    f"[default: {CURVES}; with --quick 0]",
+)
 @quick_option("Two of the workloads.")
 @click.option(
     "--timeout", type=click.FloatRange(1), default=900, show_default=True, help="Seconds for one job."
@@ -72,13 +80,15 @@ def replicas(
     controllers: str | None,
     workloads: str | None,
     steps: int,
+    curves: int | None,
     quick: bool,
     timeout: float,
 ) -> None:
     """Train as logical replicas on several numbers of ranks, and compare what comes of it bit for bit.
 
     Each workload is trained to the end on every number of ranks, and once more from the middle of the run of another number. The
-    table has one hash of all results of each run.
+    table has one hash of all results of each run. A picture has the losses of a GPT on each number of ranks, relative to the
+    smallest, with stock Horovod and as logical replicas.
     """
     from hvd_ckpt.bench.replicas.job import WORKLOADS, Job, RankResult
 
@@ -97,7 +107,9 @@ def replicas(
     settings = {"replicas": replicas, "steps": steps, "np": list(counts)}
     columns = columns_of(counts, _controllers(controllers))
     before = None
-    with run.progress(len(columns)) as progress:
+    points = curves if curves is not None else 0 if quick else CURVES
+    drawn = None
+    with run.progress(len(columns) + (2 * len(counts) if points else 0)) as progress:
         for column in columns:
             progress.start(f"{column.title}: {len(names)} workloads")
             folder = run.jobs / column.title.replace(" ", "-").replace("=", "")
@@ -110,8 +122,50 @@ def replicas(
             except JobError as error:
                 column.failure = str(error)
             run.save(make_report(columns, names, settings))
-    report = make_report(columns, names, settings)
+        if points:
+            drawn = train_curves(run, progress, replicas, counts, columns[0].controller, points, timeout)
+    report = make_report(columns, names, settings, drawn)
     run.finish(report, success=report.success)
+
+
+@dataclass
+class Curves:
+    """The losses of each step, by the kind of run and the number of ranks; ``failures``: of jobs that failed, why."""
+
+    losses: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def one(self) -> bool:
+        """Whether the losses of logical replicas are the same on every number of ranks."""
+        *_, ours = self.losses.values()
+        return not self.failures and all(values == ours[min(ours)] for values in ours.values())
+
+
+def train_curves(
+    run: BenchRun,
+    progress: Any,
+    replicas: int,
+    counts: Sequence[int],
+    controller: str,
+    steps: int,
+    timeout: float,
+) -> Curves:
+    """Trains a GPT on each number of ranks, with stock Horovod and as logical replicas."""
+    from hvd_ckpt.bench.replicas.curves import Job, Losses
+
+    curves = Curves()
+    for stock, kind in ((True, "stock Horovod"), (False, f"{replicas} logical replicas")):
+        curves.losses[kind] = {}
+        for count in counts:
+            progress.start(f"np={count} {controller}: losses of {kind}")
+            folder = run.jobs / f"curve-{'stock' if stock else 'replicas'}-np{count}"
+            try:
+                job = Job(folder, count, replicas, stock, steps)
+                curves.losses[kind][count] = run_job(job, Losses, controller, timeout, threads=1)[0].losses
+            except JobError as error:
+                curves.failures.append(f"np={count} {controller}, losses of {kind}: {error}")
+    return curves
 
 
 def _controllers(given: str | None) -> list[str]:
@@ -132,7 +186,12 @@ def columns_of(counts: Sequence[int], controllers: Sequence[str]) -> list[Column
     return columns + [Column(one, count) for one in others for count in reversed(counts) if count > 1]
 
 
-def make_report(columns: Sequence[Column], names: Sequence[str], settings: dict[str, Any]) -> Report:
+def make_report(
+    columns: Sequence[Column],
+    names: Sequence[str],
+    settings: dict[str, Any],
+    curves: Curves | None = None,
+) -> Report:
     """The report of all jobs so far."""
     done = [column for column in columns if column.result is not None]
     titles: list[str] = []
@@ -152,6 +211,9 @@ def make_report(columns: Sequence[Column], names: Sequence[str], settings: dict[
         skipped = sorted({column.result.overflows[name] for column in done if column.result is not None})
         results.append({"workload": name, "hashes": found, "one": one, "skipped_steps": skipped})
     failures = [f"{column.title}: {column.failure}" for column in columns if column.failure is not None]
+    if curves is not None:
+        failures += curves.failures
+        several += [] if curves.one else ["losses in the picture"]
     success = len(done) == len(columns) and not several
     return Report(
         "Logical replicas: one hash on any number of ranks",
@@ -165,4 +227,31 @@ def make_report(columns: Sequence[Column], names: Sequence[str], settings: dict[
         if success
         else "Not all bits are the same.",
         success=success,
+        data={"losses": curves.losses} if curves else {},
+        draw=(lambda folder: draw(curves.losses, folder)) if curves else None,
     )
+
+
+def draw(losses: dict[str, dict[int, list[float]]], folder: Path) -> list[str]:
+    """A picture with a panel for each kind of run: how far the losses are from those on the smallest number of ranks.
+
+    Args:
+        losses: by the name of the kind and the number of ranks.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6))
+    for axes, (title, runs) in zip(figure.subplots(1, len(losses), sharey=True), losses.items()):
+        for number, (ranks, values) in enumerate(sorted(runs.items())):
+            apart = [value - first for value, first in zip(values, runs[min(runs)])]
+            # Lines get thinner, so that several of the same values can be told from one.
+            width = 1.5 * (len(runs) - number)
+            label = f"{ranks} ranks" if ranks > 1 else "1 rank"
+            axes.plot(range(1, len(values) + 1), apart, label=label, linewidth=width)
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.legend()
+    figure.axes[0].set_ylabel(
+        f"training loss, relative to\n{min(min(runs) for runs in losses.values() if runs)} rank(s)"
+    )
+    return [save_figure(figure, folder / "losses.png")]

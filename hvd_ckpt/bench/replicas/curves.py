@@ -1,0 +1,109 @@
+"""The loss of the same GPT on several numbers of ranks: with logical replicas, and with stock Horovod.
+
+Both draw the same samples for each step, and divide them among however many ranks there are. Run by the launcher as
+``python -m hvd_ckpt.bench.replicas.curves JOB``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.data.sampler import Sampler
+from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.training.build import Assembly, assemble
+from hvd_ckpt.training.config import Config
+
+BATCH = 4  # samples of a replica
+LEARNING_RATE = 2e-3
+SEED = 3
+
+
+@dataclass(frozen=True)
+class Job(RankJob):
+    """One run.
+
+    Attributes:
+        replicas: of the run, also with stock Horovod, where a rank computes its part of their samples at once.
+        stock: train with stock Horovod.
+        steps: to train.
+    """
+
+    worker = "hvd_ckpt.bench.replicas.curves"
+
+    replicas: int
+    stock: bool
+    steps: int
+
+
+@dataclass
+class Losses:
+    """The mean loss of each step, over all samples."""
+
+    losses: list[float] = field(default_factory=list)
+
+
+def measure(job: Job) -> Losses:
+    """Trains on one rank."""
+    options = {"width": 32, "heads": 2, "layers": 2, "dropout": 0.1}
+    parts = assemble(Config("gpt-tiny", model_options=options, sequence_length=32, seed=SEED))
+    return (_stock if job.stock else _replicas)(job, parts)
+
+
+def _replicas(job: Job, parts: Assembly) -> Losses:
+    hc.init()
+    model, found = parts.model, Losses()
+    optimizer: Any = hc.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        named_parameters=model.named_parameters(),
+        model=model,
+        replicas=job.replicas,
+    )
+    for step in range(job.steps):
+        losses = []
+        for replica in optimizer.local_replicas():
+            with replica:
+                losses.append(_pass(parts, _samples(parts, step, replica.index, job.replicas, job.replicas)))
+        optimizer.step()
+        found.losses.append(optimizer.replicas.mean(losses))
+    return found
+
+
+def _stock(job: Job, parts: Assembly) -> Losses:
+    import horovod.torch as hvd
+
+    hvd.init()
+    model, found = parts.model, Losses()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), named_parameters=model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    torch.manual_seed(SEED + hvd.rank())
+    for step in range(job.steps):
+        optimizer.zero_grad()
+        loss = _pass(parts, _samples(parts, step, hvd.rank(), hvd.size(), job.replicas))
+        optimizer.step()
+        found.losses.append(float(hvd.allreduce(loss)))
+    return found
+
+
+def _samples(parts: Assembly, step: int, number: int, of: int, replicas: int) -> Batch:
+    """One of the parts of a step's samples."""
+    count = BATCH * replicas
+    batch: Batch = parts.train.batch(*Sampler(len(parts.train), SEED).part(step * count, count, number, of))
+    return batch
+
+
+def _pass(parts: Assembly, batch: Batch) -> Tensor:
+    loss = parts.objective.loss(parts.model(*batch.inputs, **batch.shared), batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+if __name__ == "__main__":
+    run_rank(Job, measure)
