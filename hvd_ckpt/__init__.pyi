@@ -193,6 +193,12 @@ from hvd_ckpt.batchnorm import (
 from hvd_ckpt.batchnorm import (
     commit_batch_norm as commit_batch_norm,
 )
+from hvd_ckpt.data.sampler import (
+    DataLoader as DataLoader,
+)
+from hvd_ckpt.data.sampler import (
+    DistributedSampler as DistributedSampler,
+)
 from hvd_ckpt.distributed import (
     DistributedOptimizer as DistributedOptimizer,
 )
@@ -340,6 +346,9 @@ from hvd_ckpt.sharding.estimate import (
 )
 from hvd_ckpt.sharding.estimate import (
     estimate_memory as estimate_memory,
+)
+from hvd_ckpt.snapshots.snapshots import (
+    Snapshots as Snapshots,
 )
 from hvd_ckpt.training.build import (
     assemble as assemble,

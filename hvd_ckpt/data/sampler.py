@@ -1,4 +1,4 @@
-"""The order of samples, a function of seed and epoch alone, and a loader of one rank's batches.
+"""The order of samples, a function of seed and epoch alone, and loaders of one rank's batches.
 
 The epochs' permutations follow one another. A global batch is the next samples of that sequence, and rank r takes every size-th of
 them from the r-th on; so each sample is seen once in an epoch, by one rank, whatever the number of ranks. The position in the data
@@ -8,11 +8,14 @@ is one integer, the number of samples consumed, and any number of ranks can resu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
+import horovod.torch as hvd
 import numpy
+import torch
 from numpy.typing import NDArray
 from typing_extensions import Self
 
@@ -22,27 +25,93 @@ from hvd_ckpt.models.objectives import Batch
 PREFETCHED = 2  # batches
 
 
-class Sampler:
-    """All samples in random order, epoch after epoch.
+class DistributedSampler(torch.utils.data.Sampler[list[int]]):
+    """All samples in random order, epoch after epoch, in batches of this rank; a ``batch_sampler`` that resumes where it was.
+
+    In place of ``torch.utils.data.DistributedSampler`` and its ``set_epoch``. The epochs follow one another, and a global batch is
+    the next ``batch_size * num_replicas`` samples, so the position is one number, from which any number of ranks resumes.
+    Iteration starts there and yields whole batches; the few samples that do not fill a last one are left out.
+
+    Give it to :class:`DataLoader`; torch's asks for batches ahead of the loop, so that the position would not be the loop's.
 
     Args:
-        samples: their number.
+        dataset: it, or the number of its samples.
+        batch_size: samples of each rank in a batch.
+        num_replicas, rank: by default the ranks of the job, of one pipeline stage, and this one.
         seed: of the order, from 0 to 2**63 - 1.
         epochs: the number of epochs; None for a sequence without an end.
 
     Attributes:
+        position: samples that all ranks together have consumed.
+        samples: in the data set.
         length: samples in the whole sequence; None if it has no end.
 
     Raises:
-        ValueError: there are no samples.
+        ValueError: there are no samples, or an argument is not a positive number.
     """
 
-    def __init__(self, samples: int, seed: int, epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Sized | int,
+        batch_size: int = 1,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        epochs: int | None = None,
+    ) -> None:
+        samples = dataset if isinstance(dataset, int) else len(dataset)
         if samples < 1:
             raise ValueError("the data set has no samples: give at least one")
+        for name, value in (("batch_size", batch_size), ("epochs", 1 if epochs is None else epochs)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a number from 1, got {value!r}")
         self.samples, self.seed, self.epochs = samples, seed, epochs
+        self.batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
         self.length = None if epochs is None else samples * epochs
+        self.position = 0
         self._cached: tuple[int, NDArray[numpy.integer]] | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks together take at a time."""
+        ranks: int = hvd.size() if self._num_replicas is None else self._num_replicas
+        return self.batch_size * ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        position, count = self.position, self.global_batch
+        rank: int = hvd.rank() if self._rank is None else self._rank
+        while self.length is None or position + count <= self.length:
+            batch, _ = self.part(position, count, rank, count // self.batch_size)
+            position = self.position = position + count
+            yield batch
+
+    def __len__(self) -> int:
+        """The number of batches in the whole sequence.
+
+        Raises:
+            TypeError: it has no end.
+        """
+        if self.length is None:
+            raise TypeError("a DistributedSampler without epochs has no length: give epochs")
+        return self.length // self.global_batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in."""
+        return {"position": self.position, "samples": self.samples, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues from a position, with any number of ranks.
+
+        Raises:
+            ValueError: it is in another number of samples, or in another order.
+        """
+        for name, here in (("samples", self.samples), ("seed", self.seed)):
+            if state[name] != here:
+                raise ValueError(
+                    f"DistributedSampler: the state is of {name} {state[name]!r}, and here it is {here}: give the same data and "
+                    "seed"
+                )
+        self.position = state["position"]
 
     def part(self, position: int, count: int, rank: int, size: int) -> tuple[list[int], list[int]]:
         """One rank's part of the global batch at a position.
@@ -76,6 +145,54 @@ class Sampler:
         return self._cached[1]
 
 
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """``torch.utils.data.DataLoader`` that resumes: it knows how far the loop has come, whatever its workers have loaded ahead.
+
+    Its state is the position of its ``batch_sampler`` after the last batch that it has yielded. Each iteration seeds its workers by
+    seed and position, where torch's draws from the default generator, so that dropout would draw other numbers after a resume.
+    Random augmentation should depend on the number of the sample: workers are not in the state.
+
+    Args:
+        dataset: map-style.
+        batch_sampler: a :class:`DistributedSampler`.
+        options: further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+
+    Raises:
+        TypeError: ``batch_sampler`` is something else.
+    """
+
+    def __init__(self, dataset: Any, batch_sampler: DistributedSampler, **options: Any) -> None:
+        if not isinstance(batch_sampler, DistributedSampler):
+            raise TypeError(
+                f"DataLoader: batch_sampler is a {type(batch_sampler).__name__}: give an hc.DistributedSampler"
+            )
+        options.setdefault("generator", torch.Generator())
+        super().__init__(dataset, batch_sampler=batch_sampler, **options)
+
+    def __iter__(self) -> Any:
+        sampler: Any = self.batch_sampler
+        position = sampler.position
+        self.generator.manual_seed((sampler.seed + position) % 2**63)
+        for batch in super().__iter__():
+            position = sampler.position = position + sampler.global_batch
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """That of the sampler."""
+        sampler: Any = self.batch_sampler
+        state: dict[str, int] = sampler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues from a position, in the next iteration.
+
+        Raises:
+            ValueError: as :meth:`DistributedSampler.load_state_dict`.
+        """
+        sampler: Any = self.batch_sampler
+        sampler.load_state_dict(state)
+
+
 class Loader:
     """Iterates over ``(batch, samples)``, a rank's parts of each global batch in turn, to the end of the sampler's sequence.
 
@@ -101,7 +218,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        sampler: Sampler,
+        sampler: DistributedSampler,
         batch: int,
         rank: int,
         size: int,

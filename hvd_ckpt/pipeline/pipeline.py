@@ -160,6 +160,9 @@ class Pipeline(nn.Module):
             for part in range(grid.stage, parts, grid.stages)
         }
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        first: dict[Tensor, str] = {}
+        whole = model.state_dict(keep_vars=True).items()
+        self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
         self._total_parameters = len(places)
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
         self._tied = [one for one in tied if grid.stage in one.stages]

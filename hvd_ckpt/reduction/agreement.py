@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import torch
 from horovod.torch import mpi_ops
+
+from hvd_ckpt.grid import current
 
 
 class FailedElsewhere(ValueError):
@@ -119,6 +122,32 @@ def raise_first_failure(error: Exception | None, failures: Sequence[str | None])
     for rank, failure in enumerate(failures):
         if failure is not None:
             raise FailedElsewhere(f"rank {rank}: {failure}")
+
+
+def of_all_processes(value: Any, name: str) -> list[Any]:
+    """A picklable value of each process of the job, of all pipeline stages, in the order of their numbers. Collective."""
+    replicas = allgather_objects(value, mpi_ops.global_process_set, name)
+    if current().stages == 1:
+        return replicas
+    return [one for stage in current().gather_objects(replicas) for one in stage]
+
+
+def of_first_process(value: Any, name: str) -> Any:
+    """The first process's value, on all processes of all pipeline stages. Collective."""
+    first = broadcast_from(value, 0, mpi_ops.global_process_set, name)
+    return first if current().stages == 1 else current().gather_objects(first)[0]
+
+
+@contextmanager
+def errors_on_all(name: str) -> Iterator[None]:
+    """An error that one process raises inside is raised on all of them, of all pipeline stages, where it did not happen as a
+    FailedElsewhere. The body must not communicate, since a process may leave it early."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    raise_first_failure(error, of_all_processes(None if error is None else str(error), name))
 
 
 def check_parameters(tables: Sequence[Sequence[ParameterFacts]]) -> None:

@@ -48,6 +48,11 @@ class FlatParameters:
             own = group.shard_of(flat, self._exchange.rank)
             self.shards.append(own.clone() if self._format.changes(group.dtype) else own)
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the model's weights may differ from the exact ones in the shards."""
+        return any(self._format.changes(group.dtype) for group in self._layout.groups)
+
     def shards_changed(self, groups: Collection[Group] | None = None) -> None:
         """Gathers the shards of these groups, or of all, into the parameters. Collective."""
         wanted = list(self._layout.groups if groups is None else groups)

@@ -66,34 +66,35 @@ class ShardState:
 
 
 class RunShards:
-    """Makes the :class:`ShardState` of a run. To be made with the whole model, before it is cut into pipeline stages or sharded.
+    """Makes the :class:`ShardState` of a run.
 
     In pipeline stages all ranks write weights and optimizer state as shards, each element once: what all replicas of a stage have,
     the first of them writes.
 
     Args:
-        model: with whole parameters.
-        stage: of sharding, from 0 to 3.
-        lossy: whether weights are communicated in fewer bits than they have.
+        model: whole, sharded or a ``Pipeline``.
+        optimizer: its ``DistributedOptimizer``.
 
     Attributes:
         aliases: further names of tied parameters, and the name under which each is in a snapshot.
+        stage: of sharding, from 0 to 3.
         sharded: whether the optimizer's state is split over the ranks.
+        splits_each: whether exact weights are split, too, since the model's own are not whole or not exact.
     """
 
-    def __init__(self, model: nn.Module, stage: int, lossy: bool) -> None:
-        self.stage, self._pipeline_stages = stage, current().stages
-        self.sharded = stage > 0 or self._pipeline_stages > 1
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.stage, self._pipeline_stages = optimizer.shard_stage, current().stages
+        self.sharded = self.stage > 0 or self._pipeline_stages > 1
         self.aliases: dict[str, str] = {}
         if self.sharded:
-            self._tensors, self.aliases = tensors_of(model, buffers=self._pipeline_stages > 1)
+            self._tensors, self.aliases = tensors_of(model, self._pipeline_stages > 1, optimizer)
             names = {*self._tensors, *self.aliases}
-            self._buffers = [name for name in model.state_dict() if name not in names]
-        self._splits_each = stage == 3 or (stage > 0 and lossy)
+            self._buffers = [name for name in named_tensors(model) if name not in names]
+        self.splits_each = self.stage == 3 or (self.stage > 0 and optimizer._sharding.store.is_lossy)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights that rank 0 writes: ``model.state_dict()``, or only what no rank has in its shards."""
-        if not self._splits_each and self._pipeline_stages == 1:
+        if not self.splits_each and self._pipeline_stages == 1:
             return model.state_dict()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {name: buffers[name] for name in self._buffers}
@@ -114,6 +115,7 @@ class RunShards:
         if averages is not None:
             state["averages"] = dict(averages)
         pieces: Sequence[Any] = part["pieces"] if self.stage else _flatten(state, ranges_of(optimizer))
+        pieces = [(self.aliases.get(name, name), start, stop) for name, start, stop in pieces]
         weights = self._own_weights(model, optimizer)
         if self._pipeline_stages > 1:
             # A tied parameter is the first of its stages' to write, and what is whole the first replica's.
@@ -132,22 +134,22 @@ class RunShards:
     def _own_weights(self, model: nn.Module, optimizer: Any) -> list[tuple[str, int, int, Tensor]] | None:
         """Name, first and last + 1 element, and values of the weights that this rank writes; None if rank 0 writes all."""
         if self._pipeline_stages == 1:
-            return optimizer.weight_pieces() if self._splits_each else None
+            return optimizer.weight_pieces() if self.splits_each else None
         own: dict[str, Tensor] = dict(model.named_parameters())
         own.update(model.named_buffers())
         first = current().replica == 0
         pieces = [
             (name, 0, one.numel(), TensorSpec.of(one).flatten(one))
             for name, one in own.items()
-            if first and name in self._tensors and not (self._splits_each and isinstance(one, nn.Parameter))
+            if first and name in self._tensors and not (self.splits_each and isinstance(one, nn.Parameter))
         ]
-        if self._splits_each:
+        if self.splits_each:
             pieces += [piece for piece in optimizer.weight_pieces() if piece[0] in own]
         return [piece for piece in pieces if piece[1] < piece[2]]
 
     def publish_weights(self, optimizer: Any) -> None:
         """Gives the model the weights it had after the last step, which lossy communication made of the exact ones. Collective."""
-        if self._splits_each and self.stage < 3:
+        if self.splits_each and self.stage < 3:
             store, layout = optimizer._sharding.store, optimizer._sharding.layout
             store.shards_changed([group for group in layout.groups if group.requires_grad])
 
@@ -182,24 +184,42 @@ def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]
     return [pieces[number] for number in kept]
 
 
-def tensors_of(model: nn.Module, buffers: bool) -> tuple[dict[str, TensorMetadata], dict[str, str]]:
-    """A model's parameters, and the further names of those that are tied.
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all names that they have in ``state_dict()``, which is refused where parameters are split."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def tensors_of(
+    model: nn.Module, buffers: bool, optimizer: Any = None
+) -> tuple[dict[str, TensorMetadata], dict[str, str]]:
+    """The parameters of a whole model, also of one in pipeline stages, and the further names of those that are tied.
 
     Args:
         buffers: also the buffers in ``state_dict()``.
+        optimizer: that may have sharded them.
     """
+    layout = optimizer._sharding.layout if hasattr(optimizer, "_sharding") else None
+    known = getattr(model, "_first_names", None)  # of a Pipeline
+    whole = model if known is None else model.__dict__["_model"]
     first: dict[int, str] = {}
     tensors: dict[str, TensorMetadata] = {}
     aliases: dict[str, str] = {}
-    found = dict(model.named_parameters(remove_duplicate=False))
+    found = dict(whole.named_parameters(remove_duplicate=False))
     if buffers:
-        found.update(model.state_dict(keep_vars=True))
+        found.update(named_tensors(whole))
     for name, tensor in found.items():
-        if id(tensor) in first:
-            aliases[name] = first[id(tensor)]
+        stored = first.setdefault(id(tensor), name) if known is None else known[name]
+        if stored != name:
+            aliases[name] = stored
         else:
-            first[id(tensor)] = name
-            tensors[name] = TensorMetadata.of(tensor)
+            index = None if layout is None else layout.index(tensor)
+            spec = TensorSpec.of(tensor) if layout is None or index is None else layout.specs[index]
+            tensors[name] = TensorMetadata.of(tensor, spec)
     return tensors, aliases
 
 

@@ -122,6 +122,27 @@ def remove(paths: Iterable[Path], warn: Warn | None = None) -> None:
                 path.unlink()
 
 
+def later_snapshots(folder: Path, step: int) -> list[Path]:
+    """Snapshots in a folder of later steps than this."""
+    return [path for path in list_snapshots(folder) if step_of(path) > step]
+
+
+def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn | None = None) -> None:
+    """Removes later snapshots than the one a run has resumed from, now that it has written one of its own.
+
+    Whenever the process is killed, there is a snapshot to resume from, and the newest is the old course's last or the new one,
+    never one between: the new one is in place first; then the others lose their names, the oldest first; only then are their
+    files removed, which may take long.
+
+    Args:
+        abandoned: the snapshots; empty when this returns.
+        written: the new one, which may have the place of one of them.
+        warn: takes a warning for each file that resists removal; by default it is a Python warning.
+    """
+    remove(sorted((path for path in abandoned if path != written), key=step_of), warn)
+    abandoned.clear()
+
+
 @contextmanager
 def _warning(path: Path, warn: Warn | None) -> Iterator[None]:
     try:

@@ -20,15 +20,16 @@ import torch
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.schema import Strict, Wrong, first_error, shown
-from hvd_ckpt.sharding.state import ShardRange
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.sharding.state import ShardRange, ranges_of
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import (
     DAMAGED,
     ShardingMetadata,
     ShardMetadata,
-    TensorMetadata,
     shard_file,
 )
 
@@ -110,7 +111,7 @@ def check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
     """Raises Wrong unless a state of valid structure fits the optimizer: its groups, and names and shapes of its entries.
 
     Args:
-        optimizer: as it was made, not yet distributed.
+        optimizer: not sharded.
     """
     there = state["param_groups"]
     if [len(group["params"]) for group in optimizer.param_groups] != [
@@ -171,30 +172,28 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
         parameters += alike
         twin.param_groups = [{**options, "params": alike}]
         with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
-            type(optimizer).step(twin)
+            getattr(optimizer, "_wrapped_class", type(optimizer)).step(twin)
     return [twin.state[one] for one in parameters]
 
 
 # ------------------------------------------------------------------------------------ sharded state
 
 
-def check_sharding(sharding: ShardingMetadata, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_sharding(sharding: ShardingMetadata, specs: Mapping[str, TensorSpec]) -> None:
     """Raises Wrong unless what was sharded is the model's and the optimizer's: names, sizes, order in memory.
 
     Args:
-        optimizer: as it was made, not yet distributed.
+        specs: of the optimizer's parameters, by name.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
     stored = {shard.name for shards in sharding.optimizer for shard in shards}
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        name, here = names[parameter], TensorMetadata.of(parameter)
+    for name, here in specs.items():
         there = sharding.parameters.get(name)
-        if there is None or (parameter.numel() and name not in stored):
+        if there is None or (here.numel and name not in stored):
             raise Wrong(f"sharding has no optimizer state of {shown(name)}: {OTHER_MODEL}")
-        if (there.size, there.stride) != (here.size, here.stride):
-            found, wanted = (f"size {list(one.size)} and strides {list(one.stride)}" for one in (there, here))
+        if (there.size, there.stride) != (tuple(here.shape), tuple(here.stride)):
             raise Wrong(
-                f"sharding.parameters[{shown(name)}] has {found}, and must have {wanted}: {OTHER_MODEL}"
+                f"sharding.parameters[{shown(name)}] has size {list(there.size)} and strides {list(there.stride)}, and must have "
+                f"size {list(here.shape)} and strides {list(here.stride)}: {OTHER_MODEL}"
             )
 
 
@@ -202,11 +201,14 @@ def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     """What the optimizer keeps of a shard of each parameter once it has taken a step, for :func:`read_shards`.
 
     Args:
-        optimizer: as it was made, not yet distributed.
+        optimizer: as it was made, or distributed: then of the parameters of which this rank has a shard.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {names[one]: entries for one, entries in zip(parameters, _after_a_step(optimizer, flat=True))}
+    if isinstance(optimizer, ReducedOptimizer):
+        found = [one.name for one in ranges_of(optimizer)]
+    else:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        found = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(found, _after_a_step(optimizer, flat=True)))
 
 
 def read_shards(

@@ -61,8 +61,8 @@ class TensorMetadata(Strict):
     dtype: str
 
     @classmethod
-    def of(cls, parameter: Tensor) -> TensorMetadata:
-        form = TensorSpec.of(parameter)
+    def of(cls, parameter: Tensor, form: TensorSpec | None = None) -> TensorMetadata:
+        form = form or TensorSpec.of(parameter)
         return cls(
             size=tuple(form.shape),
             stride=tuple(form.stride),

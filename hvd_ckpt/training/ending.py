@@ -1,8 +1,8 @@
-"""The end of a run: requests to stop, errors that one rank raises on all, reports of single ranks, and how processes exit.
+"""The end of a run: errors that one rank raises on all, reports of single ranks, and how processes exit.
 
-A handler only notes a signal. The loop looks for a request in every step, and tells the other ranks by a flag that travels with the
-gradients (:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`), as for a loss that is not finite. Only then do all ranks
-gather their reports, so it costs nothing until there is one; all stop after the same step, with a snapshot.
+The loop looks for a request to stop in every step, and tells the other ranks by a flag that travels with the gradients
+(:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`), as for a loss that is not finite. Only then do all ranks gather
+their reports, so it costs nothing until there is one; all stop after the same step, with a snapshot.
 
 When a rank fails, all ranks exit, and one of them says why (:mod:`hvd_ckpt.uncaught`). Nobody waits: a process that has failed
 exits without Horovod's orderly shutdown, in which it would wait for ranks that compute, and the launcher ends the others.
@@ -14,103 +14,27 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import horovod.torch as hvd
-from horovod.torch.mpi_ops import global_process_set
 from torch import nn
-from typing_extensions import Self
 
 from hvd_ckpt import uncaught
 from hvd_ckpt.grid import current
 from hvd_ckpt.hosts import host_name
 from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.reduction.agreement import (
-    FailedElsewhere,
-    allgather_objects,
-    broadcast_from,
-    raise_first_failure,
-)
+from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.stopping import STOP_FILE
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.training.config import ConfigError
-from hvd_ckpt.training.supervise import FAILURE_FILE, SIGNALS, STOP_FILE, SUPERVISED_VARIABLE
+from hvd_ckpt.training.supervise import FAILURE_FILE, SUPERVISED_VARIABLE
 
-DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-LOOK_SECONDS = 1.0  # between two looks for the file, which may be on a slow file system
 MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
-
-# ------------------------------------------------------------------------------------ requests to stop
-
-
-class StopRequest:
-    """Notes requests to stop while its context is entered. A program's own signal handlers stay in place.
-
-    A second Ctrl-C interrupts at once.
-
-    Args:
-        folder: of the run, on the rank that looks for ``stop`` in it; None on the others.
-        reason: an earlier request.
-    """
-
-    def __init__(self, folder: Path | None, reason: str | None = None) -> None:
-        self._file = None if folder is None else folder / STOP_FILE
-        self._looked = 0.0
-        self._reason = reason
-        self._replaced: dict[signal.Signals, Any] = {}
-
-    @property
-    def reason(self) -> str | None:
-        """The signal's name, ``"stop"`` for the file, or None without a request."""
-        if self._reason is None and self._file is not None:
-            now = time.monotonic()
-            if now - self._looked >= LOOK_SECONDS:
-                self._looked = now
-                if os.path.exists(self._file):  # false as well where the file system has trouble
-                    self._reason = STOP_FILE
-        return self._reason
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) in DEFAULTS:
-                    self._replaced[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._replaced.items():
-            signal.signal(number, handler)
-        self._replaced.clear()
-
-    def acknowledge(self) -> None:
-        """Removes the file: the run has stopped."""
-        if self._file is not None:
-            forget_file(self._file.parent)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._reason is not None:
-            raise KeyboardInterrupt
-        self._reason = signal.Signals(number).name
-
-
-def forget_file(folder: Path) -> None:
-    """Removes the file from a run's folder, if it is there: it was for a run that has ended."""
-    with contextlib.suppress(OSError):
-        (folder / STOP_FILE).unlink()
-
-
-def status_of(reason: str | None) -> int:
-    """The exit status of a run that has stopped for that reason: as a shell has it, or 0 for the file or none."""
-    return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
-
 
 # ------------------------------------------------------------------------------------ errors of one rank, on all
 
@@ -133,30 +57,18 @@ def errors_everywhere(name: str) -> Iterator[None]:
     Raises:
         ConfigError: a ValueError inside, on this rank or another.
     """
-    error: Exception | None = None
+    with config_errors(), errors_on_all(name):
+        yield
+
+
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+    """A ValueError inside, which is raised on all ranks alike, becomes a ConfigError."""
     try:
         yield
-    except Exception as raised:
-        error = raised
-    try:
-        raise_first_failure(error, of_all_processes(None if error is None else str(error), name))
     except ValueError as found:
         passing = isinstance(found, (FailedElsewhere, SnapshotError)) or getattr(found, "passing", False)
         raise ConfigError(str(found), passing) from None
-
-
-def of_all_processes(value: Any, name: str) -> list[Any]:
-    """A picklable value of each process of the job, of all pipeline stages, in the order of their numbers. Collective."""
-    replicas = allgather_objects(value, global_process_set, name)
-    if current().stages == 1:
-        return replicas
-    return [one for stage in current().gather_objects(replicas) for one in stage]
-
-
-def of_first_process(value: Any, name: str) -> Any:
-    """The first process's value, on all processes of all pipeline stages. Collective."""
-    first = broadcast_from(value, 0, global_process_set, name)
-    return first if current().stages == 1 else current().gather_objects(first)[0]
 
 
 def check_weights(model: nn.Module) -> None:
@@ -200,6 +112,11 @@ def gather_reports(stop: str | None, loss: float | None, step: int) -> tuple[str
 
 
 # ------------------------------------------------------------------------------------ exit
+
+
+def status_of(reason: str | None) -> int:
+    """The exit status of a run that has stopped for that reason: as a shell has it, or 0 for the file or none."""
+    return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.batchnorm import commit_batch_norm
-from hvd_ckpt.data.sampler import Sampler
+from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.grid import current
 from hvd_ckpt.models.objectives import Batch, Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated, accumulate
@@ -141,7 +141,7 @@ class Passes:
         self._precision.backward(loss, self._optimizer, last)
 
 
-def micro_batches_of(config: Config, sampler: Sampler, position: int) -> int:
+def micro_batches_of(config: Config, sampler: DistributedSampler, position: int) -> int:
     """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
     communicates = config.batch_norm == "synchronized" or config.shard_stage == 3
     if not communicates or sampler.length is None:

@@ -26,12 +26,13 @@ from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.precision import AUTOCAST, Precision
 from hvd_ckpt.recompute import CheckpointSequential
 from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.schema import write_text
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.ending import errors_everywhere, of_first_process
+from hvd_ckpt.training.ending import errors_everywhere
 
 # ------------------------------------------------------------------------------------ device and precision
 

@@ -32,11 +32,10 @@ from typing_extensions import Self
 
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.snapshots.folder import SNAPSHOT, step_of
+from hvd_ckpt.snapshots.stopping import SIGNALS, STOP_FILE
 
-STOP_FILE = "stop"
 FAILURE_FILE = "failure.txt"  # in which a job writes for its supervisor why a restart would fail the same way
 SUPERVISED_VARIABLE = "HVD_CKPT_SUPERVISED"  # "1" where there is one
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 NOT_AGAIN = (2, 126, 127)  # exit statuses of an invalid setting or command
 LONGEST_PAUSE = 30.0  # seconds
 LEFT_OVER_SECONDS = 10.0  # for ranks to end after their launcher: horovodrun gives them 5

@@ -6,11 +6,9 @@ wrote it would have done.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +18,24 @@ import torch
 from torch import nn
 
 from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.sampler import Loader, Sampler
+from hvd_ckpt.data.sampler import DistributedSampler, Loader
 from hvd_ckpt.grid import current
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.pipeline.pipeline import Pipeline
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.snapshots.content import RunShards
-from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
-from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.content import tensors_of
+from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
-from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.ending import (
     NonFiniteLoss,
-    StopRequest,
     check_weights,
+    config_errors,
     errors_everywhere,
     gather_reports,
-    of_first_process,
 )
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
@@ -55,15 +51,11 @@ from hvd_ckpt.training.prepare import (
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resume import (
     ResumePoint,
-    average_state,
     average_weights,
     find_resume_point,
-    later_snapshots,
-    load_state,
     plan_text,
     read_snapshot,
-    remove_abandoned,
-    replica_state,
+    replica_entries,
 )
 from hvd_ckpt.training.state import Progress
 from hvd_ckpt.training.summary import print_summary
@@ -121,16 +113,13 @@ class Trainer:
         point: ResumePoint | None = None,
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
-        self._stop = StopRequest(None)
         self._stopped: str | None = None
-        self._requested: str | None = None
-        self._writer: SnapshotWriter | None = None
         self._evaluation: dict[str, float] = {}
 
         # Model and optimizer of one rank
         with errors_everywhere("hvd_ckpt.train.settings"):
             self.device = device_of(config)
-            self.sampler = Sampler(len(train), config.seed, config.epochs)
+            self.sampler = DistributedSampler(train, config.batch, seed=config.seed, epochs=config.epochs)
             self.precision = precision_of(config, self.device)
             self.model = prepare_model(model, config, self.device)
             optimizer = build_optimizer(
@@ -153,12 +142,11 @@ class Trainer:
             if current().number == 0 and not config.dry_run:
                 config.write_yaml(self.folder / "config.yaml")
         taken = self.progress.step
-        self._abandoned = [] if snapshot is None else later_snapshots(self.folder / "snapshots", taken)
         expected = {} if snapshot is None else state_of_shards(optimizer, self.model)
         print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
 
         # Plan, which sees the whole model; stages; weights of rank 0
-        self._shards = RunShards(self.model, config.shard_stage, lossy=config.wire != "fp32")
+        _, aliases = tensors_of(self.model, buffers=False)
         self.plan, self._plan_text = choose_plan(
             self.model,
             optimizer,
@@ -178,7 +166,7 @@ class Trainer:
         # Optimizer of all ranks
         self.optimizer: Any
         self.model, self.optimizer = self.precision.prepare(
-            self.model, distribute(optimizer, self.model, config, self._shards.aliases)
+            self.model, distribute(optimizer, self.model, config, aliases)
         )
         if not config.shard_stage:
             broadcast_optimizer_state(self.optimizer, root_rank=0)
@@ -188,26 +176,31 @@ class Trainer:
         # State of the snapshot
         seed_all(seed_of_rank(config.seed, taken))
         self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
+        self.snapshots = Snapshots(
+            self.folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=self.precision.scaler,
+            average=self._average,
+            keep=config.keep_snapshots,
+            blocking=config.blocking_snapshots,
+            warn=lambda text: self.report.say(f"Warning: {text}"),
+        )
         if snapshot is not None:
-            scaler = self.precision.scaler
-            load_state(
-                snapshot,
-                expected,
-                self.model,
-                self.optimizer,
-                self._shards,
-                self._average,
-                scaler,
-                self.report,
-            )
+            with config_errors():
+                if self.snapshots.load(snapshot, expected):
+                    self.report.resume(snapshot.per_rank["logged"])
+                if self.optimizer.replicas is not None:
+                    entries = snapshot.replicated["replicas"]["logged"]
+                    self.report.resume([entries[index] for index in self.optimizer.replicas.indices])
 
     @property
     def requested_stop(self) -> str | None:
-        return self._stop.reason or self._requested
+        return self.snapshots.stop.reason
 
     @requested_stop.setter
     def requested_stop(self, reason: str | None) -> None:
-        self._requested = reason
+        self.snapshots.stop.reason = reason
 
     # -------------------------------------------------------------------------------- the loop
 
@@ -228,7 +221,7 @@ class Trainer:
         loader = Loader(
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
         )
-        with loader, self._tools():
+        with loader, self.report, self.snapshots:
             if progress.pending_evaluation and self.test is not None:
                 self._evaluate_and_report(due=True)
             while not self._finished():
@@ -250,10 +243,13 @@ class Trainer:
                     else:
                         self._evaluate_and_report(due)
                 if self._finished() or _due(config.snapshot_every, progress.step):
-                    self._begin_snapshot()
+                    with self.report.excluded():
+                        self.snapshots.begin(progress.step, **self._further_state())
                 if after_step is not None and not self._finished():
                     after_step()
-            self._finish_snapshot()
+            self.snapshots.wait()
+            if self._stopped:
+                self.snapshots.stop.acknowledge()
         if not self._stopped:  # the launcher may leave little time, and a resumed run draws at its end
             self.report.draw()
         ended_early = progress.step < self.steps and self._has_stopped_improving()
@@ -280,7 +276,7 @@ class Trainer:
         accumulated = self._passes.run(parts, micro_batches)
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
-        if self._passes.on_some_stage(wrong is not None or self._stop.reason is not None):
+        if self._passes.on_some_stage(wrong is not None or self.snapshots.stop.reason is not None):
             self.optimizer.notify()
         self.optimizer.reduce_once()
         skipped = self.optimizer.notified and self._handle_reports(wrong)
@@ -289,9 +285,6 @@ class Trainer:
             return [Accumulated(torch.zeros(()), 0.0) for _ in parts]
         if config.clip is not None:
             self._passes.clip(config.clip)
-        if self._writer is not None:
-            self._writer.check()
-            self._writer.before_update()
         self.precision.step(self.optimizer)
         if self._average is not None:
             self._average.update_parameters()
@@ -318,96 +311,41 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """The state that the run needs to resume, as the arguments of :meth:`SnapshotWriter.begin`; tensors are not copied.
+        """The state that the run needs to resume, see :meth:`Snapshots.contents`.
 
         Collective with replicas, whose buffers the ranks gather.
         """
-        scaler = self.precision.scaler
-        average, average_shard = average_state(self._average, self._shards.sharded)
+        return self.snapshots.contents(**self._further_state())
+
+    def _further_state(self) -> dict[str, dict[str, Any]]:
+        """What a snapshot of a run has besides that of any loop."""
         logged = self.report.open_entry()
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
             "ranks": self._first_ranks,
             "progress": self.progress.model_dump(),
-            "optimizer": None if self._shards.sharded else self.optimizer.state_dict(),
-            "ema": average,
-            "scaler": None if scaler is None else scaler.state_dict(),
             "plan": self._plan_text,
             "samples": len(self.train),
-            "threads": torch.get_num_threads(),
-            "device": self.device.type,
-            "replicas": replica_state(self.optimizer, logged),
         }
-        per_rank = {
-            "random": random_state(),
-            "reduction": self.optimizer.reduction_state_dict(),
-            "buffers": dict(self.model.named_buffers()),
-            "logged": logged,
-        }
-        return {
-            "weights": self._shards.weights(self.model),
-            "replicated": replicated,
-            "per_rank": per_rank,
-            "shard": self._shards.state(self.model, self.optimizer, average_shard),
-        }
+        if self.optimizer.replicas is not None:
+            replicated["replicas"] = {
+                **self.optimizer.replicas.state_dict(),
+                "logged": replica_entries(logged),
+            }
+        return {"replicated": replicated, "per_rank": {"logged": logged}}
 
     # -------------------------------------------------------------------------------- within a run
 
-    @contextlib.contextmanager
-    def _tools(self) -> Iterator[None]:
-        """Opens logs, the writer of snapshots, and the receiver of requests to stop."""
-        token = of_first_process(secrets.token_hex(4), "hvd_ckpt.train.token")
-        grid = current()
-        with (
-            self.report,
-            StopRequest(self.folder if grid.number == 0 else None, self._requested) as self._stop,
-            SnapshotWriter(
-                self.folder / "snapshots",
-                self.config.keep_snapshots,
-                token,
-                grid.number,
-                grid.size,
-                lambda text: self.report.say(f"Warning: {text}"),
-                blocking=self.config.blocking_snapshots
-                or self.config.offload is not None,  # a copy would have no room
-                on_written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
-            ) as self._writer,
-        ):
-            yield
-            if self._stopped:
-                self._stop.acknowledge()
-        self._writer = None
-
     def _handle_reports(self, loss: float | None) -> bool:
         """Gathers requests to stop and losses that are not finite; returns whether to skip this step. Collective."""
-        self._stopped, fault = gather_reports(self._stop.reason, loss, self.progress.step + 1)
+        self._stopped, fault = gather_reports(self.snapshots.stop.reason, loss, self.progress.step + 1)
         if fault is None:
             return False
         if self.config.on_nan == "stop":
             raise NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
         self.report.say(f"Warning: {fault}: the step is skipped.")
         return True
-
-    def _begin_snapshot(self) -> None:
-        assert self._writer is not None
-        changing = {name for name, _ in self.model.named_buffers()}
-        with self.report.excluded():
-            self._writer.begin(self.progress.step, **self.state(), changing=changing)
-
-    def _finish_snapshot(self) -> None:
-        """Waits for the last snapshot. Collective.
-
-        Raises:
-            SnapshotError: it was not written.
-        """
-        assert self._writer is not None
-        self._writer.wait()
-        fault = of_first_process(self._writer.failed, "hvd_ckpt.train.written")
-        if fault is not None:
-            raise SnapshotError(
-                f"The last snapshot, of step {self.progress.step}, could not be written: {fault}"
-            )
 
     def _evaluate_and_report(self, due: bool) -> None:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hvd_ckpt.data import Dataset
 from hvd_ckpt.data.images import Digits, ImageArrays, ImageFolder, open_images
-from hvd_ckpt.data.sampler import Loader, Sampler
+from hvd_ckpt.data.sampler import DistributedSampler, Loader
 from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText, PermutedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import Ellipsoids, VolumeArrays, open_volumes
@@ -71,7 +71,7 @@ def same(one: Batch, other: Batch) -> bool:
 def test_ranks_share_out_every_sample_once_in_each_epoch(data: st.DataObject) -> None:
     samples, epochs, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), data.draw(SEEDS)
     batch, size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
-    order = Sampler(samples, seed, epochs)
+    order = DistributedSampler(samples, seed=seed, epochs=epochs)
     count = batch * size
     seen = []
     for position in range(0, samples * epochs, count):
@@ -89,12 +89,12 @@ def test_ranks_share_out_every_sample_once_in_each_epoch(data: st.DataObject) ->
 
 def test_the_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return Sampler(100, seed).part(100 * epoch, 100, 0, 1)[0]
+        return DistributedSampler(100, seed=seed).part(100 * epoch, 100, 0, 1)[0]
 
     assert order(0, 0) == order(0, 0)
     orders = [order(seed, epoch) for seed in (0, 1, 2**32, 2**32 + 1) for epoch in range(3)]
     assert len({tuple(one) for one in orders}) == 12
-    assert "no samples" in message(ValueError, lambda: Sampler(0, 0))
+    assert "no samples" in message(ValueError, lambda: DistributedSampler(0))
 
 
 # ------------------------------------------------------------------------------------------- tokens
@@ -402,7 +402,7 @@ def loader_threads() -> list[threading.Thread]:
 
 def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
     data: Dataset = Counted(10)
-    order = Sampler(10, 5, epochs=2)
+    order = DistributedSampler(10, seed=5, epochs=2)
     seen: list[int] = []
     counts = []
     for rank in range(4):
@@ -415,14 +415,14 @@ def test_a_loader_gives_each_rank_its_part_up_to_the_short_end() -> None:
         assert all(batch.inputs[0].tolist() == first for batch, samples in parts if not samples)
     assert sorted(seen) == sorted(2 * list(range(10)))
     assert counts == [[2, 2, 1]] * 4
-    with Loader(data, Sampler(10, 5, epochs=1), 2, 3, 4) as loader:
+    with Loader(data, DistributedSampler(10, seed=5, epochs=1), 2, 3, 4) as loader:
         parts = list(loader)
         assert [samples for _, samples in parts] == [2, 0] and len(parts[1][0]) == 1
     assert not loader_threads()
 
 
 def test_a_loader_resumes_at_a_position_on_another_number_of_ranks() -> None:
-    data, order = Counted(10), Sampler(10, 5)
+    data, order = Counted(10), DistributedSampler(10, seed=5)
 
     def global_batches(size: int, position: int, count: int) -> tuple[list[int], int]:
         loaders = [Loader(data, order, 4 // size, rank, size, position) for rank in range(size)]
@@ -440,7 +440,7 @@ def test_a_loader_resumes_at_a_position_on_another_number_of_ranks() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
-    loader = Loader(Counted(10, fails_at=3), Sampler(10, 0), 2, 0, 1)
+    loader = Loader(Counted(10, fails_at=3), DistributedSampler(10), 2, 0, 1)
     next(loader), next(loader)
     with pytest.raises(RuntimeError, match="this sample is broken") as caught:
         next(loader)
@@ -451,12 +451,12 @@ def test_an_error_in_the_thread_is_raised_where_batches_are_asked_for() -> None:
 
 def test_a_loader_that_is_closed_or_dropped_ends_its_thread() -> None:
     data = Counted(10)
-    loader = Loader(data, Sampler(10, 0), 2, 0, 1)
+    loader = Loader(data, DistributedSampler(10), 2, 0, 1)
     next(loader)
     loader.close()
     loader.close()
     assert data.made <= 4 and not loader_threads() and list(loader) == []
-    loader = Loader(data, Sampler(10, 0), 2, 0, 1)
+    loader = Loader(data, DistributedSampler(10), 2, 0, 1)
     (thread,) = loader_threads()
     del loader
     gc.collect()

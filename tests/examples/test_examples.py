@@ -125,5 +125,8 @@ def test_every_script_is_in_the_table_and_here():
     table = (EXAMPLES / "README.md").read_text()
     assert {name for name in scripts if f"`{name}`" not in table} == set()
     others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
-    modules = {"own_models.py"}  # tests/training/test_stages_launch.py
+    modules = {
+        "own_models.py",
+        "own_loop.py",
+    }  # tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py
     assert scripts == set(SCRIPTS) | others | modules

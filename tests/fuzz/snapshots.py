@@ -23,11 +23,12 @@ from watch import Finding, Kind
 
 from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.loading import load_optimizer
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.resume import check_resumed, load_optimizer, plan_text
+from hvd_ckpt.training.resume import check_resumed, plan_text
 from hvd_ckpt.training.state import Progress, check_fits, check_state
 
 SAMPLES = 40
@@ -236,9 +237,7 @@ def resume(resumed: Snapshot) -> None:
     text = plan_text(config, resumed)
     assert text is None or isinstance(text.encode("utf-8"), bytes)
     assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
-    load_optimizer(
-        dataclasses.replace(resumed, replicated=copy.deepcopy(resumed.replicated)), None, optimizer
-    )
+    load_optimizer(copy.deepcopy(resumed.replicated["optimizer"]), None, optimizer)
     if resumed.replicated["scaler"] is not None:
         torch.amp.GradScaler("cpu").load_state_dict(resumed.replicated["scaler"])
     if resumed.per_rank is not None:

@@ -27,9 +27,9 @@ from snapshot_files import file_size_limit, write
 from torch import Tensor, nn
 
 from hvd_ckpt.snapshots import barrier, reader, writer
+from hvd_ckpt.snapshots.folder import later_snapshots, remove_abandoned
 from hvd_ckpt.snapshots.tensors import AsyncCopy, Staging
 from hvd_ckpt.snapshots.writer import SnapshotWriter
-from hvd_ckpt.training.resume import later_snapshots, remove_abandoned
 
 TOKEN = "0123abcd"
 

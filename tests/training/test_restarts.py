@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_ckpt.cli.train import train
+from hvd_ckpt.snapshots.stopping import SIGNALS
 from hvd_ckpt.training import supervise as supervision
-from hvd_ckpt.training.supervise import SIGNALS, Commands, supervise
+from hvd_ckpt.training.supervise import Commands, supervise
 
 
 class Job:

@@ -110,7 +110,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(
 
 @pytest.mark.ranks(gloo=(1,))  # rank 0 looks for it
 def test_a_file_stops_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("hvd_ckpt.training.ending.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_ckpt.snapshots.stopping.LOOK_SECONDS", 0.0)
     stop = folder / "run" / "stop"
     outcome = train(folder / "run", lambda trainer: stop.touch())
     assert (outcome.stopped, outcome.steps) == ("stop", AT)

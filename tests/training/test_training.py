@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.data.sampler import Sampler
+from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
@@ -209,7 +209,7 @@ def test_each_sample_is_trained_on_once_by_one_rank_and_short_last_batches_count
     alone = assemble(config)
     assert len(alone.train) == count and alone.test is None
     optimizer = torch.optim.SGD(alone.model.parameters(), lr=config.lr)
-    order = Sampler(count, config.seed, 3)
+    order = DistributedSampler(count, seed=config.seed, epochs=3)
     drawn = []
     for step in range(outcome.steps):
         indices, epochs = order.part(2 * hc.size() * step, 2 * hc.size(), 0, 1)

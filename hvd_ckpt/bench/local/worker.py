@@ -14,7 +14,7 @@ from torch import nn
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, RankResult
-from hvd_ckpt.data.sampler import Sampler
+from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
@@ -35,7 +35,10 @@ def measure(job: LocalJob) -> RankResult:
     model, objective, train, test = hc.assemble(config)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer, average = _optimizer(method, job, model)
-    sampler, schedule = Sampler(len(train), job.seed), Schedule("cosine", job.lr, job.steps, job.steps // 20)
+    sampler, schedule = (
+        DistributedSampler(train, seed=job.seed),
+        Schedule("cosine", job.lr, job.steps, job.steps // 20),
+    )
     count = job.batch * hc.size()
     result = RankResult(torch.get_num_threads(), count * job.length)
     wanted = {job.steps * (number + 1) // job.evaluations for number in range(job.evaluations)}

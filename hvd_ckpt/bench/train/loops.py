@@ -20,7 +20,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.train.command import Job, RankResult
 from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.sampler import Sampler
+from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.models.objectives import Batch, Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.training.build import Assembly, assemble
@@ -52,7 +52,7 @@ class ByHand:
         assert config.steps is not None and config.clip is not None
         self.config, self.model, self.objective, self.data = config, model, objective, data
         self.clip = config.clip
-        self.stream = Sampler(len(data), config.seed)
+        self.stream = DistributedSampler(data, seed=config.seed)
         self.schedule = Schedule(config.schedule, config.lr, config.steps, config.warmup)
         if isinstance(model, nn.Sequential):
             hc.seed_blocks(model)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
 import weakref
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import random_stages
@@ -22,6 +27,7 @@ from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.gpt import gpt
 from hvd_ckpt.models.objectives import Batch
 from hvd_ckpt.planning import profile
+from hvd_ckpt.reduction.agreement import of_first_process
 
 STEPS = 2
 CHECKPOINTS = ("always", "except_last", "never", "auto")
@@ -420,6 +426,47 @@ def overflow() -> None:
         assert scaler.get_scale() == 2.0
 
 
+def resumes() -> None:
+    """A loop of one's own, with parameters that stages share, resumes in the same bits."""
+    made = tempfile.mkdtemp() if current().number == 0 else ""
+    folder = Path(of_first_process(made, "folder"))
+
+    def loop(place: Path, steps: int, seed: int, shard: str) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        model = hc.Pipeline(tied_transformer(), chunks=3)
+        bare = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = hc.DistributedOptimizer(
+            bare, model.named_parameters(), shard=shard, backward_passes_per_step=3
+        )
+        torch.manual_seed(100 + hc.rank())
+        with hc.Snapshots(place, model=model, optimizer=optimizer) as snapshots:
+            step = snapshots.resume()
+            while step < steps:
+                optimizer.zero_grad()
+                model.accumulate(tokens(6), loss_of, weight=weight)
+                optimizer.step()
+                step += 1
+                if step == 2 and steps == 2 and current().number == current().size - 1:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                assert snapshots.stop_requested() is None
+                snapshots.save(step)
+            if steps == 2:  # all stages hear of it, one step later
+                model.accumulate(tokens(6), loss_of, weight=weight)
+                optimizer.step()
+                assert snapshots.stop_requested() == "SIGUSR1"
+        return model.state_dict()
+
+    for shard in ("none", "optimizer"):
+        expected = loop(folder / f"whole {shard}", 4, 1, shard)
+        loop(folder / shard, 2, 1, shard)
+        found = loop(folder / shard, 4, 2, shard)
+        assert list(found) == list(expected)
+        assert all(torch.equal(value, expected[name]) for name, value in found.items()), shard
+    hc.barrier()
+    if current().number == 0:
+        shutil.rmtree(folder)
+
+
 def comes_to_grief(case: str) -> None:
     torch.manual_seed(3)
     model = hc.Pipeline(transformer(), chunks=4)
@@ -470,6 +517,7 @@ def main() -> None:
     equality({name: CASES[name] for name in ("mixed values", "skips")} if case else CASES)
     if stages > 1:
         copies_of_tied_parameters()
+        resumes()
     if hc.size() > 1:
         sharded_in_stages()
     overflow()

@@ -1,0 +1,174 @@
+"""Loading of a snapshot's state into model and ``DistributedOptimizer``, with any number of ranks, stages and shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.grid import current
+from hvd_ckpt.precision import GradScaler
+from hvd_ckpt.reduction.agreement import errors_on_all
+from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.sharding.state import load_parts, ranges_of
+from hvd_ckpt.snapshots.content import RunShards, named_tensors
+from hvd_ckpt.snapshots.random_state import set_random_state
+from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
+from hvd_ckpt.snapshots.resume import read_shards
+from hvd_ckpt.snapshots.schema import libraries
+
+
+def load_weights(snapshot: Snapshot, model: nn.Module, optimizer: Any, shards: RunShards) -> None:
+    """Loads weights and buffers into a model that is distributed already: sharded, say, or in pipeline stages. Collective."""
+    if shards.splits_each:
+        pieces = [
+            (name, 0, spec.numel, spec.flatten(snapshot.weights[name]))
+            for name, spec in zip(optimizer._sharding.layout.names, optimizer._sharding.layout.specs)
+        ]
+        optimizer.load_weight_pieces(pieces)
+    if not shards.sharded:
+        model.load_state_dict(snapshot.weights)
+        return
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            if not (isinstance(tensor, nn.Parameter) and shards.splits_each):
+                tensor.copy_(snapshot.weights[name])
+
+
+def load_state(
+    snapshot: Snapshot,
+    expected: Mapping[str, Mapping[str, Any]],
+    model: nn.Module,
+    optimizer: Any,
+    shards: RunShards,
+    average: AveragedWeights | None,
+    scaler: GradScaler | None,
+    options: bool = False,
+) -> bool:
+    """Loads everything but the weights; returns whether that includes this rank's own state. Collective.
+
+    Args:
+        expected: the state that the optimizer keeps of each shard, see :func:`hvd_ckpt.snapshots.resume.state_of_shards`; to resume
+            in stages from a snapshot that has none, of the whole model, in the order of its optimizer.
+        optimizer: the ``DistributedOptimizer``.
+        options: whether its groups get the options of the snapshot, such as the learning rate, or keep theirs.
+    """
+    parts = None
+    with errors_on_all("hvd_ckpt.snapshots.parts"):
+        if snapshot.sharding is not None:
+            names = {shards.aliases.get(one.name, one.name): one.name for one in ranges_of(optimizer)}
+            wanted = [
+                one._replace(name=shards.aliases.get(one.name, one.name)) for one in ranges_of(optimizer)
+            ]
+            parts = read_shards(snapshot, wanted, expected, len(optimizer.param_groups))
+            for part in parts:
+                part["pieces"] = [[names.get(name, name), *rest] for name, *rest in part["pieces"]]
+        elif current().stages > 1:  # each of which has a part of what is whole there
+            state = snapshot.replicated["optimizer"]
+            sizes = {name: one.numel() for name, one in snapshot.weights.items()}
+            pieces = [[name, 0, sizes[name]] for name in expected]
+            if len(pieces) != sum(len(group["params"]) for group in state["param_groups"]):
+                raise SnapshotError(
+                    f"The snapshot of step {snapshot.step} was written without pipeline stages, and its optimizer's state cannot "
+                    f"be divided among {current().stages}: resume with init(stages=1), or begin anew."
+                )
+            parts = [{**state, "pieces": pieces}]
+    load_optimizer(snapshot.replicated["optimizer"], parts, optimizer, options)
+    shards.publish_weights(optimizer)
+    if average is not None:
+        _load_average(average, snapshot.replicated["ema"], parts if snapshot.sharding is not None else None)
+    with errors_on_all("hvd_ckpt.snapshots.resume"):
+        if scaler is not None and snapshot.replicated["scaler"] is not None:
+            scaler.load_state_dict(snapshot.replicated["scaler"])
+        same_ranks = snapshot.replicas == hvd.size() and bool(snapshot.per_stage)
+        if current().number == 0 and (same_ranks or optimizer.replicas is not None):
+            _warn_of_changes(snapshot, next(model.parameters()).device.type)
+        if same_ranks:
+            _load_rank_state(snapshot, model, optimizer)
+        if optimizer.replicas is not None:
+            optimizer.replicas.load_state_dict(snapshot.replicated["replicas"])
+    return same_ranks
+
+
+def load_optimizer(
+    whole: Mapping[str, Any] | None,
+    parts: Sequence[Mapping[str, Any]] | None,
+    optimizer: Any,
+    options: bool = False,
+) -> None:
+    """Loads the optimizer's state, ``whole`` or from ``parts``, with the options of its groups or without them. Collective."""
+    groups = optimizer.param_groups
+    before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    if parts is None:
+        optimizer.load_state_dict(whole)
+    else:
+        load_parts(optimizer, parts)
+    loaded = optimizer.param_groups
+    for group, new, kept in zip(groups, loaded, before):
+        group.update(new if options else kept)
+    optimizer.param_groups = groups  # a learning rate schedule may hold these very groups
+
+
+def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> None:
+    """Loads this rank's own state. Without it a rank draws new random states, and learns anew when gradients are final.
+
+    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns anew if
+    there were other stages.
+    """
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        for state in snapshot.per_stage:
+            for name, value in state["buffers"].items():
+                if name in buffers:
+                    buffers[name].copy_(value)
+    stage, grid = 0 if snapshot.sharding is None else snapshot.sharding.stage, current()
+    if getattr(optimizer, "shard_stage", 0) == stage and snapshot.pipeline_stages == grid.stages:
+        optimizer.load_reduction_state_dict(snapshot.per_stage[grid.stage]["reduction"])
+    set_random_state(snapshot.per_rank["random"])
+
+
+def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
+    """Warns in one line of what may change the bits of the run's results: threads, kind of device, versions."""
+    then = {"device": snapshot.replicated["device"], "CPU threads a rank": snapshot.replicated["threads"]}
+    now: dict[str, Any] = {"device": device, "CPU threads a rank": torch.get_num_threads()}
+    if snapshot.manifest is not None:
+        then.update(snapshot.manifest.libraries)
+        now.update({name: libraries()[name] for name in ("torch", "hvd_ckpt", "horovod")})
+    changed = [
+        f"{name} {then[name]} (now {now[name]})" for name in now if then.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        warnings.warn(
+            f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "
+            f"OMP_NUM_THREADS={snapshot.replicated['threads']}.",
+            stacklevel=2,
+        )
+
+
+def average_state(
+    average: AveragedWeights | None, sharded: bool
+) -> tuple[dict[str, Any] | None, dict[int, Tensor] | None]:
+    """The average as replicated state, by parameter where nothing is sharded, and as this rank's shard, by its number."""
+    if average is None:
+        return None, None
+    state = average.state_dict()
+    names = [name for name, _, _ in state["pieces"]]
+    whole = None if sharded else {names[number]: one for number, one in state["averages"].items()}
+    return {"n_averaged": state["n_averaged"], "averages": whole}, state["averages"] if sharded else None
+
+
+def _load_average(
+    average: AveragedWeights, state: Mapping[str, Any] | None, parts: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """Loads the average of a snapshot; without one it begins anew, with the next update. Collective."""
+    if state is None:
+        return
+    if parts is None:
+        whole = state["averages"]
+        pieces = [(name, 0, one.numel()) for name, one in whole.items()]
+        parts = [{"pieces": pieces, "averages": dict(enumerate(whole.values()))}]
+    average.load_state_dict([{**part, "n_averaged": state["n_averaged"]} for part in parts])

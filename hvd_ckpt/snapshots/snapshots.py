@@ -1,0 +1,354 @@
+"""Snapshots of a training loop: saved beside training, resumed in the same bits, and written when the run is to stop."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from hvd_ckpt.grid import current
+from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.precision import GradScaler
+from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes, of_first_process
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.schema import Wrong
+from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.sharding.state import ranges_of
+from hvd_ckpt.snapshots.content import RunShards
+from hvd_ckpt.snapshots.folder import SnapshotError, Warn, later_snapshots, remove_abandoned
+from hvd_ckpt.snapshots.loading import average_state, load_state, load_weights
+from hvd_ckpt.snapshots.random_state import random_state
+from hvd_ckpt.snapshots.reader import Snapshot, find, read
+from hvd_ckpt.snapshots.resume import state_of_shards
+from hvd_ckpt.snapshots.schema import DAMAGED
+from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState, check_fits, check_state
+from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
+from hvd_ckpt.snapshots.writer import SnapshotWriter
+
+
+class _LoopState(ReplicatedState):
+    """State of a loop that is the same on every rank."""
+
+    scheduler: dict[str, Any] | None
+    loader: dict[str, Any] | None
+    loop: dict[str, Any]
+
+
+class Snapshots:
+    """Saves a training loop while it goes on, resumes it in the same bits, and tells when it is to stop.
+
+    ::
+
+        with hc.Snapshots("run", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader) as snapshots:
+            step = snapshots.resume()
+            for inputs, targets in loader:
+                ...  # a step
+                step += 1
+                stop = snapshots.stop_requested()
+                if stop or step % 100 == 0:
+                    snapshots.save(step)
+                if stop:
+                    break
+
+    A snapshot holds weights, buffers, optimizer state, what the other arguments have in their ``state_dict()``, each rank's random
+    state, and the order in which gradients are reduced. It is copied during the next forward and backward pass, which only read
+    it, and written by a thread; ``optimizer.step()`` waits for the copy (CheckFreq, Mohan et al., FAST 2021). With sharded
+    optimizers and in pipeline stages each rank writes its part; any number of ranks and any sharding resumes from it.
+
+    All methods are collective: to be called on every rank, in the same order.
+
+    Args:
+        folder: of the run, the same on all ranks and hosts. Snapshots are in ``folder/snapshots``.
+        model: the module that is trained, or the :class:`hvd_ckpt.Pipeline` of it.
+        optimizer: its ``DistributedOptimizer``.
+        scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict`` that is the same on every
+            rank.
+        scaler: an :class:`hvd_ckpt.GradScaler`.
+        loader: an :class:`hvd_ckpt.DistributedSampler`, :class:`hvd_ckpt.DataLoader`, or any object like ``scheduler``.
+        average: :class:`hvd_ckpt.AveragedWeights` of the optimizer.
+        keep: number of snapshots that stay, the newest ones.
+        blocking: :meth:`save` returns when the snapshot is on the disk, and nothing is copied; always so where the optimizer's
+            state is offloaded.
+        warn: takes one sentence for each snapshot that could not be written, on rank 0; by default a warning of Python's.
+
+    Attributes:
+        folder: as given.
+        loop: further state that :meth:`resume` has found, as :meth:`save` got it.
+        stop: notes requests to stop.
+
+    Raises:
+        TypeError: an argument has no state that can be saved.
+        ValueError: ``keep`` is less than 1, or the optimizer is one of :func:`hvd_ckpt.LocalSGD`, whose ranks have weights of
+            their own.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        scaler: GradScaler | None = None,
+        loader: Any = None,
+        average: AveragedWeights | None = None,
+        keep: int = 3,
+        blocking: bool = False,
+        warn: Warn | None = None,
+    ) -> None:
+        if not isinstance(optimizer, ReducedOptimizer):
+            raise TypeError(
+                f"Snapshots: optimizer is a {type(optimizer).__name__}: give hc.DistributedOptimizer(...) of it"
+            )
+        if isinstance(optimizer, LocalOptimizer):
+            raise ValueError(
+                "Snapshots: optimizer is one of LocalSGD, whose ranks have weights of their own: use hvd-ckpt train"
+            )
+        for name, one in (("scheduler", scheduler), ("loader", loader)):
+            if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise TypeError(
+                    f"Snapshots: {name} is a {type(one).__name__}, which has no state_dict() and load_state_dict(): give "
+                    f"{'an hc.DistributedSampler or hc.DataLoader' if name == 'loader' else 'one that has'}"
+                )
+        if keep < 1:
+            raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
+        self.folder = Path(folder)
+        self.stop = StopRequest(self.folder if current().number == 0 else None)
+        self._model, self._optimizer, self._keep = model, optimizer, keep
+        self._scheduler, self._scaler, self._loader, self._average = scheduler, scaler, loader, average
+        sharding = getattr(optimizer, "_sharding", None)
+        self._blocking = blocking or (sharding is not None and sharding.offload is not None)
+        self._warn = warn or _warn
+        self._shards = RunShards(model, optimizer)
+        self.loop: dict[str, Any] = {}
+        self._step = 0
+        self._abandoned: list[Path] = []
+        self._stopped: str | None = None
+        self._writer: SnapshotWriter | None = None
+        self._opened = ExitStack()
+
+    # -------------------------------------------------------------------------------- of loops
+
+    def resume(self) -> int:
+        """Loads the newest snapshot that is not damaged; returns the steps taken, 0 without a snapshot.
+
+        The learning rate and other options of the optimizer's groups are the snapshot's. With another number of ranks each draws
+        new random numbers; results are then the same to rounding.
+
+        Raises:
+            SnapshotError: there are snapshots, and all are damaged, or the newest is of another model, optimizer or run of
+                ``hvd-ckpt train``; on every rank.
+        """
+        self._open()
+        with errors_on_all("hvd_ckpt.snapshots.find"):
+            found = find(self.folder / "snapshots") if current().number == 0 else None
+            if current().number == 0:
+                forget_file(self.folder)
+        path = of_first_process(found, "hvd_ckpt.snapshots.path")
+        if path is None:
+            return 0
+        with errors_on_all("hvd_ckpt.snapshots.read"):
+            snapshot = read(path)
+            try:
+                check_state(snapshot, _LoopState, PerRankState)
+                specs = {self._name(one.name): one.spec for one in ranges_of(self._optimizer)}
+                check_fits(snapshot, self._model, self._optimizer, specs)
+                if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
+                    raise Wrong("only one of it and the optimizer has logical replicas")
+            except Wrong as error:
+                way_out = ": give the model and optimizer that it was written with, or another folder"
+                raise SnapshotError(
+                    f"The snapshot '{path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
+                ) from None
+        load_weights(snapshot, self._model, self._optimizer, self._shards)
+        self.load(snapshot, options=True)
+        with errors_on_all("hvd_ckpt.snapshots.loop"):
+            for name, one in (("scheduler", self._scheduler), ("loader", self._loader)):
+                if one is not None and snapshot.replicated[name] is not None:
+                    one.load_state_dict(snapshot.replicated[name])
+        self.loop = snapshot.replicated["loop"]
+        return snapshot.step
+
+    def save(self, step: int, **loop: Any) -> None:
+        """Begins to write a snapshot; returns at once, unless the one before is not on the disk yet: then it waits for that.
+
+        If it cannot be written (a full disk, say), that is a warning on rank 0, and training continues.
+
+        Args:
+            step: training steps taken.
+            loop: further state, the same on every rank, such as the best loss so far: numbers, texts, tensors, lists and dicts.
+                :meth:`resume` leaves it in the attribute ``loop``.
+
+        Raises:
+            SnapshotError: the step is not a number of steps.
+        """
+        own = {
+            name: None if one is None else one.state_dict()
+            for name, one in (("scheduler", self._scheduler), ("loader", self._loader))
+        }
+        self.begin(step, {**own, "loop": loop}, {})
+
+    def stop_requested(self) -> str | None:
+        """Whether the run is to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else None.
+
+        To be called once after each ``optimizer.step()``. SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank count, unless the program
+        handles them itself. The request travels with the next step's gradients, so that it costs nothing until there is one; all
+        ranks get the same answer after the same step. A second Ctrl-C interrupts at once.
+        """
+        self._open()
+        if self._writer is not None:
+            self._writer.check()
+        if self._optimizer.notified:
+            reports = of_all_processes(self.stop.reason, "hvd_ckpt.snapshots.stop")
+            self._stopped = self._stopped or next((one for one in reports if one is not None), None)
+        grid, asked = current(), self.stop.reason is not None
+        if grid.stages > 1:  # each has a world of its own, in which the flag travels
+            asked = any(bool(one) for one in grid.gather(torch.tensor([float(asked)], dtype=torch.float64)))
+        if asked and self._stopped is None:
+            self._optimizer.notify()
+        return self._stopped
+
+    def wait(self) -> None:
+        """Returns when the snapshot that was saved last is on the disk.
+
+        Raises:
+            SnapshotError: it could not be written; on every rank.
+        """
+        if self._writer is None:
+            return
+        self._writer.wait()
+        fault = of_first_process(self._writer.failed, "hvd_ckpt.snapshots.written")
+        if fault is not None:
+            raise SnapshotError(f"The last snapshot, of step {self._step}, could not be written: {fault}")
+
+    def close(self) -> None:
+        """Waits for the last snapshot, and gives signals back to their former handlers.
+
+        Raises:
+            SnapshotError: it could not be written; on every rank.
+        """
+        try:
+            self.wait()
+            if self._stopped is not None:
+                self.stop.acknowledge()
+        finally:
+            self._opened.close()
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an exception a snapshot under way gets 3 seconds."""
+        if error is None:
+            self.close()
+        else:
+            self._opened.__exit__(kind, error, trace)
+
+    # -------------------------------------------------------------------------------- of the training command
+
+    def load(
+        self,
+        snapshot: Snapshot,
+        expected: Mapping[str, Mapping[str, Any]] | None = None,
+        options: bool = False,
+    ) -> bool:
+        """Loads everything but weights and further state; returns whether that includes this rank's own state.
+
+        Args:
+            expected, options: see :func:`hvd_ckpt.snapshots.loading.load_state`.
+        """
+        self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
+        if expected is None:
+            of_shards = state_of_shards(self._optimizer, self._model)
+            expected = {self._name(name): entries for name, entries in of_shards.items()}
+        return load_state(
+            snapshot,
+            expected,
+            self._model,
+            self._optimizer,
+            self._shards,
+            self._average,
+            self._scaler,
+            options,
+        )
+
+    def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+        """:meth:`save` with the further state of :meth:`contents`."""
+        self._open()
+        assert self._writer is not None
+        self._step = step
+        changing = {name for name, _ in self._model.named_buffers()}
+        self._writer.begin(step, **self.contents(replicated, per_rank), changing=changing)
+
+    def contents(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, Any]:
+        """What a snapshot holds now, as arguments of :meth:`SnapshotWriter.begin`; tensors are not copied.
+
+        Args:
+            replicated, per_rank: further state, or other state in place of what is here.
+        """
+        optimizer: Any = self._optimizer
+        average, average_shard = average_state(self._average, self._shards.sharded)
+        replicas = optimizer.replicas
+        if replicas is not None:
+            replicas.average_buffers()  # for the weights
+        return {
+            "weights": self._shards.weights(self._model),
+            "replicated": {
+                "optimizer": None if self._shards.sharded else optimizer.state_dict(),
+                "ema": average,
+                "scaler": None if self._scaler is None else self._scaler.state_dict(),
+                "threads": torch.get_num_threads(),
+                "device": next(self._model.parameters()).device.type,
+                "replicas": None if replicas is None else replicas.state_dict(),
+                **replicated,
+            },
+            "per_rank": {
+                "random": random_state(),
+                "reduction": optimizer.reduction_state_dict(),
+                "buffers": dict(self._model.named_buffers()),
+                **per_rank,
+            },
+            "shard": self._shards.state(self._model, optimizer, average_shard),
+        }
+
+    def _name(self, name: str) -> str:
+        return self._shards.aliases.get(name, name)
+
+    def _open(self) -> None:
+        if self._writer is not None:
+            return
+        token, grid = of_first_process(secrets.token_hex(4), "hvd_ckpt.snapshots.token"), current()
+        with ExitStack() as opened:
+            opened.enter_context(self.stop)
+            writer = SnapshotWriter(
+                self.folder / "snapshots",
+                self._keep,
+                token,
+                grid.number,
+                grid.size,
+                self._warn,
+                blocking=self._blocking,
+                on_written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
+            )
+            opened.callback(self._forget_writer)
+            self._writer = opened.enter_context(writer)
+            opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
+            self._opened = opened.pop_all()
+
+    def _forget_writer(self) -> None:
+        self._writer = None
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)

@@ -1,0 +1,185 @@
+"""The state in a snapshot besides weights: its schema, and whether it fits the model and optimizer that resume from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from hvd_ckpt.pipeline.pipeline import Pipeline
+from hvd_ckpt.schema import Strict, Wrong, first_error, shown
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.snapshots.content import named_tensors
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.resume import (
+    OptimizerState,
+    check_averages,
+    check_optimizer,
+    check_sharding,
+    check_tensors,
+)
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Positive = Annotated[int, Field(ge=1, le=2**62)]
+
+
+def _no_tensor(value: Any) -> Any:
+    if isinstance(value, Tensor):  # pydantic takes one of a single element for a number
+        raise ValueError("must be a number, not a tensor")
+    return value
+
+
+NUMBER = BeforeValidator(_no_tensor)
+
+
+class Average(Strict):
+    """The state of averaged weights."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    n_averaged: Count
+    averages: dict[str, Tensor] | None
+
+
+class Scaler(Strict):
+    """The state of a gradient scaler."""
+
+    scale: Annotated[float, Field(gt=0), NUMBER]
+    growth_factor: Annotated[float, Field(gt=1), NUMBER]
+    backoff_factor: Annotated[float, Field(gt=0, le=1), NUMBER]
+    growth_interval: Annotated[int, Field(ge=1, lt=2**31)]
+    growth_tracker: Annotated[int, Field(ge=0, lt=2**31, alias="_growth_tracker")]
+
+
+class Reduction(Strict):
+    """The state of a reducer of whole gradients; empty where it has none."""
+
+    version: Count
+    order: list[str]
+    sparse: dict[str, Count]
+    densified: dict[str, Count]
+    bucket_cap_bytes: Annotated[float, Field(gt=0), NUMBER]
+    counts: dict[str, Count] | None
+    lower_counts: dict[str, Count]
+
+    @model_validator(mode="after")
+    def _has_each_once(self) -> Reduction:
+        if len(set(self.order)) < len(self.order):
+            raise ValueError("order has a name twice")
+        twice = sorted(set(self.order) & set(self.sparse))
+        if twice:
+            raise ValueError(f"{shown(twice[0])} is both in a bucket and unbucketed")
+        return self
+
+
+class Replicas(Strict):
+    """The state of logical replicas: for each its buffers."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    number: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+    step: Count
+    buffers: dict[int, dict[str, Tensor]]
+
+    @model_validator(mode="after")
+    def _has_all(self) -> Replicas:
+        if set(self.buffers) != set(range(self.number)):
+            raise ValueError(f"buffers must be those of {self.number} replicas")
+        return self
+
+
+class ReplicatedState(Strict):
+    """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are in shards."""
+
+    optimizer: OptimizerState | None
+    ema: Average | None
+    scaler: Scaler | None
+    threads: Positive
+    device: str
+    replicas: Replicas | None
+
+
+class PerRankState(Strict):
+    """State of one rank; a reducer of sharded gradients validates its ``reduction`` itself."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    random: dict[str, Any]
+    reduction: dict[str, Any]
+    buffers: dict[str, Tensor]
+
+
+def check_state(
+    resumed: Snapshot, replicated: type[ReplicatedState], per_rank: type[PerRankState]
+) -> ReplicatedState:
+    """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
+    stage = 0 if resumed.sharding is None else resumed.sharding.stage
+    in_shards = resumed.sharding is not None
+    with _schema("replicated"):
+        found = replicated.model_validate(resumed.replicated)
+    if (found.optimizer is None) != in_shards:
+        raise Wrong(
+            "replicated.optimizer must be there where the optimizer's state is not sharded, and only there"
+        )
+    if found.ema is not None and (found.ema.averages is None) != in_shards:
+        raise Wrong(
+            "replicated.ema.averages must be there where the optimizer's state is not sharded, and only there"
+        )
+    for state in resumed.per_stage:
+        with _schema("per_rank"):
+            of_rank = per_rank.model_validate(state)
+        if of_rank.reduction and stage < 2:
+            with _schema("per_rank.reduction"):
+                Reduction.model_validate(of_rank.reduction)
+    return found
+
+
+@contextmanager
+def _schema(place: str) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise Wrong(f"{place}: {first_error(error)}") from None
+
+
+def check_fits(
+    resumed: Snapshot,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """Raises Wrong unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
+
+    Args:
+        resumed: that :func:`check_state` has passed.
+        model: whose weights they are to be; that of one pipeline stage is to have those of its blocks.
+        optimizer: of the model, distributed or not.
+        specs: of the optimizer's parameters, by name.
+    """
+    stage = getattr(optimizer, "shard_stage", 0)
+    known = named_tensors(model) if stage == 3 else model.state_dict()
+    buffers = dict(model.named_buffers())
+    pipeline = isinstance(model, Pipeline)
+
+    def of_model(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: one for name, one in given.items() if name in expected or not pipeline}
+
+    check_tensors(of_model(resumed.weights, known), known, "weights", True)
+    ema = resumed.replicated["ema"]
+    if resumed.sharding is not None:
+        check_sharding(resumed.sharding, specs)
+    else:
+        if not stage and not pipeline:
+            check_optimizer(resumed.replicated["optimizer"], optimizer)
+        if ema is not None and not pipeline:
+            check_averages(ema["averages"], "ema.averages", model)
+    replicas = resumed.replicated["replicas"] or {"buffers": {}}
+    for one in replicas["buffers"].values():
+        check_tensors(of_model(one, buffers), buffers, "replicas.buffers", False)
+    for state in resumed.per_stage:
+        check_tensors(of_model(state["buffers"], buffers), buffers, "buffers", False)

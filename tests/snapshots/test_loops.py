@@ -1,0 +1,148 @@
+"""A loop of one's own with Snapshots: stopped and resumed, sharded or not, it ends in the bits of one that was not disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+import hvd_ckpt as hc
+from hvd_ckpt.snapshots.reader import SnapshotError
+
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+STEPS = 9
+LAST = hc.size() - 1
+
+
+class Loop:
+    """A model with everything that has state."""
+
+    def __init__(self, seed: int = 0, width: int = 16, **options: Any) -> None:
+        torch.manual_seed(5)
+        self.data = TensorDataset(torch.randn(60, 8), torch.arange(60) % 4)
+        torch.manual_seed(seed)
+        self.sampler = hc.DistributedSampler(self.data, 5, seed=3, epochs=2)
+        self.loader = hc.DataLoader(self.data, self.sampler)
+        self.model = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 4)
+        )
+        self.model[0].bias.requires_grad_(False)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = hc.DistributedOptimizer(optimizer, self.model.named_parameters(), **options)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
+        self.scaler = hc.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        self.average = hc.AveragedWeights(
+            self.optimizer,
+            multi_avg_fn=get_ema_multi_avg_fn(0.8),  # type: ignore[no-untyped-call]
+        )
+        torch.manual_seed(100 + hc.rank())
+
+    def snapshots(self, folder: Path, **options: Any) -> hc.Snapshots:
+        parts = ("model", "optimizer", "scheduler", "scaler", "loader", "average")
+        return hc.Snapshots(folder, **{name: getattr(self, name) for name in parts}, **options)
+
+    def run(
+        self,
+        folder: Path,
+        at: int = 0,
+        disturb: Callable[[], None] = lambda: None,
+        every: int = 4,
+        steps: int = STEPS,
+    ) -> tuple[int, str | None]:
+        """Trains to the end or to a stop; returns the last step, and why it stopped."""
+        with self.snapshots(folder, keep=9) as snapshots:
+            step, stop = snapshots.resume(), None
+            for inputs, targets in self.loader:
+                if step == at and hc.rank() == LAST:
+                    disturb()
+                self.optimizer.zero_grad()
+                loss = functional.cross_entropy(self.model(inputs), targets)
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.average.update_parameters()
+                self.scheduler.step()
+                step += 1
+                stop = snapshots.stop_requested()
+                if stop or step % every == 0:
+                    snapshots.save(step, half=step / 2)
+                if stop or step == steps:
+                    break
+            return step, stop
+
+    def results(self) -> dict[str, Tensor]:
+        """Weights and averages on every rank, whole."""
+        with self.optimizer.gathered_parameters():
+            found = {name: one.clone() for name, one in self.model.state_dict().items()}
+        with self.average.applied(), self.optimizer.gathered_parameters():
+            found |= {f"average {name}": one.clone() for name, one in self.model.state_dict().items()}
+        return {**found, "lr": torch.tensor(self.optimizer.param_groups[0]["lr"]), "next": torch.rand(3)}
+
+
+def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard": 1}, {"shard": 2, "wire": "bf16"}, {"shard": 3}],
+    ids=str,
+)
+def test_a_loop_that_a_signal_stops_resumes_in_the_same_bits(folder: Path, options: dict[str, Any]) -> None:
+    whole = Loop(**options)
+    assert whole.run(folder / "whole") == (STEPS, None)
+    expected = whole.results()
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = Loop(**options).run(folder / "run", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert stopped == (4, "SIGTERM")  # it travels with the gradients of the next step
+    assert signal.getsignal(signal.SIGTERM) == before
+    other = Loop(seed=7, **options)  # whose weights and random state are not those of the run
+    assert other.run(folder / "run") == (STEPS, None)
+    check_same(other.results(), expected)
+
+
+def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_every_rank(
+    folder: Path,
+) -> None:
+    whole = Loop()
+    assert whole.run(folder / "whole") == (STEPS, None)
+    for options, steps in ({"shard": 3}, 3), ({}, 5), ({"shard": 1}, 7), ({"shard": 3}, STEPS):
+        loop = Loop(**options)
+        assert loop.run(folder / "run", every=1, steps=steps) == (steps, None)
+    for name, value in whole.results().items():
+        assert torch.allclose(loop.results()[name], value, atol=1e-5) or name == "next", name
+
+    for options in {}, {"shard": 2}:
+        with pytest.raises(ValueError, match=r"step-00000009' cannot be used: weights.*of another model"):
+            Loop(width=12, **options).run(folder / "run")
+    loop = Loop()
+    loop.sampler.seed = 4
+    with pytest.raises(ValueError, match="seed 3, and here it is 4"):
+        loop.run(folder / "run")
+    with pytest.raises(TypeError, match="loader is a list"):
+        hc.Snapshots(folder, model=loop.model, optimizer=loop.optimizer, loader=[])
+
+
+def test_what_cannot_be_written_is_a_warning_but_at_the_end_an_error(folder: Path) -> None:
+    loop = Loop()
+    told: list[str] = []
+    snapshots = loop.snapshots(folder / "run", warn=told.append)
+    snapshots.save(1, fine=hc.rank() == 0)
+    snapshots.save(2, odd={1, 2})
+    with pytest.raises(SnapshotError, match="step 2"):
+        snapshots.close()
+    assert [text.count("odd is a builtins.set") for text in told] == [1] * (hc.rank() == 0)
+    assert [path.name for path in (folder / "run" / "snapshots").iterdir()] == ["step-00000001"]
