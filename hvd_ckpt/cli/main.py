@@ -38,14 +38,15 @@ COMMANDS = {
         "compare",
         "Compare engines and recomputation: results, time, memory.",
     ),
-    "consolidate": _Entry(
-        "hvd_ckpt.cli.consolidate",
-        "consolidate",
-        "Write the weights of a run, however split, as one safetensors file.",
-    ),
     "doctor": _Entry(
         "hvd_ckpt.cli.doctor", "doctor", "Say what is installed, what works and what is missing."
     ),
+    "export": _Entry(
+        "hvd_ckpt.cli.export",
+        "export",
+        "Write the weights of a run, however split, for transformers and other tools.",
+    ),
+    "generate": _Entry("hvd_ckpt.cli.generate", "generate", "Continue a text with a trained language model."),
     "plan": _Entry("hvd_ckpt.cli.plan", "plan", "Fit a model's training step into a memory budget."),
     "plot": _Entry("hvd_ckpt.cli.plot", "plot", "Draw the losses of training runs in one picture."),
     "train": _Entry(

@@ -84,7 +84,7 @@ class Tokens:
         kind: numpy.dtype[Any]
         self.ordinary = BYTES
         if tokenizer is not None:
-            known, encoder = _read_tokenizer(Path(tokenizer))
+            known, encoder = read_tokenizer(Path(tokenizer))
             self.ordinary = max(known.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             if self.ordinary > MOST_TOKENS:
                 raise ValueError(
@@ -196,7 +196,7 @@ def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]], 
             raise
 
 
-def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
+def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
     """The tokenizer in a file, and a hash of its content."""
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""``hvd-ckpt train --shard`` and ``hvd-ckpt consolidate`` as their user runs them."""
+"""``hvd-ckpt train --shard`` and ``hvd-ckpt export`` as their user runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from controllers import HOROVODRUN
 from safetensors.torch import load_file
 
-from hvd_ckpt.cli.consolidate import consolidate
+from hvd_ckpt.cli.export import export
 
 pytestmark = pytest.mark.launch
 
@@ -42,7 +42,7 @@ def test_two_ranks_share_out_what_one_goes_on_with_at_another_stage(tmp_path: Pa
     weights = []
     for step, ranks in ((2, "2 ranks"), (3, "1 rank")):
         snapshot, file = str(run / "snapshots" / f"step-0000000{step}"), str(tmp_path / f"{step}.safetensors")
-        found = CliRunner().invoke(consolidate, [snapshot, "--output", file])
+        found = CliRunner().invoke(export, [snapshot, "--output", file])
         assert found.exit_code == 0, found.output
         assert f"of step {step}, written by {ranks}, " in found.output
         weights.append(load_file(file))

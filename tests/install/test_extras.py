@@ -23,7 +23,7 @@ OPTIONAL = (
     "tokenizers",
     "transformers",
 )
-COMMANDS = ("bench", "compare", "consolidate", "plan", "plot", "train")
+COMMANDS = ("bench", "compare", "export", "plan", "plot", "train")
 IMPORTS = """
 import importlib.metadata, json, sys
 from click.testing import CliRunner

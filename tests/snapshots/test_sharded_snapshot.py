@@ -19,8 +19,8 @@ from hvd_ckpt.cli.main import main
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.consolidate import consolidate
 from hvd_ckpt.snapshots.content import ShardState, tensors_of
+from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.reader import SnapshotError
 from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
 from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata
@@ -141,7 +141,7 @@ def test_shards_of_all_ranks_make_whole_weights(
     assert (found.per_rank, found.replicated["a"], found.ranks) == (1, 1, RANKS)
     assert found.sharding is not None and found.sharding.stage == 3
     expected = model.state_dict()
-    written = consolidate(path, tmp_path / "whole.safetensors")
+    written = export(path, tmp_path / "whole.safetensors")
     whole = load_file(tmp_path / "whole.safetensors")
     assert (written.step, written.ranks, written.tensors) == (2, RANKS, len(expected))
     assert written.bytes == os.path.getsize(tmp_path / "whole.safetensors")
@@ -150,7 +150,7 @@ def test_shards_of_all_ranks_make_whole_weights(
         for name, weight in expected.items():
             assert weights[name].dtype == weight.dtype and torch.equal(weights[name], weight), name
     assert found.weights["images.weight"].stride() == model.state_dict()["images.weight"].stride()
-    consolidate(path, tmp_path / "average.safetensors", ema=True)
+    export(path, tmp_path / "average.safetensors", ema=True)
     average = load_file(tmp_path / "average.safetensors")
     assert average.keys() == expected.keys()
     buffers = dict(model.named_buffers())
@@ -175,17 +175,17 @@ def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     file.write_bytes(content)
     file = path / "weights-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    for use in (reader.read, lambda path: consolidate(path, tmp_path / "new.safetensors")):
+    for use in (reader.read, lambda path: export(path, tmp_path / "new.safetensors")):
         with pytest.raises(SnapshotError, match=r"weights-00002\.safetensors: its content is not what was"):
             use(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]
-    result = CliRunner().invoke(main, ["consolidate", str(tmp_path), "--output", str(tmp_path / "new" / "w")])
+    result = CliRunner().invoke(main, ["export", str(tmp_path), "--output", str(tmp_path / "new" / "w")])
     assert result.exit_code == 0, result.output
     assert "weights-00002.safetensors: its content" in result.output
     assert "Weights of step 1, written by 3 ranks, 11 tensors" in result.output
 
 
-def test_consolidate_errors_are_one_line(
+def test_export_errors_are_one_line(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     (tmp_path / "there").touch()
@@ -198,7 +198,7 @@ def test_consolidate_errors_are_one_line(
         ),
         ((str(made[0]), "--output", "/proc/none/file"), "--output: cannot write '/proc/none/file'"),
     ):
-        result = CliRunner().invoke(main, ["consolidate", *arguments])
+        result = CliRunner().invoke(main, ["export", *arguments])
         assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.consolidate import consolidate
+from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.trainer import Outcome, Trainer
@@ -78,8 +78,8 @@ def averages(outcome: Outcome, file: Path) -> dict[str, torch.Tensor]:
     """The averaged weights of a run's last snapshot, on rank 0; the weights go to a file beside."""
     if hc.rank() != 0:
         return {}
-    consolidate(last(outcome), file, ema=True)
-    consolidate(last(outcome), file.with_name(f"{file.name}-raw"))
+    export(last(outcome), file, ema=True)
+    export(last(outcome), file.with_name(f"{file.name}-raw"))
     return load_file(file)
 
 

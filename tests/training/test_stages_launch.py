@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.consolidate import consolidate
+from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.training.logs import read
 
 pytestmark = pytest.mark.launch
@@ -126,7 +126,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
     file = folder / f"{len(list(folder.iterdir()))}.safetensors"
-    consolidate(run / "snapshots" / f"step-{STEPS:08d}", file, ema=True)
+    export(run / "snapshots" / f"step-{STEPS:08d}", file, ema=True)
     return load_file(file)
 
 

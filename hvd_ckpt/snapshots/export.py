@@ -1,14 +1,16 @@
-"""The whole weights of a snapshot, of any number of ranks and any stage, as one safetensors file. Takes memory for one model."""
+"""The whole weights of a snapshot, of any number of ranks and any stage, in one file. Takes memory for one model."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hvd_ckpt.schema import Wrong
@@ -17,9 +19,11 @@ from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, shard_file
 from hvd_ckpt.snapshots.tensors import save_weights
 
+Write = Callable[[Path, dict[str, Tensor]], None]
 
-class Consolidated(NamedTuple):
-    """The result of :func:`consolidate`: training steps taken, ranks that wrote the snapshot, tensors and bytes of the file."""
+
+class Exported(NamedTuple):
+    """The result of :func:`export`: training steps taken, ranks that wrote the snapshot, tensors and bytes."""
 
     step: int
     ranks: int
@@ -27,8 +31,8 @@ class Consolidated(NamedTuple):
     bytes: int
 
 
-def consolidate(path: Path, output: Path, ema: bool = False) -> Consolidated:
-    """Writes the weights and buffers of a snapshot as one safetensors file, with the names and shapes of ``state_dict()``.
+def export(path: Path, output: Path, ema: bool = False, write: Write | None = None) -> Exported:
+    """Writes the weights and buffers of a snapshot, with the names and shapes of ``state_dict()``, as one safetensors file.
 
     Tied weights are there under each of their names. The file is there completely or not at all.
 
@@ -36,6 +40,7 @@ def consolidate(path: Path, output: Path, ema: bool = False) -> Consolidated:
         path: of a snapshot.
         output: of the file, in a folder that exists.
         ema: write the moving averages of the weights in their place.
+        write: writes a file or folder of another format under the name that it is given.
 
     Raises:
         SnapshotError: the snapshot is missing or damaged, or has no averages.
@@ -44,6 +49,41 @@ def consolidate(path: Path, output: Path, ema: bool = False) -> Consolidated:
     """
     _check_new(output)
     files = open_snapshot(path)
+    weights = whole_weights(files, ema)
+    unnamed = output.parent / f".{output.name}.{secrets.token_hex(4)}"
+    try:
+        if write is None:
+            save_weights(unnamed, weights)
+        else:
+            write(unnamed, weights)
+        _check_new(output)
+        os.rename(unnamed, output)
+    except Wrong as error:
+        raise SnapshotError(f"The snapshot '{path}' cannot be exported: {error}.") from None
+    finally:
+        if unnamed.is_dir():
+            shutil.rmtree(unnamed, ignore_errors=True)
+        else:
+            unnamed.unlink(missing_ok=True)
+    written = [output] if output.is_file() else list(output.iterdir())
+    size = sum(file.stat().st_size for file in written)
+    return Exported(files.manifest.step, files.manifest.ranks, len(weights), size)
+
+
+def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
+    """Writes a ``state_dict()`` with ``torch.save``, for ``torch.load(..., weights_only=True)``."""
+    with open(path, "xb") as file:
+        torch.save(weights, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def whole_weights(files: SnapshotFiles, ema: bool = False) -> dict[str, Tensor]:
+    """Weights and buffers of a snapshot under all their names, or with ``ema`` the averages in place of those that have one.
+
+    Raises:
+        SnapshotError: the snapshot is damaged, or has no averages.
+    """
     weights = files.weights()
     if ema:
         averages = _averages(files, weights)
@@ -51,16 +91,7 @@ def consolidate(path: Path, output: Path, ema: bool = False) -> Consolidated:
             alias: averages[name] for alias, name in files.manifest.aliases.items() if name in averages
         }
         weights.update({**averages, **aliases})
-    unnamed = output.parent / f".{output.name}.{secrets.token_hex(4)}"
-    try:
-        written = save_weights(unnamed, weights)
-        _check_new(output)
-        os.rename(unnamed, output)
-    except Wrong as error:
-        raise SnapshotError(f"The snapshot '{path}' cannot be consolidated: {error}.") from None
-    finally:
-        unnamed.unlink(missing_ok=True)
-    return Consolidated(files.manifest.step, files.manifest.ranks, len(weights), written.bytes)
+    return weights
 
 
 def _averages(files: SnapshotFiles, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,7 +101,7 @@ def _averages(files: SnapshotFiles, weights: Mapping[str, Tensor]) -> dict[str, 
     ema = state.get("ema") if isinstance(state, dict) else None
     with naming(files.path, REPLICATED):
         if not isinstance(ema, dict):
-            raise Wrong("it has no averages of the weights: consolidate without --ema")
+            raise Wrong("it has no averages of the weights: leave out --ema")
         if sharding is None:
             found = ema.get("averages")
             if not isinstance(found, dict):

@@ -1,0 +1,183 @@
+"""The trained model of a run, made anew from a snapshot without the run's data: for transformers, or to generate text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.data.text import TEXTS
+from hvd_ckpt.data.tokens import BYTES, SPECIAL, read_tokenizer
+from hvd_ckpt.models import catalog
+from hvd_ckpt.models.chain import WrappedChain
+from hvd_ckpt.named import is_named
+from hvd_ckpt.schema import Wrong
+from hvd_ckpt.snapshots.export import whole_weights
+from hvd_ckpt.snapshots.reader import open_snapshot
+from hvd_ckpt.snapshots.schema import REPLICATED
+from hvd_ckpt.training.config import Config, ConfigError
+
+# The names of the weights of token embeddings, of which there is one for each token.
+EMBEDDINGS = (
+    "embeddings.embeddings.word_embeddings.weight",
+    "embeddings.tokens.weight",
+    "embedding.tokens.weight",
+    "embedding.0.weight",
+)
+
+
+class Trained(NamedTuple):
+    """A run: its settings, the kind of its model (one of :data:`~.catalog.KINDS`), tokens in a sample, and its tokenizer's file."""
+
+    config: Config
+    kind: str
+    length: int
+    tokenizer: Path | None
+
+
+def settings_of(path: Path) -> Trained:
+    """The run that wrote a snapshot.
+
+    Raises:
+        ConfigError: a loop of one's own wrote it, or its model is one that the catalogue does not make or not of text.
+        SnapshotError: it is damaged.
+    """
+    state = open_snapshot(path).state(REPLICATED)
+    if not isinstance(state, dict) or "config" not in state:
+        raise ConfigError(
+            f"'{path}' was written by a loop of your own, which says nothing of the model: export its weights with --format "
+            "safetensors or pt, and load them into your model"
+        )
+    config = Config.make(state["config"])
+    way_out = "export its weights with --format safetensors or pt"
+    if is_named(config.model):
+        raise ConfigError(
+            f"model {config.model}: only models of the catalogue and folders can be made here: {way_out}"
+        )
+    try:
+        entry = catalog.find(config.model)
+    except ValueError as error:
+        raise ConfigError(f"model {config.model}: {error}") from None
+    if entry.kind not in TEXTS or config.data is not None:
+        raise ConfigError(f"model {config.model}: it was not trained on text: {way_out}")
+    own = None if entry.folder is None else entry.folder / "tokenizer.json"
+    tokenizer = (
+        Path(config.tokenizer) if config.tokenizer else own if own is not None and own.is_file() else None
+    )
+    return Trained(config, entry.kind, config.sequence_length or entry.data.get("length", 128), tokenizer)
+
+
+def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
+    """The model of a run with these weights, in evaluation mode.
+
+    Raises:
+        ConfigError: they are not of this model.
+    """
+    embeddings = next((weights[name] for name in EMBEDDINGS if name in weights), None)
+    if embeddings is None or embeddings.dim() != 2:
+        raise ConfigError(f"model {run.config.model}: the snapshot has no token embeddings of such a model")
+    facts = {"vocabulary": len(embeddings), "length": run.length}
+    try:
+        model = catalog.find(run.config.model).build(facts, run.config.model_options)
+        model.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"model {run.config.model}: {' '.join(str(error).split())[:300]}") from None
+    return model.eval()
+
+
+def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
+    """Writes a folder for transformers' ``from_pretrained``: configuration, weights, and the tokenizer of the run.
+
+    Raises:
+        Wrong: the model is none of transformers.
+    """
+    model = load_model(run, weights)
+    if not isinstance(model, WrappedChain):
+        raise Wrong(f"the model {run.config.model} is none of transformers: give --format safetensors or pt")
+    model.transformers_model.save_pretrained(path)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, special = _tokenizer_of(run)
+    make: Any = PreTrainedTokenizerFast
+    make(
+        tokenizer_object=tokenizer, model_max_length=run.length, clean_up_tokenization_spaces=False, **special
+    ).save_pretrained(path)
+
+
+def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
+    """The tokenizer, also for bytes, and its special tokens by transformers' names; those that it lacks have numbers above its own,
+    as in :class:`hvd_ckpt.data.tokens.Tokens`."""
+    tokenizer = _byte_tokenizer() if run.tokenizer is None else read_tokenizer(run.tokenizer)[0]
+    following = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    special = {}
+    theirs = {"mask": "mask_token", "padding": "pad_token", "start": "cls_token", "separator": "sep_token"}
+    for kind, names in SPECIAL.items():
+        found = next((name for name in names if tokenizer.token_to_id(name) is not None), None)
+        if found is None:
+            found, following = names[0], following + 1
+            tokenizer.add_special_tokens([found])
+            if tokenizer.token_to_id(found) != following - 1:
+                raise Wrong(f"the tokenizer '{run.tokenizer}' has gaps in its numbers: add {names[0]} to it")
+        special[theirs[kind]] = found
+    return tokenizer, special
+
+
+def _byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the bytes of UTF-8 text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # GPT-2's printable characters for the bytes: those that are printable stand for themselves.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(BYTES, 2 * BYTES))
+    vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def generate(
+    path: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    ema: bool = False,
+) -> Iterator[str]:
+    """Continues a text, token by token; yields the text so far, after the prompt.
+
+    Args:
+        path: of a snapshot of a causal language model.
+        tokens: to make at most.
+        temperature: divides the scores; 0 takes the likeliest token.
+        top_k: draw among that many likeliest tokens.
+
+    Raises:
+        ConfigError: the model does not predict the next token, or the prompt has no tokens.
+    """
+    run = settings_of(path)
+    if run.kind != "causal":
+        raise ConfigError(
+            f"model {run.config.model}: it fills in tokens ({run.kind}) and cannot continue a text: generate takes models that "
+            "predict the next token, such as gpt2-small, gpt-lite or lstm-small"
+        )
+    tokenizer, _ = _tokenizer_of(run)
+    known = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not known:
+        raise ConfigError("--prompt: it has no tokens: give some text to continue")
+    model = load_model(run, whole_weights(open_snapshot(path), ema))
+    generator, made = torch.Generator().manual_seed(seed), list[int]()
+    for _ in range(tokens):
+        with torch.no_grad():
+            scores = model(torch.tensor([(known + made)[-run.length :]]))[0, -1].float()
+        if top_k is not None:
+            scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
+        if temperature:
+            made.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
+        else:
+            made.append(int(scores.argmax()))
+        yield tokenizer.decode(made, skip_special_tokens=True)
