@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
-from hvd_ckpt.data.sampler import Sampler
+from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.models.objectives import Batch
 from hvd_ckpt.training.build import Assembly, assemble
 from hvd_ckpt.training.config import Config
@@ -95,7 +95,9 @@ def _stock(job: Job, parts: Assembly) -> Losses:
 def _samples(parts: Assembly, step: int, number: int, of: int, replicas: int) -> Batch:
     """One of the parts of a step's samples."""
     count = BATCH * replicas
-    batch: Batch = parts.train.batch(*Sampler(len(parts.train), SEED).part(step * count, count, number, of))
+    batch: Batch = parts.train.batch(
+        *DistributedSampler(parts.train, seed=SEED).part(step * count, count, number, of)
+    )
     return batch
 
 
