@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +39,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 def map_tensors(value: Any, place: str, function: Callable[[Tensor, str], Tensor]) -> Any:
     """A copy of a state dict, with each tensor replaced by what ``function(tensor, place)`` returns.
 
-    NumPy scalars become Python's and an OrderedDict a dict, as neither loads without its library's classes.
+    NumPy scalars become Python's, and an OrderedDict or Counter a dict, as none loads without its library's classes.
 
     Args:
         place: what error messages call the value.
@@ -79,7 +79,7 @@ class _Mapping:
 
     def _container(self, value: Any, place: str, depth: int) -> Any:
         kind = type(value)
-        if kind in (dict, OrderedDict):
+        if kind in (dict, OrderedDict, Counter):
             for key in value:
                 if not _is_key(key):
                     raise Wrong(

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hvd_ckpt.data import Dataset
 from hvd_ckpt.data.images import Digits, ImageArrays, ImageFolder, open_images
-from hvd_ckpt.data.sampler import DistributedSampler, Loader
+from hvd_ckpt.data.sampler import DataLoader, DistributedSampler, Loader
 from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText, PermutedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import Ellipsoids, VolumeArrays, open_volumes
@@ -462,3 +462,46 @@ def test_a_loader_that_is_closed_or_dropped_ends_its_thread() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks() -> None:
+    def sampler(ranks: int, rank: int, **options: Any) -> DistributedSampler:
+        return DistributedSampler(range(20), 2, ranks, rank, seed=4, epochs=2, **options)
+
+    order = sampler(1, 0).part(0, 40, 0, 1)[0]
+    first = [sampler(3, rank) for rank in range(3)]
+    batches = list(zip(*(iter(one) for one in first)))[:3]
+    assert [len(one) for one in first] == [6] * 3  # 36 of 40 samples
+    taken = [number for batch in batches for pair in zip(*batch) for number in pair]
+    assert taken == order[:18]
+    state = {**first[0].state_dict(), "position": 18}
+    seen = []
+    for rank in range(2):
+        other = sampler(2, rank)
+        other.load_state_dict(state)
+        seen.append([number for batch in other for number in batch])
+        assert other.position == 38 and list(other) == []
+    assert sorted(number for one in seen for number in one) == sorted(order[18:38])
+    for wrong in ({"seed": 5}, {"samples": 21}):
+        assert "give the same data and seed" in message(
+            ValueError, lambda wrong=wrong: sampler(1, 0).load_state_dict({**state, **wrong})
+        )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_knows_what_the_loop_has_got_and_draws_nothing(workers: int) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(range(30), DistributedSampler(30, 2, 1, 0, epochs=1), num_workers=workers)
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    whole = [batch.tolist() for batch in loader()]
+    assert torch.equal(torch.get_rng_state(), state) and len(whole) == len(loader()) == 15
+    one, other = loader(), loader()
+    for number, batch in enumerate(one, start=1):
+        assert one.state_dict()["position"] == 2 * number and batch.tolist() == whole[number - 1]
+        if number == 4:
+            break
+    other.load_state_dict(one.state_dict())
+    assert [batch.tolist() for batch in other] == whole[4:]
+    assert "give an hc.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -134,6 +136,22 @@ def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_
         loop.run(folder / "run")
     with pytest.raises(TypeError, match="loader is a list"):
         hc.Snapshots(folder, model=loop.model, optimizer=loop.optimizer, loader=[])
+
+
+def test_a_snapshot_holds_the_moment_of_its_save_however_late_it_is_copied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = SnapshotWriter._copy
+    monkeypatch.setattr(SnapshotWriter, "_copy", lambda writer, job: (time.sleep(0.2), copy(writer, job)))
+    loop = Loop(width=600)  # beyond the tensors that are copied at once
+    loop.scheduler = torch.optim.lr_scheduler.MultiStepLR(loop.optimizer, [1, 3])
+    assert loop.run(folder / "run", every=2, steps=3) == (3, None)
+    after_three = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    again = Loop(width=600)
+    again.scheduler = torch.optim.lr_scheduler.MultiStepLR(again.optimizer, [1, 3])
+    assert again.run(folder / "run", every=9, steps=3) == (3, None)  # from step 2
+    check_same(again.model.state_dict(), after_three)
+    assert loop.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 1e-3
 
 
 def test_what_cannot_be_written_is_a_warning_but_at_the_end_an_error(folder: Path) -> None:
