@@ -279,6 +279,9 @@ from hvd_ckpt.recompute import (
     checkpoint_sequential as checkpoint_sequential,
 )
 from hvd_ckpt.recompute import (
+    chunked_cross_entropy as chunked_cross_entropy,
+)
+from hvd_ckpt.recompute import (
     is_checkpointing as is_checkpointing,
 )
 from hvd_ckpt.recompute import (

@@ -100,13 +100,15 @@ class BlockRunner:
         begin, end = marks.marks[:2]
         return max(end.bytes - begin.bytes, 0), max(end.peak_bytes - begin.bytes, 0), min(seconds)
 
-    def seconds(self, policies: Sequence[CheckpointPolicy], least: float) -> list[float]:
-        """Median seconds of forward and backward under each policy, in alternating order, for ``least`` seconds or three
-        rounds."""
+    def seconds(
+        self, policies: Sequence[CheckpointPolicy], least: float, least_rounds: int = 3
+    ) -> list[float]:
+        """Median seconds of forward and backward under each policy, in alternating order, for ``least`` seconds and
+        ``least_rounds`` rounds."""
         times: list[list[float]] = [[] for _ in policies]
         begin = time.perf_counter()
         rounds = 0
-        while rounds < 3 or (rounds < 15 and time.perf_counter() - begin < least):
+        while rounds < least_rounds or (rounds < 15 and time.perf_counter() - begin < least):
             order = range(len(policies)) if rounds % 2 else range(len(policies) - 1, -1, -1)
             for index in order:
                 args, kwargs = self.inputs()

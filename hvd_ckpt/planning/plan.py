@@ -302,6 +302,12 @@ class Plan:
                     raise PlanError(
                         f"{misfit} parameter {number} of block '{block.name}' has the shape {have}, the plan was made for {want}."
                     )
+            if block.policy.chunks is not None and [base_class(one).forward for one in members] != [
+                nn.Linear.forward
+            ]:
+                raise PlanError(
+                    f"{misfit} block '{block.name}' is of class {kind}, and only an nn.Linear can have a cross entropy in chunks."
+                )
         for container in self._containers():
             if base_class(modules[container]).forward is not nn.Sequential.forward:
                 raise PlanError(

@@ -67,6 +67,7 @@ class Planner:
         lossy: torch.dtype | None = None,
         say: Callable[[str], None] = lambda text: None,
         budget: int | float | str | None = None,
+        chunk_head: bool = True,
     ) -> None:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
         self._args = (args, kwargs or {})
@@ -75,7 +76,7 @@ class Planner:
         limit = wanted.bytes(0, 0, self._step.device) if wanted.kind in ("bytes", "device") else None
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device):
-            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit)
+            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head)
             self._calibrate()
 
     @property
@@ -272,7 +273,8 @@ class Planner:
 
         ends = (0, len(self._chain) - 1)
         numbers = tuple(number(item) for item in items if not (isinstance(item, Run) and item.block in ends))
-        return self.profile.plan_of(numbers, choices, **facts)
+        behind = next(item.choice for item in items if isinstance(item, Run) and item.block == ends[1])
+        return self.profile.plan_of(numbers, choices, self.profile.head_costs[behind].chunks, **facts)
 
 
 def plan(
@@ -284,6 +286,7 @@ def plan(
     blocks: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
     lossy: torch.dtype | None = None,
+    chunk_head: bool = True,
     verbose: bool | None = None,
     stages: int | None = None,
     chunks: int | None = None,
@@ -311,6 +314,9 @@ def plan(
         autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
         lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be in that precision. Results then change, by about
             that rounding in the gradients.
+        chunk_head: the cross entropy of a language model's head may be computed in chunks of rows (as by
+            :func:`hvd_ckpt.chunked_cross_entropy`): results then equal to float32 rounding. False: they keep their bits. With
+            ``stages`` it is never in chunks.
         verbose: print progress on standard error, a line for each kind of block and one at least every 30 seconds;
             None to begin with that once planning has taken 10 seconds. On rank 0 alone, which plans.
         stages: number of pipeline stages; the model is a chain of this library or an ``nn.Sequential``, and the blocks are its
@@ -357,6 +363,7 @@ def plan(
                 lossy=lossy,
                 say=say,
                 budget=None if layout else limit,
+                chunk_head=chunk_head and layout is None,
             )
             return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
 

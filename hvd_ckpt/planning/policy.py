@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 from hvd_ckpt.schema import shown
 
@@ -43,6 +44,7 @@ class CheckpointPolicy:
         title: for people: ``keep``, ``drop gelu, layer_norm``, ``recompute``.
         selective: which calls' results are dropped and how the others are kept, or None.
         recompute: keep the inputs alone and recompute all (for compiled blocks, whose inside cannot be seen).
+        chunks: of a linear layer at the end, the head: its cross entropy is computed in so many chunks of rows.
 
     Raises:
         ValueError: a number in ``selective`` is not that of a call.
@@ -51,6 +53,7 @@ class CheckpointPolicy:
     title: Text
     selective: Policy | None = None
     recompute: bool = False
+    chunks: Annotated[int, Field(ge=1, le=2**31)] | None = None
 
     def __post_init__(self) -> None:
         if self.selective is not None:
@@ -133,6 +136,16 @@ def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
     return [[module.get_submodule(name) for name in _names(item)] for item in items]
 
 
+def in_chunks(chunks: int) -> CheckpointPolicy:
+    """The policy of a head whose cross entropy is computed in chunks of rows."""
+    return CheckpointPolicy(f"cross entropy in {chunks} chunk{'s' * (chunks > 1)}", chunks=chunks)
+
+
+def is_head(module: nn.Module) -> bool:
+    """Whether a policy of the module is that of a head in chunks. Its weight is read after it has run, by the loss."""
+    return getattr(module.__dict__.get(_POLICY), "chunks", None) is not None
+
+
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module as its author knows it."""
     kind = type(module)
@@ -151,6 +164,8 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         policy: CheckpointPolicy = self.__dict__[_POLICY]
         _check_autocast(self)
+        if policy.chunks is not None:
+            return defer(self, original, policy.chunks, args, kwargs)  # type: ignore[arg-type]
         return policy.run(functools.partial(original, self), args, kwargs)
 
     return _subclass(base, {method: functools.wraps(original)(run)})

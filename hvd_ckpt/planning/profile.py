@@ -22,6 +22,7 @@ from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.chain import Block, Choice
+from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import fastest, trace
@@ -67,11 +68,15 @@ class Step:
         with self.autocast():
             return self.model(*self._args, **self._kwargs)
 
+    def loss(self) -> Tensor:
+        """The forward pass and the loss."""
+        with torch.enable_grad(), self.autocast():
+            return self._loss_of(self.model(*self._args, **self._kwargs))
+
     def run(self, marks: Marks | None = None) -> None:
         """One step; gradients are accumulated."""
         with torch.enable_grad():
-            with self.autocast():
-                loss = self._loss_of(self.model(*self._args, **self._kwargs))
+            loss = self.loss()
             if marks is not None:
                 marks.mark("loss")
             loss.backward()  # type: ignore[no-untyped-call]
@@ -116,6 +121,8 @@ class Profile:
     Attributes:
         found: the blocks.
         policies: of each block, those measured.
+        head: whose cross entropy may be computed in chunks, or None. The block that it is in, if any, is none of ``found``.
+        head_costs: of head and loss for each choice of the last block of ``chain``; the first is whole, the last needs the least.
         chain: for the solver, with one block more at each end.
         waiting: of each block, bytes of the gradients of tied parameters that wait while it runs backward.
     """
@@ -127,10 +134,15 @@ class Profile:
         say: Callable[[str], None],
         lossy: str | None = None,
         limit: int | None = None,
+        chunk_head: bool = True,
     ) -> None:
         self.step = step
         self._lossy = lossy
         self.found = find_blocks(step.model, step.forward, names)
+        self.head: Head | None = None
+        self.head_costs = [HeadCost(None, 0, 0.0)]
+        if chunk_head and names is None:
+            self._look_for_head(say)
         kinds = [index for index, block in enumerate(self.found) if block.like == index]
         say(f"found {len(self.found)} blocks of {len(kinds)} kinds")
         if limit is not None:
@@ -150,6 +162,16 @@ class Profile:
         say("measuring a step of the whole model")
         self.chain = self._with_ends(self._with_waiting_gradients(inner))
 
+    def _look_for_head(self, say: Callable[[str], None]) -> None:
+        head = find_head(self.step)
+        others = None if head is None else without_head(self.found, head)
+        if head is None or others is None:
+            return
+        say(f"measuring the head '{head.name}' in chunks")
+        costs = head.costs(self.step)
+        if len(costs) > 1:
+            self.head, self.head_costs, self.found = head, costs, others
+
     def _check_floor(self, limit: int) -> None:
         """Refuses a budget that is below what runs around the blocks, whatever they keep; before they are measured, which takes
         minutes.
@@ -158,7 +180,8 @@ class Profile:
             BudgetError: it is.
         """
         self.policies = [[_RECOMPUTE]] * len(self.found)
-        with applied(self.step.model, self.plan_of(tuple(range(len(self.found))), [0] * len(self.found))):
+        items, chunks = tuple(range(len(self.found))), self.head_costs[-1].chunks
+        with applied(self.step.model, self.plan_of(items, [0] * len(self.found), chunks)):
             self.step.run()
             begin, _, behind = _ends(self._marked_step())
         floor = max(begin.peak_bytes, begin.bytes + behind)
@@ -258,7 +281,8 @@ class Profile:
         leanest = [
             min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner
         ]
-        plan = self.plan_of(tuple(range(len(inner))), leanest)
+        costs = self.head_costs
+        plan = self.plan_of(tuple(range(len(inner))), leanest, costs[-1].chunks)
         with applied(self.step.model, plan):
             self.step.run()
             marks = self._marked_step()
@@ -280,7 +304,13 @@ class Profile:
             0.0,
             begin.peak_bytes,
         )
-        behind_block = Block((Choice("behind", rest, 0, behind, behind),), 0, 0.0, 0)
+        choices = []
+        for chunks, peak, alone in costs:  # measured: the last of them
+            peak = max(behind + peak - costs[-1].peak, 0)
+            choices.append(
+                Choice(f"behind {chunks}", max(rest + alone - costs[-1].seconds, 0.0), 0, peak, peak)
+            )
+        behind_block = Block(tuple(choices), 0, 0.0, 0)
         return [before_block, *inner, behind_block]
 
     def _marked_step(self) -> Marks:
@@ -321,8 +351,10 @@ class Profile:
             marks.mark("end")
         return marks
 
-    def plan_of(self, items: tuple[Any, ...], choices: Sequence[int], **facts: Any) -> Plan:
-        """A plan with these items (numbers of blocks, nested for segments) and a choice for each block."""
+    def plan_of(
+        self, items: tuple[Any, ...], choices: Sequence[int], chunks: int | None = None, **facts: Any
+    ) -> Plan:
+        """A plan with these items (numbers of blocks, nested for segments), a choice for each block, and chunks of the head."""
         blocks = []
         depths = _depths(items)
         for index, (block, choice) in enumerate(zip(self.found, choices)):
@@ -342,6 +374,15 @@ class Profile:
                     block.members, block.kind, block.parameters, self.policies[index][choice], kept, added
                 )
             )
+        if chunks is not None:
+            assert self.head is not None
+            added = 0.0
+            if hasattr(self, "chain"):
+                behind = self.chain[-1].choices
+                number = [cost.chunks for cost in self.head_costs].index(chunks)
+                added = behind[number].seconds - behind[0].seconds
+            items = (*items, len(blocks))
+            blocks.append(self.head.block_plan(chunks, added))
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 

@@ -2,6 +2,7 @@
 
 from hvd_ckpt.frames import without_recomputation
 from hvd_ckpt.recompute.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.recompute.cross_entropy import chunked_cross_entropy
 from hvd_ckpt.recompute.function import CheckpointFunction
 from hvd_ckpt.recompute.sequential import CheckpointSequential, checkpoint_sequential
 
@@ -10,6 +11,7 @@ __all__ = [
     "CheckpointSequential",
     "checkpoint",
     "checkpoint_sequential",
+    "chunked_cross_entropy",
     "is_checkpointing",
     "is_recomputing",
     "without_recomputation",

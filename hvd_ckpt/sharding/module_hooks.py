@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_ckpt.recompute.deferred import DeferredLogits
 from hvd_ckpt.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
 
 
@@ -107,7 +108,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, data classes and other objects, each once; not those inside of modules."""
+    """The tensors in nested containers, data classes and other objects, each once; not those inside of modules. Logits that are not
+    computed yet are where the gradient of their input comes back to."""
     seen: set[int] = set()
     open_values = [value]
     while open_values:
@@ -116,7 +118,7 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
-            yield one
+            yield one.hidden if isinstance(one, DeferredLogits) else one
         elif isinstance(one, Mapping):
             open_values += one.values()
         elif isinstance(one, (list, tuple, set, frozenset)):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.planning.blocks import proposed_blocks
-from hvd_ckpt.planning.policy import policy_parts
+from hvd_ckpt.planning.policy import is_head, policy_parts
 from hvd_ckpt.recompute.sequential import CheckpointSequential, split
 from hvd_ckpt.unmaterialized import is_split
 
@@ -44,7 +44,8 @@ def find_units(
     By default: the segments of each :class:`hvd_ckpt.CheckpointSequential` and of each chain with a ``checkpoint_interval``, the
     blocks, spans and segments of an applied plan, and else the children of ``nn.ModuleList`` and ``nn.Sequential`` that a planner
     would take for blocks. What lies in none of them, and what several of them share, is the last unit, whose module is the model
-    itself: it is whole for as long as the model runs forward and backward.
+    itself: it is whole for as long as the model runs forward and backward. So is a head whose cross entropy a plan computes in
+    chunks, which needs its weight after it has run.
 
     Args:
         model: all its parameters are in one unit each.
@@ -136,7 +137,7 @@ def _by_default(model: nn.Module) -> list[list[nn.Module]]:
         modules
         for block in proposed_blocks(model)
         for modules in _opened(block.modules)
-        if not any(id(module) in inside for module in modules)
+        if not any(id(module) in inside or any(map(is_head, module.modules())) for module in modules)
     ]
     return recomputed + blocks
 
@@ -151,7 +152,7 @@ def _disjoint(chosen: Iterable[list[nn.Module]]) -> list[list[nn.Module]]:
 
 def _recomputed(module: nn.Module) -> Iterator[list[nn.Module]]:
     """Modules that are recomputed, or given a policy by a plan, as one piece."""
-    parts = policy_parts(module)
+    parts = [] if is_head(module) else policy_parts(module)
     if not parts and isinstance(module, nn.Sequential):
         parts = list(_segments(module))
     yield from parts

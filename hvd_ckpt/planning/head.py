@@ -1,0 +1,149 @@
+"""The head of a language model: what a step takes where its cross entropy is computed in chunks.
+
+Logits are not the output of a block that a plan could drop: the loss needs them at once. So a plan has a number of chunks for the
+linear layer that makes them (:mod:`hvd_ckpt.recompute.deferred`), and head and loss together, which run behind the last block, get
+one choice for each number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvd_ckpt.planning.block_runner import BlockRunner
+from hvd_ckpt.planning.blocks import FoundBlock
+from hvd_ckpt.planning.plan import BlockPlan, kind_of, parameter_shapes
+from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, is_compiled, remove_policy
+from hvd_ckpt.recompute.deferred import listening
+
+if TYPE_CHECKING:
+    from hvd_ckpt.planning.profile import Step
+
+_WIDER = 4  # a head has more than so many times as many outputs as inputs; a perceptron in a layer has not
+_LEAST_BYTES = 4 << 20  # of logits that are worth the measurements
+_LEAST_ROWS = 32  # in a chunk: a product of fewer rows is slow
+_LESS = 0.98  # of the memory is worth a choice
+_FACTOR = 4  # from one number of chunks to the next
+
+
+class HeadCost(NamedTuple):
+    """Cost of head and loss by themselves, forward and backward: bytes above the start, seconds."""
+
+    chunks: int | None
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer whose result goes into a cross entropy and nowhere else.
+
+    Attributes:
+        name, module: of the layer.
+        hidden, targets: (rows, width) and (rows,) of a step.
+        dtype: of the logits.
+        options: of the cross entropy.
+    """
+
+    name: str
+    module: nn.Linear
+    hidden: Tensor
+    targets: Tensor
+    dtype: torch.dtype
+    options: dict[str, Any]
+
+    def costs(self, step: Step) -> list[HeadCost]:
+        """What head and loss take, whole and in each number of chunks that needs less memory than the one before."""
+        runner = BlockRunner(self._run, (self.hidden, self.targets), {}, step.device, step.autocast)
+        found: list[HeadCost] = []
+        for chunks in (None, *self._numbers()):
+            apply_policy(self.module, KEEP if chunks is None else in_chunks(chunks))
+            try:
+                (cost,) = runner.memory([KEEP])
+                (seconds,) = runner.seconds([KEEP], 0.0, 1)
+            finally:
+                remove_policy(self.module)
+            peak = max(cost.forward_peak, cost.backward_peak)
+            if not found or peak < _LESS * found[-1].peak:
+                found.append(HeadCost(chunks, peak, seconds))
+        return found
+
+    def block_plan(self, chunks: int, added_seconds: float) -> BlockPlan:
+        """The entry of the head in a plan."""
+        return BlockPlan(
+            (self.name,),
+            kind_of([self.module]),
+            parameter_shapes([self.module]),
+            in_chunks(chunks),
+            added_seconds=added_seconds,
+        )
+
+    def _run(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.module(hidden).to(self.dtype)
+        return functional.cross_entropy(logits, targets, **self.options)
+
+    def _numbers(self) -> list[int]:
+        numbers = [1]
+        while len(self.targets) >= _LEAST_ROWS * _FACTOR * numbers[-1]:
+            numbers.append(_FACTOR * numbers[-1])
+        return numbers
+
+
+def find_head(step: Step) -> Head | None:
+    """The head of a model, found in one forward pass and its loss, which keep nothing for a backward pass."""
+    candidates: dict[nn.Module, str] = {}
+    for name, module in step.model.named_modules():
+        if is_compiled(module):
+            return None
+        if base_class(module).forward is nn.Linear.forward and name:
+            weight = module.get_parameter("weight")
+            if len(weight) > _WIDER * weight.shape[1]:
+                candidates[module] = name
+    if not candidates:
+        return None
+    calls: list[nn.Module] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: calls.append(module)) for module in candidates
+    ]
+    try:
+        for module in candidates:
+            apply_policy(module, in_chunks(1))
+        with listening() as heard, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
+            step.loss()
+    finally:
+        for module in candidates:
+            remove_policy(module)
+        for handle in handles:
+            handle.remove()
+    if len(heard.consumed) != 1:
+        return None
+    (consumed,) = heard.consumed
+    call = consumed.call
+    if call.head in heard.computed:
+        return None
+    logits = len(consumed.targets) * len(call.product.weight) * consumed.dtype.itemsize
+    if calls.count(call.head) != 1 or not call.product.weight.is_leaf or logits < _LEAST_BYTES:
+        return None
+    hidden = call.product.hidden
+    hidden = hidden.detach().requires_grad_(hidden.requires_grad)
+    return Head(candidates[call.head], call.head, hidden, consumed.targets, consumed.dtype, consumed.options)
+
+
+def without_head(found: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | None:
+    """The blocks but the last one, if that has the head, or all; None where the head lies in another one or is the only block."""
+    owners = [
+        index for index, block in enumerate(found) for one in block.modules if head.module in one.modules()
+    ]
+    if not owners:
+        return list(found)
+    alone = owners == [len(found) - 1] and len(found) > 1 and found[-1].like == len(found) - 1
+    return list(found[:-1]) if alone else None
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("this graph has no backward pass")

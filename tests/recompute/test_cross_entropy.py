@@ -1,0 +1,187 @@
+"""Cross entropy over a head in chunks: PyTorch's numbers, one gradient accumulation, and the memory of one chunk."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from same import gradients
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.memory import measure_peak
+
+ROWS, WIDTH, CLASSES = 96, 16, 300
+NOTHING = -100
+
+
+def inputs(masked: float = 0.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    targets = torch.randint(CLASSES, (4, ROWS // 4))
+    targets[torch.rand(targets.shape) < masked] = NOTHING
+    return torch.randn(4, ROWS // 4, WIDTH, dtype=dtype, requires_grad=True), targets
+
+
+def head(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, CLASSES, bias=bias)
+
+
+def unchunked(layer: nn.Linear, hidden: Tensor, targets: Tensor, **options) -> Tensor:
+    return functional.cross_entropy(layer(hidden).flatten(0, 1), targets.flatten(), **options)
+
+
+def assert_near(expected, actual, share=1e-6):
+    assert len(expected) == len(actual)
+    for one, other in zip(expected, actual):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype and one.shape == other.shape
+            assert (one - other).norm() <= share * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("masked", "bias", "options", "chunks"),
+    [
+        (masked, bias, {"reduction": reduction, "label_smoothing": smoothing}, chunks)
+        for (masked, chunks), (bias, smoothing), reduction in itertools.product(
+            ((0.0, 1), (0.0, 5), (0.85, 7), (1.0, 2)), ((True, 0.0), (False, 0.1)), ("mean", "sum", "none")
+        )
+        if masked < 1 or reduction != "mean"  # of no rows: nan
+    ],
+)
+def test_loss_and_gradients_are_those_of_pytorch(masked, bias, options, chunks):
+    results = []
+    for chunked in (False, True):
+        layer, (hidden, targets) = head(bias), inputs(masked)
+        loss = (
+            hc.chunked_cross_entropy(layer, hidden, targets, chunks, **options)
+            if chunked
+            else unchunked(layer, hidden, targets, **options)
+        )
+        torch.manual_seed(2)
+        (loss.flatten() * torch.rand(loss.numel())).sum().backward()
+        results.append([loss.detach().flatten(), hidden.grad, *gradients(layer)])
+    if options["reduction"] == "none" and not options["label_smoothing"]:
+        assert torch.equal(results[0][0], results[1][0])
+    assert_near(*results)
+
+
+def test_tokens_have_weights():
+    layer, (hidden, targets) = head(), inputs(0.5)
+    weights = torch.rand(targets.shape)
+    rows = hc.chunked_cross_entropy(layer, hidden, targets, 4, reduction="none")
+    counted = (targets != NOTHING) * weights
+    total = hc.chunked_cross_entropy(layer, hidden, targets, 4, reduction="sum", token_weights=weights)
+    torch.testing.assert_close(total, (rows * weights).sum())
+    mean = hc.chunked_cross_entropy(layer, hidden, targets, 4, token_weights=weights)
+    torch.testing.assert_close(mean, (rows * weights).sum() / counted.sum())
+
+
+def test_a_tied_or_frozen_weight_accumulates_once():
+    embedding, calls = nn.Embedding(CLASSES, WIDTH), []
+    embedding.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    _, targets = inputs()
+    hidden = embedding(targets)
+    hc.chunked_cross_entropy(embedding, hidden, targets, 6).backward()
+    tied = embedding.weight.grad.clone()
+    assert len(calls) == 1
+    embedding.zero_grad()
+    scores = functional.linear(embedding(targets), embedding.weight)
+    functional.cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
+    assert_near([embedding.weight.grad], [tied])
+
+    layer, (hidden, targets) = head().requires_grad_(False), inputs()
+    hc.chunked_cross_entropy(layer.weight, hidden, targets, 6).backward()
+    assert hidden.grad is not None and layer.weight.grad is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True, "function"])
+def test_inside_a_checkpointed_region(reentrant):
+    results = []
+    for recomputed in (False, True):
+        layer, (hidden, targets) = head(), inputs(0.5)
+
+        def function(layer, hidden, targets):
+            return hc.chunked_cross_entropy(layer, hidden.tanh(), targets, 3)
+
+        if not recomputed:
+            loss = function(layer, hidden, targets)
+        elif reentrant == "function":
+            parameters = layer.parameters()
+            loss = hc.CheckpointFunction.apply(function, 3, layer, hidden, targets, *parameters)
+        else:
+            loss = hc.checkpoint(function, layer, hidden, targets, use_reentrant=reentrant)
+        loss.backward()
+        results.append([loss, hidden.grad, *gradients(layer)])
+    assert_near(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_the_scale_of_a_loss(dtype):
+    """In float16 a probability of a vocabulary this large, over the rows, is below the smallest number."""
+    results, scale = [], 2.0**14
+    for chunks in (None, 1, 8):
+        torch.manual_seed(0)
+        layer, (hidden, targets) = nn.Linear(WIDTH, 30000), inputs()
+        with torch.autocast("cpu", dtype):
+            whole = unchunked(layer, hidden, targets)
+            loss = whole if chunks is None else hc.chunked_cross_entropy(layer, hidden, targets, chunks)
+        assert loss.dtype == torch.float32
+        (loss * scale).backward()
+        results.append([loss.detach(), hidden.grad / scale, *(one / scale for one in gradients(layer))])
+    assert_near(results[0], results[1], 1e-2)
+    assert_near(results[0], results[2], 1e-2)
+
+
+def test_backward_passes_of_a_kept_graph_and_of_gradients():
+    layer, (hidden, targets) = head(), inputs()
+    loss = hc.chunked_cross_entropy(layer, hidden, targets, 3)
+    loss.backward(retain_graph=True)
+    once = [one.clone() for one in gradients(layer)]
+    (3 * loss).backward(retain_graph=True)
+    assert_near([4 * one for one in once], gradients(layer))
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.85])
+def test_the_peak_is_that_of_a_chunk(masked):
+    """Two tensors of a chunk's logits, and gradients; unchunked three of all."""
+    rows, classes, chunks = 512, 4096, 8
+    layer, targets = nn.Linear(WIDTH, classes), torch.randint(classes, (1, rows))
+    targets[:, : int(masked * rows)] = NOTHING
+    hidden = torch.randn(1, rows, WIDTH, requires_grad=True)
+    logits, around = rows * classes * 4, 4 * (layer.weight.nbytes + hidden.nbytes)
+
+    def peak(compute) -> int:
+        compute().backward()
+        return measure_peak(lambda: compute().backward()).peak_bytes
+
+    assert peak(lambda: unchunked(layer, hidden, targets)) >= 3 * logits
+    chunked = peak(lambda: hc.chunked_cross_entropy(layer, hidden, targets, chunks))
+    assert chunked <= 2 * logits // chunks + around
+    if masked:  # in one chunk, too
+        assert peak(lambda: hc.chunked_cross_entropy(layer, hidden, targets, 1)) <= 0.4 * logits + around
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"chunks": 0}, ValueError, "chunks .* got 0"),
+        ({"reduction": "product"}, ValueError, "'product'"),
+        ({"label_smoothing": 2.0}, ValueError, r"2\.0"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, r"targets .*\(3,\)"),
+        ({"targets": torch.zeros(4, ROWS // 4)}, ValueError, "float32"),
+        ({"token_weights": torch.ones(2)}, ValueError, "token_weights"),
+        ({"hidden": torch.zeros(4, ROWS // 4, 3)}, ValueError, "hidden"),
+        ({"head": nn.Sequential(nn.Linear(WIDTH, 9))}, TypeError, "Sequential"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, match):
+    hidden, targets = inputs()
+    arguments = {"head": head(), "hidden": hidden, "targets": targets, "chunks": 2, **change}
+    with pytest.raises(error, match=match):
+        hc.chunked_cross_entropy(**arguments)
