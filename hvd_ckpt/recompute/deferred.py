@@ -21,6 +21,7 @@ from hvd_ckpt.frames import is_checkpointing, is_recomputing
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, Product, cross_entropy_of
 from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, current_graph_task_id
+from hvd_ckpt.unmaterialized import is_split
 
 _FACTS = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu"}  # attributes that need no values
 _SIZES = {
@@ -111,14 +112,15 @@ def defer(
 ) -> Tensor:
     """``forward(head, *args, **kwargs)``, deferred where its loss can be computed in chunks.
 
-    It is not inside a checkpointed region, where the loss, outside, would keep what the region recomputes; in compiled code; or in
-    a training forward pass without gradients, such as that of a reentrant region.
+    It is not inside a checkpointed region, where the loss, outside, would keep what the region recomputes; in compiled code; in a
+    training forward pass without gradients, such as that of a reentrant region; or in evaluation where parameters are split over the
+    ranks (stage 3), which free them as the model has run.
     """
     hidden = args[0] if len(args) == 1 and not kwargs else None
     grad = torch.is_grad_enabled()
     if (
         type(hidden) is not Tensor
-        or not (grad or not head.training)
+        or not (grad or not (head.training or is_split(head.weight)))
         or torch.compiler.is_compiling()
         or torch.is_inference_mode_enabled()
         or is_checkpointing()

@@ -52,6 +52,10 @@ def train(model: Model, shard: int) -> tuple[dict[str, torch.Tensor], list[int]]
         optimizer.step()
         counts.append(len(calls))
         calls.clear()
+        with torch.no_grad():
+            logits = model.eval()(tokens[:, :-1])
+            assert functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) > 0
+        model.train()
     if not shard:
         assert optimizer.reduction_stats.late_gradients == 0
         assert set(optimizer.reduction_stats.launches.values()) == {3}
