@@ -113,8 +113,8 @@ def defer(
     """``forward(head, *args, **kwargs)``, deferred where its loss can be computed in chunks.
 
     It is not inside a checkpointed region, where the loss, outside, would keep what the region recomputes; in compiled code; in a
-    training forward pass without gradients, such as that of a reentrant region; or in evaluation where parameters are split over the
-    ranks (stage 3), which free them as the model has run.
+    training forward pass without gradients, such as that of a reentrant region; or in evaluation where parameters are split over
+    the ranks (stage 3), which free them as the model has run.
     """
     hidden = args[0] if len(args) == 1 and not kwargs else None
     grad = torch.is_grad_enabled()
