@@ -201,6 +201,8 @@ def run(config: Config) -> None:
             raise ConfigError(
                 f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
             )
+        if config.within is not None:  # each group of ranks is a process set
+            os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
             runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
         except ValueError as error:  # of the environment, or Horovod's own

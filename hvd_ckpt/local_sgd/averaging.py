@@ -36,7 +36,7 @@ FRESH_FRAGMENT: dict[str, Any] = {
     "sent_at": None,
     "gathering": False,
     "weight": 0.0,
-    "marks": [0, 0.0],
+    "marks": (0, 0.0),
     "squares": 0.0,
     "runs": {},
 }
@@ -128,6 +128,12 @@ class Averaging:
     def divergence(self) -> float:
         """See ``LocalOptimizer.divergence``."""
         return math.sqrt(sum(one.squares for one in self.fragments) / len(self._groups))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all ranks have the same parameters: after an average of everything, and before the first step."""
+        at_its_end = self.schedule.fragments == 1 and self.step % self.schedule.every == 0
+        return at_its_end and self.fragments[0].sent_at is None
 
     # ------------------------------------------------------------------------------------------ what is averaged
 
@@ -295,6 +301,26 @@ class Averaging:
             run.apply(self.schedule.delay > 0)
         fragment.sent_at, fragment.gathering = None, False
 
+    @torch.no_grad()
+    def take_means(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Makes parameters and float buffers the mean of all ranks', each counted the same. Collective.
+
+        Returns:
+            Each of this rank's tensors that may have changed, and a copy of it from before.
+        """
+        kept = []
+        runs = [run for one in self.fragments for run, _ in one.runs if not isinstance(run, IntegerRun)]
+        for run in runs:
+            if run.name.startswith(MOMENT) or self.settled or run.place.exchange.ranks == 1:
+                continue
+            own = [value.detach() for one in run.segments if (value := one.value()) is not None]
+            kept += [(value, value.clone()) for value in own]
+            mean = ValueRun(f"means.{run.name}", run.segments, run.place)
+            mean.send()
+            mean.combine(_shares([1.0] * run.place.exchange.ranks))
+            mean.apply(False)
+        return kept
+
     # ------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
@@ -311,7 +337,7 @@ class Averaging:
                     "sent_at": one.sent_at,
                     "gathering": one.gathering,
                     "weight": one.weight,
-                    "marks": list(one.marks),
+                    "marks": one.marks,
                     "squares": one.squares,
                     "runs": {run.name: run.state_dict() for run, _ in one.runs},
                 }
@@ -354,7 +380,7 @@ class Averaging:
         for number, (fragment, saved) in enumerate(zip(self.fragments, state["fragments"])):
             fragment.sent_at, fragment.gathering = saved["sent_at"], saved["gathering"]
             fragment.weight, fragment.squares = saved["weight"], saved["squares"]
-            fragment.marks, fragment.control = (saved["marks"][0], saved["marks"][1]), None
+            fragment.marks, fragment.control = saved["marks"], None
             for run, _ in fragment.runs:
                 run.load_state_dict(saved["runs"].get(run.name, NOTHING))
                 run.resend()

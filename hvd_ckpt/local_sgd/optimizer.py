@@ -65,6 +65,29 @@ class LocalOptimizer(_Base):
         if self._averaging is not None:
             self._averaging.tokens += float(amount)
 
+    @property
+    def settled(self) -> bool:
+        """Whether all ranks have the same parameters: at the end of a period, with one fragment and no delay."""
+        return self._averaging is None or self._averaging.settled
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it parameters and floating-point buffers are the mean of all ranks': to evaluate, or to save them. Collective.
+
+        Each rank (group) counts the same. It sends the parameters once more, as they are (``traffic`` counts them), and nothing
+        where all ranks have the same. Afterwards each rank has its own again, bit for bit; a copy is kept meanwhile. ``step()``
+        must not be called within it.
+        """
+        kept = [] if self._averaging is None else self._averaging.take_means()
+        self._share_pieces(bool(kept))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in kept:
+                    tensor.copy_(before)
+            self._share_pieces(bool(kept))
+
     # -------------------------------------------------------------------------------- steps
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +122,10 @@ class LocalOptimizer(_Base):
         if averaging is None:
             return
         averaging.skipped += skipped
-        if averaging.advance(self._worked and not skipped) and self.shard_stage:
+        self._share_pieces(averaging.advance(self._worked and not skipped))
+
+    def _share_pieces(self, changed: bool) -> None:
+        if changed and self.shard_stage:
             self._sharding.shards_changed()  # type: ignore[attr-defined]
 
     # -------------------------------------------------------------------------------- parameters and state

@@ -301,7 +301,10 @@ class WeightRun(ValueRun):
         if self._lossy:
             self._rest = self._loaded(state["rest"], self.part_numel)
         if self._outer is not None and state["outer"] is not None:
-            self._outer.load_state_dict(state["outer"])
+            (made,) = self._outer.state_dict()["param_groups"]
+            self._outer.load_state_dict(
+                {**state["outer"], "param_groups": [made]}
+            )  # lr and momentum as given now
         self.row = self._exact.detach() if state["gathering"] else None
 
     def _change(self) -> torch.Tensor:

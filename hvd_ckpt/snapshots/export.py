@@ -1,4 +1,7 @@
-"""The whole weights of a snapshot, of any number of ranks and any stage, in one file. Takes memory for one model."""
+"""The whole weights of a snapshot, of any number of ranks and any stage, in one file.
+
+Takes memory for one model, or where ranks have weights of their own for three: their sum is one of float64.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvd_ckpt.schema import Wrong
+from hvd_ckpt.schema import Wrong, shown
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, shard_file
+from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, rank_file, shard_file
 from hvd_ckpt.snapshots.tensors import save_weights
 
 Write = Callable[[Path, dict[str, Tensor]], None]
@@ -34,7 +37,8 @@ class Exported(NamedTuple):
 def export(path: Path, output: Path, ema: bool = False, write: Write | None = None) -> Exported:
     """Writes the weights and buffers of a snapshot, with the names and shapes of ``state_dict()``, as one safetensors file.
 
-    Tied weights are there under each of their names. The file is there completely or not at all.
+    Tied weights are there under each of their names. Of a run of local SGD they are the mean of all ranks'. The file is there
+    completely or not at all.
 
     Args:
         path: of a snapshot.
@@ -84,7 +88,7 @@ def whole_weights(files: SnapshotFiles, ema: bool = False) -> dict[str, Tensor]:
     Raises:
         SnapshotError: the snapshot is damaged, or has no averages.
     """
-    weights = files.weights()
+    weights = _means(files, files.weights())
     if ema:
         averages = _averages(files, weights)
         aliases = {
@@ -92,6 +96,30 @@ def whole_weights(files: SnapshotFiles, ema: bool = False) -> dict[str, Tensor]:
         }
         weights.update({**averages, **aliases})
     return weights
+
+
+def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean of all ranks' weights and float buffers, where they have their own; else rank 0's, which are given."""
+    sums: dict[str, Tensor] = {}
+    for rank in range(files.manifest.ranks):
+        name = rank_file(rank)
+        state = files.state(name, mmap=True)
+        local = state.get("local") if isinstance(state, dict) else None
+        if not isinstance(local, dict):
+            return weights
+        with naming(files.path, name):
+            own = {**local["weights"], **state["buffers"]} if rank else weights
+            for each, first in weights.items():
+                wide = torch.promote_types(first.dtype, torch.float64)
+                if each in files.manifest.aliases or not (first.is_floating_point() or first.is_complex()):
+                    continue
+                value = own.get(each)
+                if not isinstance(value, Tensor) or value.shape != first.shape:
+                    raise Wrong(f"it has no {shown(each)} that fits the weights: {DAMAGED}")
+                sums[each] = value.to(wide) + sums.get(each, 0.0)
+    means = {each: (total / files.manifest.ranks).to(weights[each].dtype) for each, total in sums.items()}
+    aliases = {alias: means[name] for alias, name in files.manifest.aliases.items() if name in means}
+    return {**weights, **means, **aliases}
 
 
 def _averages(files: SnapshotFiles, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

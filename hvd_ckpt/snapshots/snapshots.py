@@ -90,6 +90,8 @@ class Snapshots:
             their own.
     """
 
+    _of_local_sgd = False  # whether what each rank has of its own is given as further state
+
     def __init__(
         self,
         folder: str | Path,
@@ -108,7 +110,7 @@ class Snapshots:
             raise TypeError(
                 f"Snapshots: optimizer is a {type(optimizer).__name__}: give hc.DistributedOptimizer(...) of it"
             )
-        if isinstance(optimizer, LocalOptimizer):
+        if isinstance(optimizer, LocalOptimizer) and not self._of_local_sgd:
             raise ValueError(
                 "Snapshots: optimizer is one of LocalSGD, whose ranks have weights of their own: use hvd-ckpt train"
             )
@@ -256,6 +258,11 @@ class Snapshots:
             self._opened.__exit__(kind, error, trace)
 
     # -------------------------------------------------------------------------------- of the training command
+
+    def before_update(self) -> None:
+        """Returns when state may change, as each ``optimizer.step()`` calls it; for changes by other ways."""
+        if self._writer is not None:
+            self._writer.before_update()
 
     def load(
         self,

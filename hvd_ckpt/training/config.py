@@ -28,6 +28,7 @@ from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.text import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.training.combinations import check_combinations
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
@@ -78,6 +79,13 @@ def _budget(value: str | int) -> str | int:
 def _none(value: Any) -> Any:
     """A flag can take back what a file sets."""
     return None if value == "none" else value
+
+
+def _within(value: Any) -> Any:
+    lists = isinstance(value, list) and all(isinstance(group, list) and group for group in value)
+    if value in (None, "host") or (lists and all(type(rank) is int for group in value for rank in group)):
+        return value
+    raise ValueError(f"{value!r} is not allowed: give host, or lists of ranks such as [[0, 1], [2, 3]]")
 
 
 Text = Annotated[str, AfterValidator(_text)]
@@ -179,7 +187,8 @@ class Config(Strict):
         "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
     )
     wire: Annotated[str, _one_of("wire format", "fp32", "fp16", "bf16", "int8")] = Field(
-        "fp32", description="Communication dtype of sharded gradients and parameters: fp32, fp16, bf16, int8."
+        "fp32",
+        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8.",
     )
     accumulate_locally: bool = Field(
         False,
@@ -190,6 +199,23 @@ class Config(Strict):
     ] = Field(None, description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, none.")
     offload_folder: Text | None = Field(
         None, description="For offloaded state on a CPU.  [default: the temporary folder]"
+    )
+
+    local_steps: Count | None = Field(
+        None,
+        description="Local SGD: each rank steps on its own, and parameters are averaged every so many steps.  [default: no]",
+    )
+    outer_lr: Positive | None = Field(
+        None, description="Learning rate of the outer optimizer, as in DiLoCo.  [default: plain averages]"
+    )
+    outer_momentum: float | None = Field(
+        None, gt=0, lt=1, description="Nesterov momentum of the outer optimizer.  [default: 0.9]"
+    )
+    fragments: Count = Field(1, description="Average the blocks of the model in so many turns.")
+    delay: int = Field(0, ge=0, lt=2**63, description="Steps that an average travels beside computation.")
+    within: Annotated[Any, AfterValidator(_within)] = Field(
+        None,
+        description="host, or groups such as [[0,1],[2,3]]: ranks whose gradients are reduced in each step.",
     )
 
     stages: Count = Field(
@@ -254,104 +280,8 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"steps {self.steps} and epochs {self.epochs}: give one of them")
-        recomputing = [name for name in ("budget", "plan", "segments") if getattr(self, name) is not None]
-        if len(recomputing) > 1:
-            raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")
-        if self.reentrant and self.segments is None:
-            raise ValueError("reentrant: it is a variant of recomputing segments, give segments as well")
-        if self.accumulate > self.batch:
-            raise ValueError(
-                f"accumulate {self.accumulate}: it is more than the batch of {self.batch} samples"
-            )
-        if self.ema is not None and self.precision.startswith("apex"):
-            raise ValueError(f"ema {self.ema}: Apex replaces the parameters, give precision fp16 or bf16")
-        if self.patience is not None and (self.eval_every is None or not self.validation_split):
-            raise ValueError(
-                f"patience {self.patience}: it counts evaluations, give eval_every and validation_split as well"
-            )
-        if self.resume is not None and self.output is not None:
-            raise ValueError(f"output {self.output}: a resumed run writes to its own folder, leave it out")
-        self._check_sharding()
-        self._check_stages()
-        self._check_replicas()
+        check_combinations(self)
         return self
-
-    def _check_sharding(self) -> None:
-        needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-        if self.offload is not None and not self.shard_stage:
-            raise ValueError(
-                f"offload {self.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
-            )
-        if self.offload_folder is not None and self.offload is None:
-            raise ValueError(
-                f"offload_folder {self.offload_folder}: nothing is offloaded, give offload as well"
-            )
-        if self.wire != "fp32" and self.shard_stage < 2:
-            raise ValueError(f"wire {self.wire}: {needs_gradients}")
-        if self.accumulate_locally and self.shard_stage < 2:
-            raise ValueError(f"accumulate_locally: {needs_gradients}")
-        if self.shard_stage >= 2 and self.compression != "none":
-            raise ValueError(
-                f"compression {self.compression}: sharded gradients are not allreduced, give wire {self.compression} instead"
-            )
-        if self.shard_stage and self.precision.startswith("apex"):
-            raise ValueError(
-                f"shard {self.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
-            )
-
-    def _check_stages(self) -> None:
-        interleaved = self.pipeline_schedule == "interleaved"
-        if self.stages == 1:
-            if self.checkpoint == "auto":
-                raise ValueError("checkpoint auto: it is for pipeline stages, give stages as well")
-            for name in ("pipeline_schedule", "virtual_stages", "balance"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name} {getattr(self, name)}: it is for pipeline stages, give stages as well"
-                    )
-            return
-        if self.virtual_stages is not None and not interleaved:
-            raise ValueError(
-                f"virtual_stages {self.virtual_stages}: it is for pipeline_schedule interleaved, give that as well"
-            )
-        parts = self.stages * self.virtual_stages_of_each
-        if self.balance is not None and len(self.balance) != parts:
-            raise ValueError(
-                f"balance {self.balance}: it has {len(self.balance)} numbers of blocks, give one for each of {parts} parts"
-            )
-        if self.segments is not None:
-            raise ValueError(
-                f"segments {self.segments}: each stage is one segment, give checkpoint or a budget"
-            )
-        if self.budget is not None or self.plan is not None:
-            for name, chosen in (("balance", None), ("checkpoint", "auto")):
-                default = type(self).model_fields[name].default
-                if getattr(self, name) not in (default, chosen):
-                    raise ValueError(f"{name} {getattr(self, name)}: the plan chooses it, leave it out")
-        if self.precision.startswith("apex"):
-            raise ValueError(f"stages {self.stages}: Apex wants the whole model, give precision fp16 or bf16")
-        if self.optimizer.strip().lower() == "adafactor":
-            raise ValueError(
-                f"optimizer {self.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
-            )
-
-    def _check_replicas(self) -> None:
-        if self.replicas is None:
-            return
-        if self.replicas & (self.replicas - 1):
-            raise ValueError(f"replicas {self.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
-        across_ranks = ("deferred-ranks", "synchronized")
-        for name, wrong, reason in (
-            ("stages", self.stages > 1, "the sums of stages are those of ranks, leave it out"),
-            ("shard", self.shard_stage > 1, f"its sums are those of ranks, give {STAGES[0]} or {STAGES[1]}"),
-            ("compression", self.compression != "none", "it rounds the sums of ranks, leave it out"),
-            ("batch_norm", self.batch_norm in across_ranks, "its statistics are those of ranks, give local or deferred"),
-            ("precision", self.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),
-        ):  # fmt: skip
-            if wrong:
-                raise ValueError(f"replicas {self.replicas} and {name} {getattr(self, name)}: {reason}")
 
     @property
     def virtual_stages_of_each(self) -> int:
@@ -362,6 +292,11 @@ class Config(Strict):
     def shard_stage(self) -> int:
         """The stage of ZeRO, from 0 to 3."""
         return stage_of(self.shard)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks step on their own, and average their parameters every so many steps."""
+        return self.local_steps is not None
 
     @property
     def micro_batch(self) -> int:

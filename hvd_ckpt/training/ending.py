@@ -98,15 +98,15 @@ def gather_reports(stop: str | None, loss: float | None, step: int) -> tuple[str
         loss: this rank's, if that is not finite.
         step: of the loss, counted from 1.
     """
-    reports: list[tuple[str | None, float | None, str]] = of_all_processes(
-        (stop, loss, host_name()), "hvd_ckpt.train.reports"
+    reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
+        (stop, loss, host_name(), step), "hvd_ckpt.train.reports"
     )
-    request = next((stop for stop, _, _ in reports if stop is not None), None)
+    request = next((stop for stop, *_ in reports if stop is not None), None)
     reports = reports[: hvd.size()]  # the stages of a replica have the same loss
-    found = [(rank, loss, host) for rank, (_, loss, host) in enumerate(reports) if loss is not None]
+    found = [(rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None]
     if not found:
         return request, None
-    rank, loss, host = found[0]
+    rank, loss, host, step = found[0]
     others = f" (and on {len(found) - 1} more of {len(reports)} ranks)" if len(found) > 1 else ""
     return request, f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
 

@@ -9,6 +9,7 @@ A record is a flat dictionary. Those of a training run have these keys, and more
     rate      units per second, over all ranks
     unit      the unit of throughput: ``tokens``, ``images``, ...
     memory    peak bytes of the process; ``memory_of`` names the kind of memory
+    divergence  with local SGD: the ranks' distance to the average before, in the last average
     seconds   of training since the record before, evaluations and snapshots left out; of an evaluation, its own
 
 Only rank 0 writes.

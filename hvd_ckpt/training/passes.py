@@ -23,6 +23,7 @@ from hvd_ckpt.pipeline.pipeline import Pipeline
 from hvd_ckpt.precision import Precision
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.local import begin_mean_terms
 
 Parts = Sequence[tuple[Batch, int]]
 """Batches, and the samples of each: 0 if it has no weight, and is only there so that its owner takes part."""
@@ -56,15 +57,19 @@ class Passes:
         self._config, self._model, self._optimizer = config, model, optimizer
         self._objective, self._precision, self._device = objective, precision, device
         self._buffers: Any = None  # before the step, where it may be skipped
+        self.idle = False  # with local SGD: no rank of this rank's group has had any terms in the last step
 
     def run(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
         """The gradients of this rank's parts; returns loss and terms of each."""
-        skips = self._config.on_nan == "skip"
+        # With local SGD a run goes on to the next entry of the log, where all ranks hear that it must stop.
+        skips = self._config.on_nan == "skip" or (self._config.is_local and self._config.on_nan == "stop")
         if self._config.replicas is not None:
             self._buffers = self._optimizer.replicas.buffers() if skips else None
             return self._of_replicas(parts, micro_batches)
         self._buffers = [buffer.clone() for buffer in self._model.buffers()] if skips else None
         ((batch, samples),) = parts
+        if self._config.is_local:
+            return [self._in_group(batch.to(self._device), samples, micro_batches)]
         run = self._in_stages if isinstance(self._model, Pipeline) else self._in_turn
         return [run(batch.to(self._device), samples, micro_batches)]
 
@@ -80,6 +85,20 @@ class Passes:
             with torch.no_grad():
                 for buffer, kept in zip(self._model.buffers(), self._buffers):
                     buffer.copy_(kept)
+
+    def step(self, accumulated: Sequence[Accumulated], skipped: bool) -> None:
+        """The optimizer's step. With local SGD a rank without gradients, or that skips them, takes part in averages all the same.
+
+        Args:
+            accumulated: what :meth:`run` has returned; its terms are what this rank counts for in the next average.
+            skipped: with local SGD only.
+        """
+        if skipped or self.idle:
+            with self._optimizer.without_reduction():
+                return
+        if self._config.is_local and self._precision.scaler is None:  # which may skip a step that was weighed
+            self._optimizer.weigh(accumulated[0].weight)
+        self._precision.step(self._optimizer)
 
     def clip(self, norm: float) -> None:
         """Clips the reduced gradients."""
@@ -107,6 +126,13 @@ class Passes:
             mean_terms=mean_terms,
             backward=self._backward,
         )
+
+    def _in_group(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
+        own = self._objective.weight(batch) if samples else 0.0
+        mean_terms = begin_mean_terms(self._optimizer, float(own))
+        accumulated = self._in_turn(batch, samples, micro_batches, mean_terms)
+        self.idle = not mean_terms()
+        return accumulated
 
     def _in_stages(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
         assert isinstance(self._model, Pipeline)

@@ -33,6 +33,7 @@ from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.ending import errors_everywhere
+from hvd_ckpt.training.local import make_local
 
 # ------------------------------------------------------------------------------------ device and precision
 
@@ -313,7 +314,7 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
 def distribute(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, aliases: Mapping[str, str]
 ) -> Any:
-    """The ``DistributedOptimizer`` of a run, sharded or not. Collective.
+    """The ``DistributedOptimizer`` of a run, sharded or not, or its ``LocalSGD``. Collective.
 
     Args:
         model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
@@ -323,6 +324,8 @@ def distribute(
     Raises:
         ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
     """
+    if config.is_local:
+        return make_local(optimizer, model, config)
     if config.shard_stage and is_elastic():
         raise ConfigError(
             f"shard {config.shard}: ranks of an elastic job come and go, and take what they hold with them, leave it out"

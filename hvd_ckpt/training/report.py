@@ -303,12 +303,12 @@ class Report:
         if self._line is not None:
             self._line.advance(step)
 
-    def log(self, step: int, lr: float) -> None:
-        """Writes what all ranks have counted since the last time. Collective."""
+    def log(self, step: int, lr: float, **more: float) -> None:
+        """Writes what all ranks have counted since the last time, with more that is the same on every rank. Collective."""
         reading = self._meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
         memory, kind = peak_memory(self._device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
-        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units})
+        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **more})
 
     def excluded(self) -> contextlib.AbstractContextManager[None]:
         """A context that does not count as training."""

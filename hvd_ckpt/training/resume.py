@@ -25,6 +25,7 @@ from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.local import check_period
 from hvd_ckpt.training.state import FIXED, PLANNED, check_fits, check_state
 
 # ------------------------------------------------------------------------------------ where a run starts
@@ -145,6 +146,7 @@ def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
             f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
             "data, sequence_length and validation_split"
         )
+    check_period(config, resumed)
 
 
 def plan_text(config: Config, resumed: Snapshot | None) -> str | None:

@@ -64,6 +64,8 @@ def print_summary(
             "ranks": f"{_ranks(config)} over {controller()}, on {device}, CPU threads of each: {torch.get_num_threads()}",
             "folder": str(folder),
         }
+        if config.is_local:
+            lines["ranks"] += f"; local SGD, averages every {config.local_steps} steps"
         if taken:
             lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
         text = "\n".join(f"{name:<7} {line}" for name, line in lines.items())

@@ -6,6 +6,7 @@ wrote it would have done.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from hvd_ckpt.training.ending import (
     gather_reports,
 )
 from hvd_ckpt.training.evaluation import evaluate
+from hvd_ckpt.training.local import LocalSnapshots, load_rank, state_of_rank, whole_state
 from hvd_ckpt.training.optim import Schedule, build_optimizer
 from hvd_ckpt.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
 from hvd_ckpt.training.prepare import (
@@ -93,7 +95,7 @@ class Trainer:
         point: where the run starts, and its folder; by default as configured.
 
     Attributes:
-        optimizer: the ``DistributedOptimizer``.
+        optimizer: the ``DistributedOptimizer``, or that of ``LocalSGD``.
         plan: that recomputation follows, or None.
         rate_scale: factor of the configured learning rate: 1, but in an elastic job the number of ranks over that at the start.
         requested_stop: a request to stop that :meth:`run` begins with, as in ``Outcome.stopped``.
@@ -115,6 +117,7 @@ class Trainer:
         self.config, self.objective, self.train, self.test = config, objective, train, test
         self._stopped: str | None = None
         self._evaluation: dict[str, float] = {}
+        self._fault: tuple[float, int] | None = None  # a loss that is not finite and its step, to be told
 
         # Model and optimizer of one rank
         with errors_everywhere("hvd_ckpt.train.settings"):
@@ -168,7 +171,7 @@ class Trainer:
         self.model, self.optimizer = self.precision.prepare(
             self.model, distribute(optimizer, self.model, config, aliases)
         )
-        if not config.shard_stage:
+        if not config.shard_stage and not config.is_local:
             broadcast_optimizer_state(self.optimizer, root_rank=0)
         self._average = average_weights(self.optimizer, config.ema)
         self._passes = Passes(config, self.model, self.optimizer, objective, self.precision, self.device)
@@ -176,7 +179,8 @@ class Trainer:
         # State of the snapshot
         seed_all(seed_of_rank(config.seed, taken))
         self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
-        self.snapshots = Snapshots(
+        kind = LocalSnapshots if config.is_local else Snapshots
+        self.snapshots = kind(
             self.folder,
             model=self.model,
             optimizer=self.optimizer,
@@ -188,7 +192,7 @@ class Trainer:
         )
         if snapshot is not None:
             with config_errors():
-                if self.snapshots.load(snapshot, expected):
+                if self.snapshots.load(load_rank(snapshot, self.model, self.optimizer), expected):
                     self.report.resume(snapshot.per_rank["logged"])
                 if self.optimizer.replicas is not None:
                     entries = snapshot.replicated["replicas"]["logged"]
@@ -233,7 +237,7 @@ class Trainer:
                 units = sum(self.objective.units(batch) for batch, samples in parts if samples)
                 self.report.add(progress.step, accumulated, units)
                 if progress.step % config.log_every == 0 or last or progress.step == 1:
-                    self.report.log(progress.step, self.schedule.rate(progress.step - 1))
+                    self._log()
                 if _due(config.check_weights, progress.step):
                     check_weights(self.model)
                 due = _due(config.eval_every, progress.step)
@@ -276,16 +280,20 @@ class Trainer:
         accumulated = self._passes.run(parts, micro_batches)
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
-        if self._passes.on_some_stage(wrong is not None or self.snapshots.stop.reason is not None):
+        stops = self.snapshots.stop.reason is not None and not config.is_local
+        if self._passes.on_some_stage(wrong is not None or stops):
             self.optimizer.notify()
         self.optimizer.reduce_once()
         skipped = self.optimizer.notified and self._handle_reports(wrong)
         self._passes.finish(parts, skipped)
         if skipped:
-            return [Accumulated(torch.zeros(()), 0.0) for _ in parts]
-        if config.clip is not None:
+            accumulated = [Accumulated(torch.zeros(()), 0.0) for _ in parts]
+            if not config.is_local:
+                return accumulated
+        elif config.clip is not None and not self._passes.idle:
             self._passes.clip(config.clip)
-        self.precision.step(self.optimizer)
+        self.snapshots.before_update()
+        self._passes.step(accumulated, skipped)
         if self._average is not None:
             self._average.update_parameters()
         return accumulated
@@ -297,18 +305,19 @@ class Trainer:
             self.model.micro_batches = 1  # batches are as small, and follow one another through the stages
         if self.config.replicas is not None:
             self.optimizer.replicas.average_buffers()
-        return evaluate(
-            self.model,
-            self.test,
-            self.objective,
-            batch=self.config.micro_batch,
-            batches=self.config.eval_batches,
-            device=self.device,
-            autocast=self.precision.autocast,
-            in_step=self.config.shard_stage == 3,
-            average=self._average,
-            parts=parts_of_rank(self.config),
-        )
+        with self.optimizer.averaged() if self.config.is_local else contextlib.nullcontext():
+            return evaluate(
+                self.model,
+                self.test,
+                self.objective,
+                batch=self.config.micro_batch,
+                batches=self.config.eval_batches,
+                device=self.device,
+                autocast=self.precision.autocast,
+                in_step=self.config.shard_stage == 3,
+                average=self._average,
+                parts=parts_of_rank(self.config),
+            )
 
     def state(self) -> dict[str, Any]:
         """The state that the run needs to resume, see :meth:`Snapshots.contents`.
@@ -327,19 +336,38 @@ class Trainer:
             "progress": self.progress.model_dump(),
             "plan": self._plan_text,
             "samples": len(self.train),
+            "mid_period": self.config.is_local and not self.optimizer.settled,
         }
         if self.optimizer.replicas is not None:
             replicated["replicas"] = {
                 **self.optimizer.replicas.state_dict(),
                 "logged": replica_entries(logged),
             }
-        return {"replicated": replicated, "per_rank": {"logged": logged}}
+        if self.config.is_local:
+            replicated["optimizer"] = whole_state(self.optimizer)
+        local = state_of_rank(self.optimizer, self.model, self.precision.scaler)
+        return {"replicated": replicated, "per_rank": {"logged": logged, "local": local}}
 
     # -------------------------------------------------------------------------------- within a run
 
+    def _log(self) -> None:
+        step, local = self.progress.step, self.config.is_local
+        more = {"divergence": self.optimizer.divergence} if local else {}
+        self.report.log(step, self.schedule.rate(step - 1), **more)
+        if local:  # ranks hear of each other here
+            (loss, step), self._fault = self._fault or (None, 0), None
+            self._gather_reports(loss, step)
+
     def _handle_reports(self, loss: float | None) -> bool:
-        """Gathers requests to stop and losses that are not finite; returns whether to skip this step. Collective."""
-        self._stopped, fault = gather_reports(self.snapshots.stop.reason, loss, self.progress.step + 1)
+        """Gathers what was notified, with local SGD at the next entry of the log; returns whether to skip this step."""
+        if not self.config.is_local:
+            return self._gather_reports(loss, self.progress.step + 1)
+        self._fault = self._fault if loss is None else (loss, self.progress.step + 1)
+        return True
+
+    def _gather_reports(self, loss: float | None, step: int) -> bool:
+        """Gathers requests to stop and losses that are not finite; returns whether there are such. Collective."""
+        self._stopped, fault = gather_reports(self.snapshots.stop.reason, loss, step)
         if fault is None:
             return False
         if self.config.on_nan == "stop":

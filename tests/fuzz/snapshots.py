@@ -79,6 +79,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
         "threads": 2,
         "device": "cpu",
         "replicas": None,
+        "mid_period": False,
     }
     names = [name for name, _ in model.named_parameters()]
     reduction = {
@@ -92,6 +93,7 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     }
     buffers = dict(model.named_buffers())
     per_rank = {"random": random_state(), "reduction": reduction, "buffers": buffers, "logged": [(3.5, 2.0)]}
+    per_rank["local"] = None
     return replicated, per_rank, model.state_dict()
 
 

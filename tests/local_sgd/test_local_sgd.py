@@ -226,6 +226,30 @@ def test_a_delayed_average_is_what_one_process_computes(delay: int, wire: str, b
 
 
 @several
+def test_within_averaged_a_model_is_the_mean_of_all_ranks() -> None:
+    run = Run(every=3).train(4)
+    own = {name: value.clone() for name, value in run.model.state_dict().items()}
+    everyone = hc.allgather_object(own)
+    with run.optimizer.averaged():
+        for name, value in run.model.state_dict().items():
+            if value.is_floating_point():
+                mean = sum(each[name] for each in everyone) / hc.size()
+                assert torch.allclose(value, mean, rtol=1e-5, atol=1e-7), name
+    assert all(torch.equal(value, own[name]) for name, value in run.model.state_dict().items())
+    before = dict(run.train(2).optimizer.traffic.sent)
+    with run.optimizer.averaged():
+        assert run.optimizer.settled
+    assert run.optimizer.traffic.sent == before  # all have the same
+
+
+@several
+def test_an_outer_learning_rate_is_the_one_given_on_resume() -> None:
+    run = Run(every=2, outer=hc.Nesterov(0.5, 0.9)).train(2)
+    again = Run(every=2, outer=hc.Nesterov(0.25, 0.9)).load(run.state()).train(2)
+    assert again.hash() != Run(every=2, outer=hc.Nesterov(0.5, 0.9)).load(run.state()).train(2).hash()
+
+
+@several
 def test_what_int8_rounds_away_is_sent_later() -> None:
     weight = nn.Parameter(torch.zeros(64))
     optimizer = hc.LocalSGD(torch.optim.SGD([weight], lr=1.0), [("weight", weight)], every=1, wire="int8")
@@ -440,6 +464,9 @@ def test_gradients_are_reduced_within_groups_and_averages_made_between_them(
         assert torch.allclose(weights_of(run.model), wanted, atol=1e-5)
     hashes = hc.allgather_object(run.hash())
     assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
+    with run.optimizer.averaged(), run.optimizer.gathered_parameters():
+        assert_equal_on_all_ranks(run.model)
+    assert hc.allgather_object(run.hash()) == hashes
 
     more: dict[str, Any] = {"fragments": 2, "wire": "int8", "moments": {"exp_avg": 6}}
     whole = train(make(**more), 4)

@@ -43,11 +43,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         "threads": 2,
         "device": "cpu",
         "replicas": None,
+        "mid_period": False,
     }
     reduction: dict[str, Any] = {"version": 2, "order": names, "sparse": {}, "densified": {}}
     reduction |= {"bucket_cap_bytes": 1e6, "counts": None, "lower_counts": {}}
     own = {"random": random_state(), "reduction": reduction, "logged": [(0.5, 3.0)]}
     own["buffers"] = dict(model.named_buffers())
+    own["local"] = None
     folder = tmp_path_factory.mktemp("snapshots")
     return reader.read(write(folder, 2, replicated, own, model.state_dict()), 0)
 

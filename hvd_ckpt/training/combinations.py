@@ -1,0 +1,154 @@
+"""Settings of a training run that must, or must not, be given together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvd_ckpt.sharding import STAGES
+
+if TYPE_CHECKING:
+    from hvd_ckpt.training.config import Config
+
+ACROSS_RANKS = ("deferred-ranks", "synchronized")  # batch norms whose statistics are those of all ranks
+OF_LOCAL_SGD = ("outer_lr", "outer_momentum", "fragments", "delay", "within")
+
+
+def check_combinations(config: Config) -> None:
+    """Raises ValueError for the first settings that do not go together; names them, and what to do."""
+    if config.steps is not None and config.epochs is not None:
+        raise ValueError(f"steps {config.steps} and epochs {config.epochs}: give one of them")
+    recomputing = [name for name in ("budget", "plan", "segments") if getattr(config, name) is not None]
+    if len(recomputing) > 1:
+        raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")
+    if config.reentrant and config.segments is None:
+        raise ValueError("reentrant: it is a variant of recomputing segments, give segments as well")
+    if config.accumulate > config.batch:
+        raise ValueError(
+            f"accumulate {config.accumulate}: it is more than the batch of {config.batch} samples"
+        )
+    if config.ema is not None and config.precision.startswith("apex"):
+        raise ValueError(f"ema {config.ema}: Apex replaces the parameters, give precision fp16 or bf16")
+    if config.patience is not None and (config.eval_every is None or not config.validation_split):
+        raise ValueError(
+            f"patience {config.patience}: it counts evaluations, give eval_every and validation_split as well"
+        )
+    if config.resume is not None and config.output is not None:
+        raise ValueError(f"output {config.output}: a resumed run writes to its own folder, leave it out")
+    _check_local(config)
+    _check_sharding(config)
+    _check_stages(config)
+    _check_replicas(config)
+
+
+def _default(config: Config, name: str) -> object:
+    return type(config).model_fields[name].default
+
+
+def _check_local(config: Config) -> None:
+    if config.local_steps is None:
+        for name in OF_LOCAL_SGD:
+            if getattr(config, name) != _default(config, name):
+                raise ValueError(
+                    f"{name} {getattr(config, name)}: it is for local SGD, give local_steps as well"
+                )
+        return
+    for name in ("fragments", "delay"):
+        if getattr(config, name) > config.local_steps:
+            raise ValueError(
+                f"{name} {getattr(config, name)}: give at most local_steps, {config.local_steps}"
+            )
+    if config.outer_momentum is not None and config.outer_lr is None:
+        raise ValueError(
+            f"outer_momentum {config.outer_momentum}: it is the outer optimizer's, give outer_lr as well"
+        )
+    for name, wrong, reason in (
+        ("shard", config.shard_stage > 0, "each rank steps on weights of its own, leave it out"),
+        ("stages", config.stages > 1, "each rank steps on a whole model, leave it out"),
+        ("replicas", config.replicas is not None, "ranks that step on their own have no bits in common, leave it out"),
+        ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),
+        ("compression", config.compression != "none", f"gradients stay on their rank, give wire {config.compression}"),
+        ("bucket_cap_mb", config.bucket_cap_mb != _default(config, "bucket_cap_mb"), "averages have other buckets, leave it out"),
+        ("batch_norm", config.batch_norm in ACROSS_RANKS, "each step would wait for all ranks, give local or deferred"),
+        ("check_weights", config.check_weights is not None, "ranks have weights of their own between averages, leave it out"),
+        ("precision", config.precision.startswith("apex"), "Apex replaces the parameters, give fp16 or bf16"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"local_steps {config.local_steps} and {name} {getattr(config, name)}: {reason}")
+
+
+def _check_sharding(config: Config) -> None:
+    needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
+    if config.offload is not None and not config.shard_stage:
+        raise ValueError(
+            f"offload {config.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
+        )
+    if config.offload_folder is not None and config.offload is None:
+        raise ValueError(
+            f"offload_folder {config.offload_folder}: nothing is offloaded, give offload as well"
+        )
+    if config.wire != "fp32" and config.shard_stage < 2 and config.local_steps is None:
+        raise ValueError(
+            f"wire {config.wire}: it is for sharded gradients or averages, give shard {STAGES[2]} or {STAGES[3]}, or local_steps"
+        )
+    if config.accumulate_locally and config.shard_stage < 2:
+        raise ValueError(f"accumulate_locally: {needs_gradients}")
+    if config.shard_stage >= 2 and config.compression != "none":
+        raise ValueError(
+            f"compression {config.compression}: sharded gradients are not allreduced, give wire {config.compression} instead"
+        )
+    if config.shard_stage and config.precision.startswith("apex"):
+        raise ValueError(
+            f"shard {config.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
+        )
+
+
+def _check_stages(config: Config) -> None:
+    interleaved = config.pipeline_schedule == "interleaved"
+    if config.stages == 1:
+        if config.checkpoint == "auto":
+            raise ValueError("checkpoint auto: it is for pipeline stages, give stages as well")
+        for name in ("pipeline_schedule", "virtual_stages", "balance"):
+            if getattr(config, name) != _default(config, name):
+                raise ValueError(
+                    f"{name} {getattr(config, name)}: it is for pipeline stages, give stages as well"
+                )
+        return
+    if config.virtual_stages is not None and not interleaved:
+        raise ValueError(
+            f"virtual_stages {config.virtual_stages}: it is for pipeline_schedule interleaved, give that as well"
+        )
+    parts = config.stages * config.virtual_stages_of_each
+    if config.balance is not None and len(config.balance) != parts:
+        raise ValueError(
+            f"balance {config.balance}: it has {len(config.balance)} numbers of blocks, give one for each of {parts} parts"
+        )
+    if config.segments is not None:
+        raise ValueError(
+            f"segments {config.segments}: each stage is one segment, give checkpoint or a budget"
+        )
+    if config.budget is not None or config.plan is not None:
+        for name, chosen in (("balance", None), ("checkpoint", "auto")):
+            if getattr(config, name) not in (_default(config, name), chosen):
+                raise ValueError(f"{name} {getattr(config, name)}: the plan chooses it, leave it out")
+    if config.precision.startswith("apex"):
+        raise ValueError(f"stages {config.stages}: Apex wants the whole model, give precision fp16 or bf16")
+    if config.optimizer.strip().lower() == "adafactor":
+        raise ValueError(
+            f"optimizer {config.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
+        )
+
+
+def _check_replicas(config: Config) -> None:
+    if config.replicas is None:
+        return
+    if config.replicas & (config.replicas - 1):
+        raise ValueError(f"replicas {config.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
+    for name, wrong, reason in (
+        ("stages", config.stages > 1, "the sums of stages are those of ranks, leave it out"),
+        ("shard", config.shard_stage > 1, f"its sums are those of ranks, give {STAGES[0]} or {STAGES[1]}"),
+        ("compression", config.compression != "none", "it rounds the sums of ranks, leave it out"),
+        ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics are those of ranks, give local or deferred"),
+        ("precision", config.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"replicas {config.replicas} and {name} {getattr(config, name)}: {reason}")

@@ -1,0 +1,254 @@
+"""``hvd-ckpt train --local-steps``: resumed runs, evaluation, short last batches, stopping, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.export import export
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.training import resume as resuming
+from hvd_ckpt.training.build import assemble
+from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.ending import NonFiniteLoss
+from hvd_ckpt.training.logs import read
+from hvd_ckpt.training.trainer import Outcome, Trainer
+
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+STREAMING = {
+    "local_steps": 4,
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "fragments": 2,
+    "delay": 3,
+    "wire": "int8",
+}
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def _quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny operators run on one thread, and nobody looks at pictures."""
+    monkeypatch.setattr("hvd_ckpt.training.report.loss_plot", lambda *_: None)
+
+
+class Poisoned:
+    """An objective whose loss is nan on the last rank in one step."""
+
+    def __init__(self, objective: Any, at: int) -> None:
+        self._objective, self._at, self._calls = objective, at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objective, name)
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        self._calls += torch.is_grad_enabled()
+        loss = self._objective.loss(output, batch)
+        return loss * float("nan") if self._calls == self._at and hc.rank() == hc.size() - 1 else loss
+
+
+class Beginning:
+    """The first samples of a data set."""
+
+    def __init__(self, whole: Any, samples: int) -> None:
+        self.batch, self._samples = whole.batch, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+
+def make(folder: Path, poisoned: int = 0, samples: int = 100, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {"steps": STEPS, "batch": 2, "pixels": 8, "lr": 1e-2, "eval_batches": 1}
+    settings |= {"log_every": 1, **changes}
+    if "resume" not in changes:
+        settings["output"] = str(folder)
+    config = Config("resnet-20", **settings)
+    parts = assemble(config)
+    objective: Any = Poisoned(parts.objective, poisoned) if poisoned else parts.objective
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(4 * 6 * 6, 10))
+    return Trainer(config, model, objective, Beginning(parts.train, samples), parts.test)
+
+
+def train(folder: Path, **changes: Any) -> tuple[Trainer, Outcome]:
+    trainer = make(folder, **changes)
+    outcome = trainer.run()
+    hc.barrier()
+    return trainer, outcome
+
+
+def copy(run: Path, to: Path, step: int) -> str:
+    """A run that was killed after the snapshot of a step."""
+    if hc.rank() == 0:
+        name = f"step-{step:08d}"
+        shutil.copytree(run / "snapshots" / name, to / "snapshots" / name)
+        shutil.copy(run / "config.yaml", to)
+    hc.barrier()
+    return str(to)
+
+
+def assert_same(one: Any, other: Any, place: str = "") -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), place
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for key in one:
+            assert_same(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), place
+        for number, (each, that) in enumerate(zip(one, other)):
+            assert_same(each, that, f"{place}.{number}")
+    else:
+        assert one == other, place
+
+
+def assert_same_end(trainer: Trainer, other: Trainer) -> None:
+    """Weights, buffers, the state of optimizer, averages and loss scale, and random state of this rank."""
+    one, that = trainer.state(), other.state()
+    for name in ("weights", "per_rank"):
+        assert_same(one[name], that[name], name)
+    for name in ("optimizer", "scaler", "progress", "mid_period"):
+        assert_same(one["replicated"][name], that["replicated"][name], name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**STREAMING, "clip": 0.5, "schedule": "cosine"},
+        {"local_steps": 5, "precision": "fp16", "delay": 2},
+        {"local_steps": 5, "within": [[0, 1]], "outer_lr": 0.5, "batch_norm": "deferred", "accumulate": 2},
+    ],
+    ids=["streaming", "fp16", "one group"],
+)
+def test_a_run_that_is_killed_anywhere_ends_in_the_bits_of_one_that_is_not(
+    settings: dict[str, Any], folder: Path
+) -> None:
+    whole, outcome = train(folder / "whole", **settings, snapshot_every=1, keep_snapshots=STEPS)
+    assert_same_end(train(folder / "twice", **settings)[0], whole)
+    # One average has just left by then, and the parts of the other are being gathered.
+    again, resumed = train(folder, **settings, resume=copy(folder / "whole", folder / "resumed", 6))
+    assert resumed.folder == folder / "resumed" and resumed.evaluation == outcome.evaluation
+    assert_same_end(again, whole)
+
+
+def test_ranks_differ_between_averages_and_an_evaluation_uses_their_mean(folder: Path) -> None:
+    trainer, outcome = train(folder / "run", **STREAMING)
+    own = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    everyone = hc.allgather_object(own)
+    assert not torch.equal(everyone[0]["0.weight"], everyone[1]["0.weight"])
+    means = {
+        name: (one + everyone[1][name]) / 2 if one.is_floating_point() else own[name]
+        for name, one in everyone[0].items()
+    }
+    if hc.rank() == 0:
+        name = f"step-{STEPS:08d}"
+        export(outcome.folder / "snapshots" / name, folder / "mean.safetensors")
+        for each, value in load_file(folder / "mean.safetensors").items():
+            torch.testing.assert_close(value, means[each])
+    trainer.model.load_state_dict(means)
+    trainer.config = trainer.config.model_copy(update={"local_steps": None})
+    assert trainer.evaluate() == pytest.approx(outcome.evaluation, rel=1e-5)
+
+
+def test_an_average_after_every_step_is_training_together_also_in_a_short_last_batch(folder: Path) -> None:
+    """Ranks count by their terms, and one without samples for nothing."""
+    weights = []
+    for local in ({}, {"local_steps": 1}):
+        settings = {"optimizer": "sgd", "lr": 0.05, "steps": None, "epochs": 1, "batch": 7, "samples": 29}
+        trainer, _ = train(folder / f"run-{len(weights)}", **settings, **local)
+        assert trainer.progress.step == 3
+        weights.append([one.detach() for one in trainer.model.parameters()])
+    for one, other in zip(*weights):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_logs_have_the_divergence_before_each_average(folder: Path) -> None:
+    trainer, outcome = train(folder / "run", local_steps=4, steps=9)
+    if hc.rank() == 0:
+        found = [one["divergence"] for one in read(outcome.folder / "log.jsonl") if one["kind"] == "train"]
+        assert found[:3] == [0.0] * 3 and len(set(found[3:7])) == 1 and found[7] == found[8] > 0
+        assert 0 < found[3] != found[8] == trainer.optimizer.divergence
+
+
+def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"local_steps": 2, "outer_lr": 0.7, "steps": 4, "snapshot_every": 1, "keep_snapshots": 4}
+    train(folder / "run", **settings)
+    within = copy(folder / "run", folder / "within", 3)
+    changes: dict[str, Any]
+    for changes, said in (
+        ({"local_steps": 3}, "local_steps 3: the snapshot of step 3 .* give 2"),
+        ({"local_steps": None, "outer_lr": None}, "local_steps None"),
+        ({"wire": "int8"}, "wire int8"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(folder, **{**settings, **changes}, resume=within)
+    path = copy(folder / "run", folder / "other", 2)
+    again, _ = train(folder, **{**settings, "local_steps": 3, "wire": "int8"}, resume=path)
+    assert again.optimizer._averaging.step == 2
+
+    def of_three(point: resuming.ResumePoint) -> Snapshot | None:
+        assert point.snapshot is not None
+        return dataclasses.replace(reader.read(point.snapshot, hc.rank()), ranks=3)
+
+    monkeypatch.setattr(resuming.ResumePoint, "read", of_three)
+    with pytest.raises(ConfigError, match="on 2 ranks: the snapshot of step 3 .* start 3 ranks"):
+        train(folder, **settings, resume=within)
+    again, _ = train(folder, **settings, resume=copy(folder / "run", folder / "two", 2))
+    assert again.optimizer._averaging.step == 2 and again.progress.step == 4
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_next_entry_of_the_log(folder: Path) -> None:
+    settings = {**STREAMING, "log_every": 3}
+    whole, _ = train(folder / "whole", **settings)
+    trainer = make(folder / "run", **settings)
+    step = trainer.step
+
+    def disturbed(parts: Any) -> Any:
+        if trainer.progress.step == 3 and hc.rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(parts)
+
+    trainer.step = disturbed  # type: ignore[method-assign]
+    outcome = trainer.run()
+    hc.barrier()
+    assert (outcome.steps, outcome.stopped) == (6, "SIGUSR1")
+    assert_same_end(train(folder, **settings, resume=str(folder / "run"))[0], whole)
+
+
+def test_a_loss_that_is_nan_skips_a_step_of_its_rank_or_ends_all(folder: Path, capsys: Any) -> None:
+    trainer, _ = train(folder / "run", poisoned=3, local_steps=4, log_every=5, on_nan="skip")
+    assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
+    assert trainer.optimizer.skipped_steps == hc.rank()
+    assert trainer.optimizer._averaging._worked == STEPS - hc.rank()
+    said = "step 3: the loss is nan on rank 1"
+    assert said in capsys.readouterr().err.replace("\n", " ") or hc.rank() == 1
+    with pytest.raises(NonFiniteLoss, match=said):
+        train(folder / "stop", poisoned=3, local_steps=4, log_every=5)
+    hc.barrier()
+
+
+def test_what_ranks_do_not_have_is_one_line_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, said in (
+        ({"local_steps": 4, "within": [[0, 1, 2]]}, r"local_steps 4: within=\[\[0, 1, 2\]\]"),
+        ({"local_steps": 400, "fragments": 300}, "fragments=300"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(folder / said[:12], **settings)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ConfigError, match="local_steps 4: ranks of an elastic job"):
+        train(folder / "elastic", local_steps=4)
