@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,22 @@ def assert_same(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -
     for one, other in zip(left, right):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def assert_same_state(one: Any, other: Any, place: str = "") -> None:
+    """The same state dicts, with tensors bit for bit."""
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other), place
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for key in one:
+            assert_same_state(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), place
+        for number, (each, that) in enumerate(zip(one, other)):
+            assert_same_state(each, that, f"{place}.{number}")
+    else:
+        assert one == other, place
 
 
 def gradients(*modules: nn.Module) -> list[Tensor | None]:

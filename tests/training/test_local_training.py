@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from same import assert_same_state
 from torch import nn
 
 import hvd_ckpt as hc
@@ -100,28 +101,13 @@ def copy(run: Path, to: Path, step: int) -> str:
     return str(to)
 
 
-def assert_same(one: Any, other: Any, place: str = "") -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), place
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), place
-        for key in one:
-            assert_same(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), place
-        for number, (each, that) in enumerate(zip(one, other)):
-            assert_same(each, that, f"{place}.{number}")
-    else:
-        assert one == other, place
-
-
 def assert_same_end(trainer: Trainer, other: Trainer) -> None:
     """Weights, buffers, the state of optimizer, averages and loss scale, and random state of this rank."""
     one, that = trainer.state(), other.state()
     for name in ("weights", "per_rank"):
-        assert_same(one[name], that[name], name)
+        assert_same_state(one[name], that[name], name)
     for name in ("optimizer", "scaler", "progress", "mid_period"):
-        assert_same(one["replicated"][name], that["replicated"][name], name)
+        assert_same_state(one["replicated"][name], that["replicated"][name], name)
 
 
 @pytest.mark.parametrize(

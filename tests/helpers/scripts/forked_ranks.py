@@ -36,6 +36,8 @@ def start_rank(command: str, shell: bool, env: dict[str, str] | None, stdout: An
     while words and (words[0] == "env" or "=" in words[0]):
         name, _, value = words.pop(0).partition("=")
         settings[name] = value
+    if words[:1] == [os.path.join(os.path.dirname(sys.executable), "hvd-ckpt")]:
+        words.insert(0, sys.executable)
     if words[:1] != [sys.executable] or (words[1].startswith("-") and words[1] != "-m"):
         return run_in_shell(command, shell=shell, env=env, stdout=stdout, stderr=stderr)
     guard = os.fork()

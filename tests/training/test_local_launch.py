@@ -1,0 +1,90 @@
+"""``hvd-ckpt train --local-steps --max-restarts``: a rank that is killed within a period changes nothing."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from controllers import FORKING, run_ranks
+from same import assert_same_state
+
+from hvd_ckpt.snapshots.reader import Snapshot, read
+
+pytestmark = pytest.mark.launch
+
+PROGRAM = Path(sys.executable).parent / "hvd-ckpt"
+STEPS = 14
+MODULE = """
+import os, signal
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.nn import functional
+
+steps = 0
+
+def make():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+def samples():
+    inputs = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
+    return [(one, torch.tensor(number % 4)) for number, one in enumerate(inputs)]
+
+def loss(output, targets):
+    global steps
+    steps += torch.is_grad_enabled()
+    if steps == 9 and hvd.rank() == 1 and Path("kill").exists():
+        Path("kill").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return functional.cross_entropy(output, targets)
+"""
+SETTINGS = [
+    "--model=mine:make",
+    "--data=mine:samples",
+    "--loss=mine:loss",
+    "--batch=4",
+    "--local-steps=5",
+    "--outer-lr=0.7",
+    "--outer-momentum=0.9",
+    "--fragments=2",
+    "--delay=3",
+    "--wire=int8",
+    "--snapshot-every=3",
+    f"--steps={STEPS}",
+]
+
+
+def test_a_rank_that_is_killed_within_a_period_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODULE)
+    status, output = run_ranks(2, PROGRAM, "train", *SETTINGS, "--output=undisturbed", launcher=FORKING)
+    assert status == 0, output
+    Path("kill").touch()
+    launcher = shlex.join([*FORKING, "-np", "2", "--gloo"])
+    job = subprocess.run(
+        [PROGRAM, "train", "--max-restarts=1", f"--launcher={launcher}", *SETTINGS, "--output=run"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "restart 1 of 1 from step " in job.stderr and not Path("kill").exists()
+    for rank in range(2):
+        ends: list[Snapshot] = [
+            read(Path(run, "snapshots", f"step-{STEPS:08d}"), rank) for run in ("undisturbed", "run")
+        ]
+        assert ends[0].replicated["mid_period"]
+        for name in ("local", "buffers"):
+            assert_same_state(ends[0].per_rank[name], ends[1].per_rank[name], name)
+        assert_same_state(ends[0].weights, ends[1].weights, "weights")
+        assert_same_state(ends[0].replicated["optimizer"], ends[1].replicated["optimizer"], "optimizer")
