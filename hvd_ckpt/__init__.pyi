@@ -345,10 +345,10 @@ from hvd_ckpt.sharding.clipping import (
     clip_grad_norm_ as clip_grad_norm_,
 )
 from hvd_ckpt.sharding.estimate import (
-    MemoryEstimate as MemoryEstimate,
-)
-from hvd_ckpt.sharding.estimate import (
     estimate_memory as estimate_memory,
+)
+from hvd_ckpt.sharding.memory_estimate import (
+    MemoryEstimate as MemoryEstimate,
 )
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,

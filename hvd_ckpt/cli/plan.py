@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from hvd_ckpt.cli.plan_models import Job
     from hvd_ckpt.planning.plan import Cost, Plan
     from hvd_ckpt.planning.profile import Step
-    from hvd_ckpt.sharding.estimate import Estimator, MemoryEstimate
+    from hvd_ckpt.sharding.estimate import Estimator
+    from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
 
 
 ROUNDS = 5  # of timing

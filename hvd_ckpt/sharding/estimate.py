@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,114 +24,21 @@ from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
+from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
-from hvd_ckpt.text import show_bytes
 from hvd_ckpt.unmaterialized import is_absent
 
-__all__ = ["PRECISIONS", "Estimator", "MemoryEstimate", "estimate_memory"]
+__all__ = ["PRECISIONS", "Estimator", "estimate_memory"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-PARTS = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "master_weights",
-    "activations",
-    "buckets",
-    "temporaries",
-)
-_WHEN = {
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "step": "in the optimizer's step",
-    "gather": "as parameters are gathered after the step",
-}
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes that a training step takes on a rank, on the one that needs most; see :func:`hvd_ckpt.estimate_memory`.
-
-    Attributes:
-        ranks: number of ranks.
-        stage: 0 to 3, what is split over them.
-        offload: None or ``"optimizer"``.
-        parameters: weights that are there all the time: all of them, or (stage 3) this rank's shard; with the padding of shards.
-        buffers: of the model, such as running statistics.
-        gradients: when all of them are reduced: whole, or (stages 2 and 3) this rank's shard.
-        optimizer_state: of this rank's shard; 0 where it is offloaded.
-        master_weights: float32 copies of half-precision weights; 0 where they are offloaded.
-        activations: the most that forward and backward pass hold, gradients not counted; None if there was no sample.
-        buckets: the most that communication holds: gradients waiting for their bucket, buffers on their way, and (stage 3)
-            parameters that are gathered for a while.
-        temporaries: the most that the optimizer's step allocates for a while.
-        offloaded: bytes of optimizer state and master weights that are kept elsewhere (pinned host memory, files).
-        peak: the most that is held at one time. Less than the sum of all parts, which are not at their highest together.
-        peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, or ``"gather"`` (of stepped parameters).
-        at_peak: what each part holds then; its values add up to the peak.
-        recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
-            alltoalls until they are copied): what :func:`hvd_ckpt.memory.recording_peak` sees on a CPU.
-    """
-
-    ranks: int
-    stage: int
-    offload: str | None
-    parameters: int
-    buffers: int
-    gradients: int
-    optimizer_state: int
-    master_weights: int
-    activations: int | None
-    buckets: int
-    temporaries: int
-    offloaded: int
-    peak: int
-    peak_phase: str
-    at_peak: dict[str, int] = field(default_factory=dict)
-    recorded_peak: int = 0
-
-    @property
-    def model_state(self) -> int:
-        """Parameters, gradients, optimizer state and master weights together."""
-        return self.parameters + self.gradients + self.optimizer_state + self.master_weights
-
-    def table(self) -> str:
-        """The parts and the peak as lines of text."""
-        split = STAGES[self.stage] if self.stage else "nothing"
-        head = f"shard {self.stage} ({split} split), {self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        if self.offload:
-            head += f", {self.offload} offloaded"
-        rows = [("per rank", "at most", "at the peak")]
-        for name in PARTS:
-            most = getattr(self, name)
-            shown = "not known" if most is None else show_bytes(most)
-            rows.append((name.replace("_", " "), shown, show_bytes(self.at_peak.get(name, 0))))
-        if self.offloaded:
-            rows.append(("offloaded", show_bytes(self.offloaded), ""))
-        rows.append((f"peak, {_WHEN[self.peak_phase]}", "", show_bytes(self.peak)))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            f"{name:<{widths[0]}}  {most:>{widths[1]}}  {then:>{widths[2]}}".rstrip()
-            for name, most, then in rows
-        ]
-        if self.activations is None:
-            lines.append("The peak is without activations: no sample batch was given.")
-        return "\n".join([head, *lines])
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 def estimate_memory(
@@ -150,6 +57,7 @@ def estimate_memory(
     wire: str | Mapping[str, str] = "fp32",
     units: Sequence[Any] | None = None,
     device: torch.device | str | None = None,
+    local: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
     """Bytes that a training step takes on each rank, without the ranks: model states, activations, buckets, and the peak.
 
@@ -170,15 +78,25 @@ def estimate_memory(
         kwargs: keyword arguments of the model.
         loss: of the model's output, as for :func:`hvd_ckpt.plan`.
         device: where the sample's step is run and the optimizer is tried out; by default where the model is.
+        local: arguments of :func:`hvd_ckpt.LocalSGD` that take memory: ``{"every": 100, "outer": hc.Nesterov(), "fragments": 4,
+            "delay": 5, "wire": "int8", "within": 8}``, where ``within`` is the number of ranks in a group, by default 1. ``shard``
+            is within a group then.
 
     Raises:
         ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
     """
     check_stage(shard, offload, wire)
+    averages = None if local is None else LocalMemory.make(np, local)
     estimator = Estimator(
         model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
     )
-    return estimator.estimate(np, shard, offload, wire)
+    if averages is None:
+        return estimator.estimate(np, shard, offload, wire)
+    return averages.added_to(
+        estimator.estimate(averages.group, shard, offload, wire),
+        estimator.trained_by_dtype(),
+        estimator.place,
+    )
 
 
 @dataclass
@@ -249,7 +167,7 @@ class Estimator:
                 args, named_args = map_tensors(lambda one: _moved(one, place, dtype), Tensor, arguments)
                 self._stretches = measure_step(Step(model, args, named_args, loss, _AUTOCAST.get(precision)))
         self._has_sample = sample is not None
-        self._place = torch.device("cpu") if place.type == "meta" else place
+        self.place = torch.device("cpu") if place.type == "meta" else place
 
     def estimate(
         self,
@@ -305,6 +223,14 @@ class Estimator:
             recorded_peak=sum(held.values()) + max(moment.recorded for moment in moments),
         )
 
+    def trained_by_dtype(self) -> dict[torch.dtype, int]:
+        """The elements of parameters that are trained."""
+        found: dict[torch.dtype, int] = {}
+        for one in self._parameters.values():
+            if one.requires_grad:
+                found[one.dtype] = found.get(one.dtype, 0) + one.numel()
+        return found
+
     def _held(
         self, stage: int, groups: Sequence[Group], weights: WireFormat, offload: str | None
     ) -> tuple[dict[str, int], int]:
@@ -325,7 +251,7 @@ class Estimator:
         }
         offloaded = 0
         if offload:  # on CUDA devices, master weights are beside the weights
-            for part in ["optimizer_state"] + ["master_weights"] * (self._place.type != "cuda"):
+            for part in ["optimizer_state"] + ["master_weights"] * (self.place.type != "cuda"):
                 offloaded += held[part]
                 held[part] = 0
         return held, offloaded
@@ -334,7 +260,7 @@ class Estimator:
         """Memory of the optimizer for a group; master weights are stepped in float32."""
         dtype = torch.float32 if stage and group.dtype in HALF else group.dtype
         if dtype not in self._measured:
-            self._measured[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self._place)
+            self._measured[dtype] = OptimizerMemory.measure(self._optimizer, dtype, self.place)
         return self._measured[dtype]
 
     def _passes(
@@ -401,7 +327,7 @@ class Estimator:
             stepped = max(min(max(group.numels), numel) for group, numel in zip(of_dtype, own))
             each = memory.temporaries
             if offload:  # one parameter at a time; on CUDA with the state of two
-                each += 2 * memory.state if self._place.type == "cuda" else 0
+                each += 2 * memory.state if self.place.type == "cuda" else 0
             elif memory.at_once:
                 stepped = sum(own)
             temporaries = max(temporaries, round(each * stepped))

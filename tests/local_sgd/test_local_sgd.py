@@ -375,6 +375,32 @@ def test_traffic_is_the_periods_part_of_the_gradients() -> None:
     assert optimizer.traffic.calls["reduce_scatter"] == 2
 
 
+@pytest.mark.parametrize("outer", [None, hc.Nesterov()])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(outer: Any, wire: str) -> None:
+    options = {"every": 4, "outer": outer, "wire": wire, "fragments": 2, "delay": 2}
+    model = nn.Sequential(nn.Linear(300, 256), nn.Linear(256, 200))
+    estimate = hc.estimate_memory(model, hc.size(), local=options)
+    optimizer = hc.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+    for _ in range(7):  # each fragment has arrived once
+        optimizer.step()
+    fragments = optimizer.state_dict()["local_sgd"]["fragments"]
+    held = [
+        entry.nbytes
+        for fragment in fragments
+        for run in fragment["runs"].values()
+        for entry in (
+            run["anchor"],
+            run["exact"],
+            run["rest"],
+            *(run["outer"] or {"state": {}})["state"].get(0, {}).values(),
+        )
+        if isinstance(entry, torch.Tensor)
+    ]
+    optimizer.step()
+    assert estimate.averages == pytest.approx(sum(held), rel=0.01)
+
+
 @several
 def test_fragments_are_averaged_in_turn_and_gathered_after_half_of_the_delay() -> None:
     run = Run(model=make_model(norm=False), every=4, fragments=2).train(2)

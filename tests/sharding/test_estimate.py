@@ -75,6 +75,29 @@ def test_thousands_of_ranks_take_no_memory_here_and_little_there():
     assert shares == pytest.approx([16, 8, 4, 16 / 4096], rel=0.15)  # shards are padded
 
 
+def test_averages_of_local_sgd_take_an_anchor_and_each_rank_a_part_of_the_outer_optimizer():
+    model = meta_model()
+    count = numel(model)
+
+    def estimate(**local):
+        return hc.estimate_memory(model, 8, optimizer="adam", local=local)
+
+    step = hc.estimate_memory(model, 1, optimizer="adam")
+    diloco = {"outer": hc.Nesterov(), "delay": 100}
+    assert estimate().averages == pytest.approx(4 * count * (1 + 1 / 8), rel=0.001)
+    assert estimate(**diloco).averages == pytest.approx(4 * count * (1 + 2 / 8), rel=0.001)
+    assert estimate(wire="int8").averages == pytest.approx(4 * count * (2 + 1 / 8), rel=0.001)
+    assert estimate(within=8).averages == 0
+    assert estimate(within=4, outer=hc.Nesterov()).averages == pytest.approx(4 * count / 2, rel=0.001)
+    assert step.peak < estimate().peak < estimate(**diloco).peak
+    assert estimate(**diloco, fragments=4).peak == estimate(**diloco).peak
+    assert estimate(outer=hc.Nesterov(), delay=20, fragments=4).peak < estimate(**diloco).peak
+    found = estimate(**diloco)
+    assert (
+        sum(found.at_peak.values()) == found.peak and "averages" in str(found) and "averages" not in str(step)
+    )
+
+
 def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
     torch.manual_seed(0)
     model = gpt(vocabulary=64, length=32, width=32, heads=2, layers=3)
@@ -104,6 +127,9 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((2,), {"precision": "int4"}, "precision must be one of fp32, bf16, fp16, bf16-params, not 'int4'"),
         ((2, 1), {"wire": "int8"}, "int8"),
         ((2, 2), {"wire": "int3"}, "unknown wire format 'int3'"),
+        ((2,), {"local": {"evry": 4}}, "no argument of local 'evry': did you mean 'every'?"),
+        ((2,), {"local": {"delay": 101}}, "delay must be a whole number from 0 to 100, not 101"),
+        ((4,), {"local": {"within": 3}}, "within=3 does not divide np=4"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
         ((2,), {"sample": torch.zeros(1, 1024)}, "meta device"),
         ((2, 3), {"units": [nn.Linear(1, 1)]}, "units[0] has a Linear"),

@@ -149,11 +149,21 @@ def test_ranks_differ_between_averages_and_an_evaluation_uses_their_mean(folder:
     assert trainer.evaluate() == pytest.approx(outcome.evaluation, rel=1e-5)
 
 
-def test_an_average_after_every_step_is_training_together_also_in_a_short_last_batch(folder: Path) -> None:
-    """Ranks count by their terms, and one without samples for nothing."""
+@pytest.mark.parametrize("samples", [29, 31])
+def test_an_average_after_every_step_is_training_together_also_in_a_short_last_batch(
+    samples: int, folder: Path
+) -> None:
+    """Of one sample, of which a rank has none, and of three: ranks count by their terms."""
     weights = []
     for local in ({}, {"local_steps": 1}):
-        settings = {"optimizer": "sgd", "lr": 0.05, "steps": None, "epochs": 1, "batch": 7, "samples": 29}
+        settings = {
+            "optimizer": "sgd",
+            "lr": 0.05,
+            "steps": None,
+            "epochs": 1,
+            "batch": 7,
+            "samples": samples,
+        }
         trainer, _ = train(folder / f"run-{len(weights)}", **settings, **local)
         assert trainer.progress.step == 3
         weights.append([one.detach() for one in trainer.model.parameters()])

@@ -1,0 +1,209 @@
+"""The result of :func:`~hvd_ckpt.sharding.estimate.estimate_memory`, and what local SGD adds to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ckpt.sharding import STAGES
+from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_format
+from hvd_ckpt.sharding.measured_memory import OptimizerMemory
+from hvd_ckpt.text import show_bytes, unknown
+
+PARTS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "master_weights",
+    "averages",
+    "activations",
+    "buckets",
+    "temporaries",
+)
+_WHEN = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer's step",
+    "gather": "as parameters are gathered after the step",
+    "average": "as parameters are averaged",
+}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that a training step takes on a rank, on the one that needs most; see :func:`hvd_ckpt.estimate_memory`.
+
+    Attributes:
+        ranks: number of ranks.
+        stage: 0 to 3, what is split over them.
+        offload: None or ``"optimizer"``.
+        parameters: weights that are there all the time: all of them, or (stage 3) this rank's shard; with the padding of shards.
+        buffers: of the model, such as running statistics.
+        gradients: when all of them are reduced: whole, or (stages 2 and 3) this rank's shard.
+        optimizer_state: of this rank's shard; 0 where it is offloaded.
+        master_weights: float32 copies of half-precision weights; 0 where they are offloaded.
+        activations: the most that forward and backward pass hold, gradients not counted; None if there was no sample.
+        buckets: the most that communication holds: gradients waiting for their bucket, buffers on their way, and (stage 3)
+            parameters that are gathered for a while.
+        temporaries: the most that the optimizer's step allocates for a while.
+        offloaded: bytes of optimizer state and master weights that are kept elsewhere (pinned host memory, files).
+        peak: the most that is held at one time. Less than the sum of all parts, which are not at their highest together.
+        peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, ``"gather"`` (of stepped parameters), or ``"average"``.
+        at_peak: what each part holds then; its values add up to the peak.
+        recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
+            alltoalls until they are copied): what :func:`hvd_ckpt.memory.recording_peak` sees on a CPU.
+        averages: of local SGD, between averages: the anchor, the exact values and outer optimizer's state of this rank's part, and
+            what a lossy wire has rounded away.
+    """
+
+    ranks: int
+    stage: int
+    offload: str | None
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    master_weights: int
+    activations: int | None
+    buckets: int
+    temporaries: int
+    offloaded: int
+    peak: int
+    peak_phase: str
+    at_peak: dict[str, int] = field(default_factory=dict)
+    recorded_peak: int = 0
+    averages: int = 0
+
+    @property
+    def model_state(self) -> int:
+        """Parameters, gradients, optimizer state and master weights together."""
+        return self.parameters + self.gradients + self.optimizer_state + self.master_weights
+
+    def table(self) -> str:
+        """The parts and the peak as lines of text."""
+        split = STAGES[self.stage] if self.stage else "nothing"
+        head = f"shard {self.stage} ({split} split), {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if self.offload:
+            head += f", {self.offload} offloaded"
+        rows = [("per rank", "at most", "at the peak")]
+        for name in PARTS:
+            most = getattr(self, name)
+            if name == "averages" and not most:
+                continue
+            shown = "not known" if most is None else show_bytes(most)
+            rows.append((name.replace("_", " "), shown, show_bytes(self.at_peak.get(name, 0))))
+        if self.offloaded:
+            rows.append(("offloaded", show_bytes(self.offloaded), ""))
+        rows.append((f"peak, {_WHEN[self.peak_phase]}", "", show_bytes(self.peak)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [
+            f"{name:<{widths[0]}}  {most:>{widths[1]}}  {then:>{widths[2]}}".rstrip()
+            for name, most, then in rows
+        ]
+        if self.activations is None:
+            lines.append("The peak is without activations: no sample batch was given.")
+        return "\n".join([head, *lines])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None, "wire": "fp32"}
+
+
+@dataclass(frozen=True)
+class LocalMemory:
+    """What averages of local SGD take, by formulas: see :func:`hvd_ckpt.estimate_memory`.
+
+    Attributes:
+        ranks: of the job.
+        group: ranks that have the same weights, and share the anchor.
+        outer: makes the outer optimizer from a list of parameters; None for plain averages.
+        wire: format in which changes travel.
+        at_once: the most of the model whose averages are under way at a time, while the next steps compute.
+        fragments: into which the model is split.
+    """
+
+    ranks: int
+    group: int
+    outer: Any
+    wire: WireFormat
+    at_once: float
+    fragments: int
+
+    @classmethod
+    def make(cls, ranks: int, options: Mapping[str, Any]) -> LocalMemory:
+        """From arguments of ``LocalSGD``.
+
+        Raises:
+            ValueError: one is unknown or out of range.
+        """
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"np must be a number of ranks from 1, not {ranks!r}")
+        for name in options:
+            if name not in DEFAULTS:
+                raise ValueError(unknown("argument of local", name, sorted(DEFAULTS)))
+        given = {**DEFAULTS, **options}
+        every, fragments, delay, group = (given[name] for name in ("every", "fragments", "delay", "within"))
+        for name, value, low, high in (
+            ("every", every, 1, 2**62),
+            ("fragments", fragments, 1, every),
+            ("delay", delay, 0, every),
+            ("within", group, 1, ranks),
+        ):
+            if type(value) is not int or not low <= value <= high:
+                raise ValueError(f"local: {name} must be a whole number from {low} to {high}, not {value!r}")
+        if ranks % group:
+            raise ValueError(f"local: within={group} does not divide np={ranks}")
+        at_once = min(fragments, -(-delay * fragments // every)) / fragments
+        return cls(ranks, group, given["outer"], wire_format(given["wire"]), at_once, fragments)
+
+    def added_to(
+        self, step: MemoryEstimate, trained: Mapping[torch.dtype, int], device: torch.device
+    ) -> MemoryEstimate:
+        """The estimate of a step within a group, with the averages.
+
+        Args:
+            trained: elements of parameters that are trained, by their dtype.
+            device: where the outer optimizer is tried out.
+        """
+        held = under_way = 0.0
+        for dtype, numel in trained.items():
+            own, kind = numel / self.group, sum_dtype(dtype)
+            lossy = self.ranks > self.group and self.wire.changes(kind)
+            wire = self.wire if lossy else FP32
+            if self.ranks > self.group or self.outer is not None:
+                held += own * kind.itemsize * (2 if lossy else 1)  # the anchor, and what was rounded away
+                held += numel / self.ranks * (kind.itemsize + self._state(kind, device))
+            if self.ranks > self.group:  # as it left, what is sent, and what has arrived
+                under_way += own * kind.itemsize + 2 * wire.row_bytes(round(own), kind)
+        travelling, averaged = round(under_way * self.at_once), round(under_way / self.fragments)
+        computing = {**step.at_peak, "buckets": step.at_peak["buckets"] + travelling}
+        at_average = {**step.at_peak, "activations": 0, "temporaries": 0, "buckets": averaged}
+        at_average["gradients"] = step.gradients
+        phase, at_peak = max(
+            ((step.peak_phase, computing), ("average", at_average)), key=lambda one: sum(one[1].values())
+        )
+        own = round(held)
+        return dataclasses.replace(
+            step,
+            ranks=self.ranks,
+            averages=own,
+            buckets=max(step.buckets + travelling, averaged),
+            peak=sum(at_peak.values()) + own,
+            peak_phase=phase,
+            at_peak={**at_peak, "averages": own},
+            recorded_peak=max(step.recorded_peak + travelling, sum(at_average.values())) + own,
+        )
+
+    def _state(self, dtype: torch.dtype, device: torch.device) -> float:
+        if self.outer is None:
+            return 0.0
+        made = self.outer([nn.Parameter(torch.zeros(1, dtype=dtype, device=device))])
+        return OptimizerMemory.measure(made, dtype, device).state
