@@ -11,6 +11,7 @@ Raises:
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ __all__ = [
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_zero_",
     "function_mode_stack", "get_autocast_kwargs", "infer_device_type", "profiler_enabled", "pytree",
-    "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter",
+    "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 13)  # 2.12 frees saved tensors that the replay of a tape reads; setup.cfg asks for the same
@@ -92,3 +93,10 @@ except (ImportError, AttributeError) as error:
         f"{_version(OLDEST)}, which has it, then run `hvd-ckpt build-horovod`, which builds Horovod for it.",
         name="hvd_ckpt",
     ) from None
+
+
+def untraceable(kind: type[torch.Tensor]) -> None:
+    """Lets code that ``torch.compile`` compiles call functions of such tensors eagerly, once ``torch.compile`` is imported."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.nontraceable_tensor_subclasses.add(kind)

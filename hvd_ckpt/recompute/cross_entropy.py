@@ -52,7 +52,8 @@ def chunked_cross_entropy(
         targets: class numbers, (...).
         chunks: no more than the logits of ``ceil(rows / chunks)`` rows are in memory at a time, rows without a target counted.
         ignore_index: the target of rows that count nothing.
-        reduction: ``"mean"`` over the rows with a target (by their weights), ``"sum"``, or ``"none"``: (...), 0 without a target.
+        reduction: ``"mean"`` over the rows with a target (by their weights; nan if there are none), ``"sum"``, or ``"none"``:
+            (...), 0 without a target.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         token_weights: the factor of each row's loss, (...); no gradient.
 
@@ -148,7 +149,7 @@ def cross_entropy_of(
     options = _Options(rows_of_chunk, product.dtype, dtype, label_smoothing, reduction != "none", early)
     loss: Tensor = _CrossEntropy.apply(hidden, product.weight, product.bias, targets, weights, options)  # type: ignore[no-untyped-call]
     if reduction != "none":
-        return loss
+        return loss + torch.nan if reduction == "mean" and not len(targets) else loss  # the mean of nothing
     if chosen is not None:
         loss = loss.new_zeros(counted.shape).index_put((chosen,), loss)
     return loss.view(shape)
@@ -216,7 +217,7 @@ class _CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "chunked_cross_entropy cannot be differentiated twice: leave create_graph=True out, or use "
-                "torch.nn.functional.cross_entropy"
+                "torch.nn.functional.cross_entropy (in a plan: chunk_head=False)"
             )
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:

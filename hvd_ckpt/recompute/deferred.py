@@ -20,10 +20,19 @@ from torch.nn import functional
 from hvd_ckpt.frames import is_checkpointing, is_recomputing
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, Product, cross_entropy_of
-from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, current_graph_task_id
+from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, untraceable
 from hvd_ckpt.unmaterialized import is_split
 
-_FACTS = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu"}  # attributes that need no values
+_FACTS = {
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "requires_grad",
+}  # need no values
 _SIZES = {
     "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "nelement", "numel", "size",
 }  # fmt: skip
@@ -46,7 +55,7 @@ class DeferredCall:
     product: Product
     chunks: int
     grad: bool
-    versions: tuple[int, int]
+    versions: tuple[int, ...]
 
     def checked(self) -> Product:
         """The product.
@@ -56,15 +65,22 @@ class DeferredCall:
         """
         if self.versions != _versions(self.product):
             raise RuntimeError(
-                "the input or the weight of a head that is computed in chunks was changed in place before its loss: compute the "
+                "the input or a parameter of a head that is computed in chunks was changed in place before its loss: compute the "
                 "loss first, or make the plan with chunk_head=False"
             )
         return self.product
 
     def with_hidden(self, hidden: Tensor) -> DeferredCall:
         """The same call of other rows, which are views or selections of its own."""
-        product = self.product._replace(hidden=hidden)
-        return DeferredCall(self.head, product, self.chunks, self.grad, _versions(product))
+        product = self.checked()._replace(hidden=hidden)
+        return DeferredCall(
+            self.head, product, self.chunks, self.grad and torch.is_grad_enabled(), _versions(product)
+        )
+
+    def compute(self, product: Product, dtype: torch.dtype) -> Tensor:
+        """The logits of a product, all of them."""
+        with torch.autocast(product.hidden.device.type, enabled=False):
+            return product.rows(product.hidden).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,8 @@ def defer(
         or not (grad or not (head.training or is_split(head.weight)))
         or torch.compiler.is_compiling()
         or torch.is_inference_mode_enabled()
+        or hidden.is_inference()  # neither has a version
+        or head.weight.is_inference()
         or is_checkpointing()
         or is_recomputing()
         or current_graph_task_id() != -1
@@ -134,30 +152,65 @@ def defer(
     return DeferredLogits.of(DeferredCall(head, product, chunks, grad, _versions(product)), dtype)
 
 
+class _NoValues(torch.autograd.Function):
+    """A tensor of nan in place of the logits.
+
+    A gradient comes back where they are given to somebody else's ``autograd.Function``, which takes them as they are and computes
+    them only inside; it goes on as through the layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: DeferredCall, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.call, ctx.dtype = call, dtype
+        nothing = torch.full((), torch.nan, dtype=dtype, device=hidden.device)
+        return nothing.expand(*hidden.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        given = ctx.call.checked()[:3]
+        inputs = [
+            None if one is None else one.detach().requires_grad_(need)
+            for one, need in zip(given, ctx.needs_input_grad)
+        ]
+        wanted = [one for one in inputs if one is not None and one.requires_grad]
+        with torch.enable_grad():
+            product = ctx.call.product._replace(**dict(zip(("hidden", "weight", "bias"), inputs)))
+            logits = ctx.call.compute(product, ctx.dtype)
+        found = iter(torch.autograd.grad(logits, wanted, gradient))
+        return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None)
+
+
 class DeferredLogits(Tensor):
     """The result of a :class:`DeferredCall` that is computed when it is used."""
 
     _call: DeferredCall
     _result: Tensor | None
+    _like: Tensor  # without memory, with the strides that the result will have
+    # The logits that it is a view of, and how: who changes one changes the other.
+    _view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
 
     @staticmethod
-    def of(call: DeferredCall, dtype: torch.dtype) -> DeferredLogits:
+    def of(
+        call: DeferredCall,
+        dtype: torch.dtype,
+        like: Tensor | None = None,
+        view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None,
+    ) -> DeferredLogits:
         """The result of a call, converted to ``dtype``."""
-        product = call.product
-        shape = (*product.hidden.shape[:-1], len(product.weight))
-        # Whoever reads past __torch_function__ finds nan everywhere.
-        nothing = torch.full((), torch.nan, dtype=dtype, device=product.hidden.device).expand(shape)
-        made: Any = nothing.as_subclass(DeferredLogits)
-        made._call, made._result = call, None
+        untraceable(DeferredLogits)
+        with torch.set_grad_enabled(call.grad):
+            made: Any = _NoValues.apply(*call.product[:3], call, dtype).as_subclass(DeferredLogits)  # type: ignore[no-untyped-call]
+        made._call, made._result, made._view = call, None, view
+        made._like = torch.empty(made.shape, dtype=dtype, device="meta") if like is None else like
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], DeferredLogits) and args[0]._result is None:
-            if name == "__get__" and getattr(func.__self__, "__name__", "") == "requires_grad":
-                return args[0]._requires_grad()
+        if args and isinstance(args[0], DeferredLogits) and args[0]._is_deferred():
             if name in _SIZES or (name == "__get__" and getattr(func.__self__, "__name__", "") in _FACTS):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -170,28 +223,25 @@ class DeferredLogits(Tensor):
     def result(self) -> Tensor:
         """The logits, as the layer computes them; from now on they are in memory."""
         if self._result is None:
-            for heard in _listeners:
-                heard.computed.append(self._call.head)
             with DisableTorchFunctionSubclass():
                 dtype = self.dtype
-            product = self._call.checked()
-            with (
-                torch.set_grad_enabled(self._call.grad),
-                torch.autocast(product.hidden.device.type, enabled=False),
-            ):
-                self._result = product.rows(product.hidden).to(dtype)
+            with torch.set_grad_enabled(self._call.grad):
+                if self._view is None:
+                    for heard in _listeners:
+                        heard.computed.append(self._call.head)
+                    self._result = self._call.compute(self._call.checked(), dtype)
+                else:
+                    source, view = self._view
+                    self._result = view(source.result())
         return self._result
+
+    def _is_deferred(self) -> bool:
+        return self._result is None and (self._view is None or self._view[0]._is_deferred())
 
     @property
     def hidden(self) -> Tensor:
         """What the logits are computed from, (..., width)."""
         return self._call.product.hidden
-
-    def _requires_grad(self) -> bool:
-        product = self._call.product
-        return self._call.grad and any(
-            one is not None and one.requires_grad for one in (product.hidden, product.weight, product.bias)
-        )
 
     def _deferred(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a function that needs no logits, or those of a chunk; None for any other."""
@@ -203,18 +253,23 @@ class DeferredLogits(Tensor):
             return self._argmax(shape)
         if name == "float" or (name == "to" and args[1:] in ((torch.float32,), (dtype,)) and not kwargs):
             same = name == "to" and args[1] == dtype
-            return self if same or dtype == torch.float32 else DeferredLogits.of(self._call, torch.float32)
-        hidden = self._call.product.hidden
+            if same or dtype == torch.float32:
+                return self
+            return DeferredLogits.of(self._call.with_hidden(self._call.product.hidden), torch.float32)
+        hidden, like = self._call.product.hidden, None
         if name in _VIEWS:
-            like = func(torch.empty(shape, dtype=dtype, device="meta"), *args[1:], **kwargs)
+            like = func(self._like, *args[1:], **kwargs)
             if like.shape[-1:] != shape[-1:] or like.dtype != dtype:
                 return None
             hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
         elif name == "__getitem__" and hidden.shape[-1] != shape[-1] and self._of_rows(args[1], shape):
             hidden = hidden[args[1]]
+            like = None if isinstance(args[1], Tensor) else self._like[args[1]]
         else:
             return None
-        return DeferredLogits.of(self._call.with_hidden(hidden), dtype)
+        shares = like is not None and like.untyped_storage()._cdata == self._like.untyped_storage()._cdata
+        view = (self, lambda result: func(result, *args[1:], **kwargs)) if shares else None
+        return DeferredLogits.of(self._call.with_hidden(hidden), dtype, like, view)
 
     def _of_rows(self, index: Any, shape: torch.Size) -> bool:
         """Whether an index leaves the last dimension as it is."""
@@ -222,7 +277,7 @@ class DeferredLogits(Tensor):
             return (index.dim() if index.dtype == torch.bool else 1) < len(shape)
         if any(isinstance(one, (Tensor, list)) for one in (index if isinstance(index, tuple) else [index])):
             return False
-        left = torch.empty(shape, device="meta")[index].shape
+        left = self._like[index].shape
         return left[-1:] == shape[-1:] and len(left) > 1
 
     def _cross_entropy(
@@ -254,5 +309,5 @@ class DeferredLogits(Tensor):
             return torch.cat([product.rows(part).argmax(-1) for part in parts if len(part)]).view(shape[:-1])
 
 
-def _versions(product: Product) -> tuple[int, int]:
-    return product.hidden._version, product.weight._version
+def _versions(product: Product) -> tuple[int, ...]:
+    return tuple(one._version for one in product[:3] if one is not None)

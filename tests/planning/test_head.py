@@ -112,6 +112,29 @@ def test_in_evaluation_the_metrics_are_the_same_in_the_memory_of_chunks():
     assert whole_peak >= 2 * LOGITS > LOGITS > peak
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_two_streams_and_any_number_of_targets(seed):
+    """XLNet's chain has logits of predicted positions only. Plans by hand: which one a planner makes hangs on measured times."""
+    model, args, kwargs, _ = job_of("xlnet-tiny")
+    torch.manual_seed(seed)
+    objective, predicted = NextOrHiddenToken(), kwargs["target_mapping"].shape[1]
+    args = (args[0][torch.randperm(BATCH)],)  # other tokens, the same orders
+    targets = torch.randint(VOCABULARY, (BATCH, predicted))
+    for counted in (BATCH * predicted, 7, 0):
+        targets.view(-1)[torch.randperm(targets.numel())[counted:]] = -100
+        batch = hc.Batch(args, targets, kwargs)
+
+        def loss(output, batch=batch):
+            return objective.loss(output, batch)
+
+        expected, _ = step(copy.deepcopy(model), args, kwargs, loss)
+        for chunks in (1, 4):
+            head = BlockPlan(("head.head",), "Linear", parameter_shapes([model.head.head]), in_chunks(chunks))
+            planned = hc.Plan((head,), (0,)).apply(copy.deepcopy(model))
+            assert isinstance(planned(*args, **kwargs), DeferredLogits)
+            assert_near(expected, step(planned, args, kwargs, loss)[0])
+
+
 class Tagger(nn.Module):
     """Layers and a wide last layer, whose result goes where ``use`` says."""
 
@@ -190,6 +213,92 @@ def test_deferred_logits_are_a_tensor_like_any_other():
     with pytest.raises(RuntimeError, match="changed in place"):
         functional.cross_entropy(logits, targets)
     assert not isinstance(hc.checkpoint(model, hidden), DeferredLogits)
+
+
+class Squares(torch.autograd.Function):
+    """Somebody's own loss, which is not called like a function of torch."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def change_a_view(logits):
+    logits[:, 0].mul_(3)
+    logits.flatten(0, 1)[:, 3] = 1
+    return logits.view(-1, 50)
+
+
+def change_what_has_a_view(logits):
+    view, copied = logits.view(-1, 50), logits[:, 1:].reshape(-1, 50)
+    logits[..., 3] = 1
+    return torch.cat([view, copied])
+
+
+def view_without_gradient(logits):
+    with torch.no_grad():
+        return logits.view(-1, 50)
+
+
+def read_without_gradient(logits):
+    view = logits.view(-1, 50)
+    with torch.no_grad():
+        view.max()
+    return view
+
+
+def classes(logits):
+    torch.manual_seed(1)
+    return functional.cross_entropy(logits, torch.randint(50, logits.shape[:1]))
+
+
+LOSSES = {
+    "a view is changed": lambda logits: classes(change_a_view(logits)),
+    "it is changed after": lambda logits: classes(change_what_has_a_view(logits)),
+    "its view has no gradient": lambda logits: classes(view_without_gradient(logits)),
+    "its view is read first": lambda logits: classes(read_without_gradient(logits)),
+    "a function of autograd": lambda logits: Squares.apply(logits) + Squares.apply(logits.view(-1, 50)),
+    "no targets": lambda logits: functional.cross_entropy(logits[0], torch.full((6,), -100)),
+    "a compiled loss": lambda logits: torch.compile(classes, backend="eager")(logits.view(-1, 50)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whatever_is_done_with_deferred_logits(name):
+    hidden, found = torch.randn(3, 6, 8), []
+    whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
+    head = BlockPlan(("1",), "Linear", parameter_shapes([whole[1]]), in_chunks(2))
+    for model in (whole, hc.Plan((head,), (0,)).apply(copy.deepcopy(whole))):
+        loss = LOSSES[name](model(hidden))
+        (loss + model[0](hidden).square().sum()).backward()
+        found.append([loss.detach(), *(one.grad for one in model.parameters())])
+    for one, other in zip(*found):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_changes_before_a_view_and_tensors_of_inference_mode():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
+    hidden = torch.randn(2, 3, 8)
+    expected = model(hidden)
+    head = BlockPlan(("1",), "Linear", parameter_shapes([model[1]]), in_chunks(2))
+    hc.Plan((head,), (0,)).apply(model)
+    for changed in (model[1].weight, model[1].bias):
+        logits = model(hidden)
+        with torch.no_grad():
+            changed.add_(0)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            logits.view(-1, 50)
+    with torch.inference_mode():
+        inner = model[0](hidden)
+    with torch.no_grad():
+        assert torch.equal(model.eval()[1](inner), expected)
 
 
 def test_plan_files_and_models_that_do_not_fit(tmp_path):
