@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
+from hvd_ckpt.torch_private import foreach_copy_
 
 GENERATOR_SEED_BYTES = 8
 
@@ -230,7 +231,7 @@ def _copy(
 ) -> None:
     """Copies tensors by name, in one call: each one by itself costs a pass through many batch norms a percent of its time."""
     if names := list(names):
-        torch._foreach_copy_([targets[name] for name in names], [sources[name] for name in names])
+        foreach_copy_([targets[name] for name in names], [sources[name] for name in names])
 
 
 def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:
