@@ -36,7 +36,7 @@ def main(folder, epochs, save_every, shard):
     with hc.Snapshots(
         folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, keep=2
     ) as snapshots:
-        step = snapshots.resume()
+        saved = step = snapshots.resume()
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(inputs), targets)
@@ -47,10 +47,13 @@ def main(folder, epochs, save_every, shard):
             if hc.rank() == 0 and (step == 2 or step % save_every == 0):
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
             stop = snapshots.stop_requested()
-            if stop or step % save_every == 0 or step == len(loader):
+            if stop or step % save_every == 0:
                 snapshots.save(step)
+                saved = step
             if stop:
                 break
+        if step > saved:
+            snapshots.save(step)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from hvd_ckpt.launchers import GLOO_ADDRESS, whole_in
 PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 MASTER_ADDRESS, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 FIRST_PORT, PORTS = 20000, 10000  # for a job of Slurm, by its number
-SECONDS = 300.0  # in which all ranks of a job must have started
+SECONDS, LONGEST = 300.0, 1e6  # in which all ranks of a job must have started
 
 
 def rank_variables(rank: int, hosts: Sequence[Hashable], address: str, port: int) -> dict[str, str]:
@@ -46,11 +46,12 @@ def rank_variables(rank: int, hosts: Sequence[Hashable], address: str, port: int
     }
 
 
-def join_job(launcher: str) -> None:
+def join_job(launcher: str, seconds: float | None = None) -> None:
     """Sets the variables that Horovod starts with, after all ranks of the job have met.
 
     Args:
         launcher: of :func:`hvd_ckpt.launchers.adopt_launcher`, which has set rank and size.
+        seconds: in which all of them must come; 300 by default.
 
     Raises:
         ValueError: the ranks do not meet in time.
@@ -59,23 +60,26 @@ def join_job(launcher: str) -> None:
     address, port = _meeting_point(launcher)
     here = socket.gethostname()
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+    limit = timedelta(seconds=min(seconds or SECONDS, LONGEST))
     try:
-        store = TCPStore(address, port, size, holds, timedelta(seconds=SECONDS), wait_for_workers=False)
+        store = TCPStore(address, port, size, holds, limit, wait_for_workers=False)
+        # Another job may have a store at this place, and torchrun's outlives a restart.
+        told = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        name = ".".join(("hvd_ckpt", *(os.environ.get(variable, "") for variable in told)))
         if rank == 0:
             server = RendezvousServer()  # a daemon thread, which ends with the process
-            store.set(f"hvd_ckpt.{again}.server", f"{_own_address(address, port)} {server.start()}")
-        store.set(f"hvd_ckpt.{again}.host.{rank}", here)
-        hosts = [store.get(f"hvd_ckpt.{again}.host.{other}").decode() for other in range(size)]
-        server_address, server_port = store.get(f"hvd_ckpt.{again}.server").decode().split()
-    except RuntimeError as error:  # of PyTorch's store, in several lines
+            store.set(f"{name}.server", f"{server.start()} {_own_address(address, port)}")
+        store.set(f"{name}.host.{rank}", here)
+        hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
+        server_port, _, server_address = store.get(f"{name}.server").decode().partition(" ")
+    except (RuntimeError, OSError) as error:  # of PyTorch's store, in several lines
         reason = str(error).split("\n", 1)[0]
         raise ValueError(
             f"init(): the {size} ranks that {launcher} has started do not meet at {address}:{port} ({reason}): set "
             f"{MASTER_ADDRESS} to the host of rank 0 and {MASTER_PORT} to a free port of it, the same on all ranks"
         ) from None
     _keep.append(store)  # which rank 0 may hold for the others
-    os.environ.update(rank_variables(rank, hosts, server_address, int(server_port)))
+    os.environ.update(rank_variables(rank, hosts, server_address or address, int(server_port)))
 
 
 _keep: list[TCPStore] = []
@@ -97,8 +101,9 @@ def first_host(nodes: str) -> str:
 
 
 def _own_address(address: str, port: int) -> str:
-    """An address of this host at which the other ranks can reach it: that on the way to the meeting point."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing
+    """The address of this host on the way to the meeting point; empty if that is this host, whose address all ranks know."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
         found = str(probe.getsockname()[0])
-    return socket.gethostbyname(address) if found.startswith("127.") else found
+    return "" if found.startswith("127.") or found == "::1" else found

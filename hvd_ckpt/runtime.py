@@ -130,7 +130,7 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
         )
     check_environment()
     if launcher is not None:
-        rendezvous.join_job(launcher)
+        rendezvous.join_job(launcher, stall_timeout)
     _set_fusion_default()
     _set_crowded_defaults()
     _check_restart()

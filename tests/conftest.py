@@ -26,7 +26,7 @@ from kinds import SELECTIONS, kind_of
 
 from hvd_ckpt.launchers import RANK_VARIABLES
 
-HANG_SECONDS = 120
+HANG_SECONDS = 300
 MPI_WORKS = "HVD_CKPT_TESTS_MPI_WORKS"  # set by tests/run.py
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 _status = pytest.StashKey[int]()

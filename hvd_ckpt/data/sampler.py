@@ -65,6 +65,10 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         for name, value in (("batch_size", batch_size), ("epochs", 1 if epochs is None else epochs)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a number from 1, got {value!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed must be a number from 0 to 2**63 - 1, got {seed!r}")
+        if rank is not None and not 0 <= rank < (hvd.size() if num_replicas is None else num_replicas):
+            raise ValueError(f"rank must be from 0 to num_replicas - 1, got {rank} of {num_replicas}")
         self.samples, self.seed, self.epochs = samples, seed, epochs
         self.batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
         self.length = None if epochs is None else samples * epochs
@@ -77,11 +81,16 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         ranks: int = hvd.size() if self._num_replicas is None else self._num_replicas
         return self.batch_size * ranks
 
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        rank: int = hvd.rank() if self._rank is None else self._rank
+        return rank
+
     def __iter__(self) -> Iterator[list[int]]:
         position, count = self.position, self.global_batch
-        rank: int = hvd.rank() if self._rank is None else self._rank
         while self.length is None or position + count <= self.length:
-            batch, _ = self.part(position, count, rank, count // self.batch_size)
+            batch, _ = self.part(position, count, self.rank, count // self.batch_size)
             position = self.position = position + count
             yield batch
 
@@ -149,8 +158,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """``torch.utils.data.DataLoader`` that resumes: it knows how far the loop has come, whatever its workers have loaded ahead.
 
     Its state is the position of its ``batch_sampler`` after the last batch that it has yielded. Each iteration seeds its workers by
-    seed and position, where torch's draws from the default generator, so that dropout would draw other numbers after a resume.
-    Random augmentation should depend on the number of the sample: workers are not in the state.
+    seed, position and rank (persistent workers once), where torch's draws from the default generator, so that dropout would draw
+    other numbers after a resume. Random augmentation should depend on the number of the sample: workers are not in the state.
 
     Args:
         dataset: map-style.
@@ -166,13 +175,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise TypeError(
                 f"DataLoader: batch_sampler is a {type(batch_sampler).__name__}: give an hc.DistributedSampler"
             )
-        options.setdefault("generator", torch.Generator())
+        if options.get("generator") is None:
+            options["generator"] = torch.Generator()
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def __iter__(self) -> Any:
         sampler: Any = self.batch_sampler
         position = sampler.position
-        self.generator.manual_seed((sampler.seed + position) % 2**63)
+        self.generator.manual_seed((sampler.seed + position) * 100_003 % 2**63 + sampler.rank)
         for batch in super().__iter__():
             position = sampler.position = position + sampler.global_batch
             yield batch

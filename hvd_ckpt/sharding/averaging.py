@@ -66,6 +66,9 @@ class AveragedWeights:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("avg_fn and multi_avg_fn are given; give one of them")
         self.n_averaged = 0
+        self.before_change: Callable[[], None] = lambda: (
+            None
+        )  # of averages or weights: a snapshot may be copying them
         self._optimizer = optimizer
         self._avg_fn = avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
         self._multi_avg_fn = multi_avg_fn
@@ -75,6 +78,7 @@ class AveragedWeights:
     @torch.no_grad()
     def update_parameters(self) -> None:
         """Takes the weights into the average; to be called after ``optimizer.step()``, on every rank. Communicates nothing."""
+        self.before_change()
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for average, weight in self._follow():
             averages, weights = groups[average.device, average.dtype]
@@ -101,6 +105,7 @@ class AveragedWeights:
         Raises:
             RuntimeError: inside ``optimizer.gathered_parameters()``, or a forward or backward pass.
         """
+        self.before_change()
         sharding = getattr(self._optimizer, "_sharding", None)
         changing: list[torch.Tensor] = []
         if sharding is not None:

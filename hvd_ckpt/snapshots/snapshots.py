@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -23,9 +24,15 @@ from hvd_ckpt.schema import Wrong
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import ranges_of
 from hvd_ckpt.snapshots.content import RunShards
-from hvd_ckpt.snapshots.folder import SnapshotError, Warn, later_snapshots, remove_abandoned
+from hvd_ckpt.snapshots.folder import (
+    SnapshotError,
+    Warn,
+    later_snapshots,
+    list_snapshots,
+    remove_abandoned,
+)
 from hvd_ckpt.snapshots.loading import average_state, load_state, load_weights
-from hvd_ckpt.snapshots.random_state import random_state
+from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.schema import DAMAGED
@@ -131,7 +138,7 @@ class Snapshots:
         self._warn = warn or _warn
         self._shards = RunShards(model, optimizer)
         self.loop: dict[str, Any] = {}
-        self._step = 0
+        self._step, self._resumed = 0, False
         self._abandoned: list[Path] = []
         self._stopped: str | None = None
         self._writer: SnapshotWriter | None = None
@@ -150,6 +157,7 @@ class Snapshots:
                 ``hvd-ckpt train``; on every rank.
         """
         self._open()
+        self._resumed = True
         with errors_on_all("hvd_ckpt.snapshots.find"):
             found = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
@@ -171,7 +179,8 @@ class Snapshots:
                     f"The snapshot '{path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
                 ) from None
         load_weights(snapshot, self._model, self._optimizer, self._shards)
-        self.load(snapshot, options=True)
+        if not self.load(snapshot, options=True):
+            seed_all(seed_of_rank(0, snapshot.step))
         with errors_on_all("hvd_ckpt.snapshots.loop"):
             for name, one in (("scheduler", self._scheduler), ("loader", self._loader)):
                 if one is not None and snapshot.replicated[name] is not None:
@@ -190,13 +199,20 @@ class Snapshots:
                 :meth:`resume` leaves it in the attribute ``loop``.
 
         Raises:
-            SnapshotError: the step is not a number of steps.
+            SnapshotError: the step is not a number of steps, or the folder has snapshots that :meth:`resume` was not called for.
         """
+        if not self._resumed:
+            there = current().number == 0 and bool(list(list_snapshots(self.folder / "snapshots")))
+            if of_first_process(there, "hvd_ckpt.snapshots.there"):
+                raise SnapshotError(
+                    f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
+                )
+            self._resumed = True
         own = {
             name: None if one is None else one.state_dict()
             for name, one in (("scheduler", self._scheduler), ("loader", self._loader))
         }
-        self.begin(step, {**own, "loop": loop}, {})
+        self.begin(step, copy.deepcopy({**own, "loop": loop}), {})  # which the loop may change at once
 
     def stop_requested(self) -> str | None:
         """Whether the run is to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else None.
@@ -351,6 +367,8 @@ class Snapshots:
             opened.callback(self._forget_writer)
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
+            if self._average is not None:
+                self._average.before_change = self.before_update
             self._opened = opened.pop_all()
 
     def _forget_writer(self) -> None:

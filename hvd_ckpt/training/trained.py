@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,11 +170,15 @@ def generate(
     known = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not known:
         raise ConfigError("--prompt: it has no tokens: give some text to continue")
+    if not math.isfinite(temperature):
+        raise ConfigError(f"--temperature {temperature}: give a number from 0")
     model = load_model(run, whole_weights(open_snapshot(path), ema))
     generator, made = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(tokens):
         with torch.no_grad():
             scores = model(torch.tensor([(known + made)[-run.length :]]))[0, -1].float()
+        if scores.isnan().any():
+            raise ConfigError(f"The model of '{path}' computes nan: choose another snapshot")
         if top_k is not None:
             scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
         if temperature:

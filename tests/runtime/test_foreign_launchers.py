@@ -60,7 +60,11 @@ def by_slurm(script: Path, size: int, stages: int) -> list[str]:
         )
         for rank in range(size)
     ]
-    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * size
     return sorted(line for output in outputs for line in output.splitlines())
 
@@ -116,7 +120,8 @@ def test_stages_in_a_job_of_slurm(script: Path) -> None:
 def test_only_ranks_that_nobody_else_knows(
     variables: dict[str, str], launcher: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in {*RANK_VARIABLES, *(one for names in FOREIGN.values() for one in names)}:
+    others = {"HOROVOD_CONTROLLER", "HOROVOD_GLOO_RENDEZVOUS_ADDR"}
+    for name in {*RANK_VARIABLES, *others, *(one for names in FOREIGN.values() for one in names)}:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

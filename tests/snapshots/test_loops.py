@@ -154,6 +154,31 @@ def test_a_snapshot_holds_the_moment_of_its_save_however_late_it_is_copied(
     assert loop.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 1e-3
 
 
+def test_state_that_changes_right_after_a_save_is_saved_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = SnapshotWriter._copy
+    monkeypatch.setattr(SnapshotWriter, "_copy", lambda writer, job: (time.sleep(0.2), copy(writer, job)))
+    loop, history = Loop(width=600), torch.zeros(2000)
+    loop.average.update_parameters()
+    with torch.no_grad():
+        loop.model[3].weight.add_(1.0)
+    saved = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with loop.snapshots(folder / "run") as snapshots:
+        snapshots.save(1, history=history)
+        history += 1
+        with loop.average.applied():
+            assert not torch.equal(loop.model[3].weight, saved["3.weight"])
+        loop.average.update_parameters()
+    again = Loop(width=600)
+    with again.snapshots(folder / "run") as snapshots:
+        assert snapshots.resume() == 1
+    check_same(again.model.state_dict(), saved)
+    assert again.average.n_averaged == 1 and not snapshots.loop["history"].any()
+    with pytest.raises(SnapshotError, match="resume"):
+        Loop(width=600).snapshots(folder / "run").save(2)
+
+
 def test_what_cannot_be_written_is_a_warning_but_at_the_end_an_error(folder: Path) -> None:
     loop = Loop()
     told: list[str] = []

@@ -251,11 +251,12 @@ def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
         first.begin(9, weights={}, replicated=None, per_rank=None)
         assert first.wait() is None and "rank 1: per_rank is a builtins.object" in job.told.pop()
         second.wait()
-        monkeypatch.setattr(barrier, "RANK_SECONDS", 0.1)
-        first.begin(1, weights={}, replicated=None, per_rank=None)
-        assert first.wait() is None
-        second.begin(1, weights={}, replicated=None, per_rank=None)
-        assert second.wait() is None and "is not there on host node7" in str(second.failed)
+        with monkeypatch.context() as patched:
+            patched.setattr(barrier, "RANK_SECONDS", 0.1)
+            first.begin(1, weights={}, replicated=None, per_rank=None)
+            assert first.wait() is None
+            second.begin(1, weights={}, replicated=None, per_rank=None)
+            assert second.wait() is None and "is not there on host node7" in str(second.failed)
         assert names(tmp_path) == [] and len(job.told) == 1
         assert job.write(2) is not None
 

@@ -228,7 +228,7 @@ def make_report(
         else "Not all bits are the same.",
         success=success,
         data={"losses": curves.losses} if curves else {},
-        draw=(lambda folder: draw(curves.losses, folder)) if curves else None,
+        draw=(lambda folder: draw(curves.losses, folder)) if curves and not curves.failures else None,
     )
 
 

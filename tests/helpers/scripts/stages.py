@@ -472,6 +472,8 @@ def comes_to_grief(case: str) -> None:
     model = hc.Pipeline(transformer(), chunks=4)
     batch = batches(tokens)[0]
     torch.manual_seed(100 + hc.rank())
+    if case.startswith("hangs"):
+        hc.init(stages=hc.stages(), stall_timeout=8)
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         if case == "hangs":
@@ -505,7 +507,7 @@ def main() -> None:
             hc.init(stages=stages + 1)
         except ValueError as error:
             print(error, flush=True)
-    hc.init(stages=stages, stall_timeout=8 if case.startswith("hangs") else 60)
+    hc.init(stages=stages, stall_timeout=60)
     assert (hc.stages(), 0 <= hc.stage() < stages) == (stages, True)
     if case == "random":
         random_stages.run(stages, 4)
