@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import os
 import pickle
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from hvd_ckpt import watchdog
 from hvd_ckpt.hosts import Peer
 from hvd_ckpt.launchers import GLOO_ADDRESS, whole_in
-from hvd_ckpt.rendezvous import PORT, rank_variables
+from hvd_ckpt.rendezvous import PORT, own_address, rank_variables
 
 SCOPE = "hvd_ckpt.grid"  # in the launcher's rendezvous server
 ASK_SECONDS = 0.02  # between two questions to it
@@ -366,9 +365,7 @@ class _Board:
 
     def own_address(self) -> str:
         """This host's address on the way to the launcher."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.address, 9))  # sends nothing
-            return str(probe.getsockname()[0])
+        return own_address(self.address)
 
 
 def _over_gloo(stages: int) -> Grid:

@@ -68,7 +68,10 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
         name = ".".join(("hvd_ckpt", *(os.environ.get(variable, "") for variable in told)))
         if rank == 0:
             server = RendezvousServer()  # a daemon thread, which ends with the process
-            store.set(f"{name}.server", f"{server.start()} {_own_address(address, port)}")
+            own = own_address(address, port)
+            # A loopback address means that the meeting point is on this host, at an address that all ranks know.
+            own = "" if own.startswith("127.") or own == "::1" else own
+            store.set(f"{name}.server", f"{server.start()} {own}")
         store.set(f"{name}.host.{rank}", here)
         hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
         server_port, _, server_address = store.get(f"{name}.server").decode().partition(" ")
@@ -100,10 +103,9 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
-def _own_address(address: str, port: int) -> str:
-    """The address of this host on the way to the meeting point; empty if that is this host, whose address all ranks know."""
+def own_address(address: str, port: int = 9) -> str:
+    """The address of this host on the way to another one."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing
-        found = str(probe.getsockname()[0])
-    return "" if found.startswith("127.") or found == "::1" else found
+        return str(probe.getsockname()[0])

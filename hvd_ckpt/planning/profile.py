@@ -121,7 +121,7 @@ class Profile:
     Attributes:
         found: the blocks.
         policies: of each block, those measured.
-        head: whose cross entropy may be computed in chunks, or None. The block that it is in, if any, is none of ``found``.
+        head: whose cross entropy may be computed in chunks, or None. ``found`` does not have the block that it is in, if any.
         head_costs: of head and loss for each choice of the last block of ``chain``; the first is whole, the last needs the least.
         chain: for the solver, with one block more at each end.
         waiting: of each block, bytes of the gradients of tied parameters that wait while it runs backward.

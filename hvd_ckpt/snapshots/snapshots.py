@@ -202,7 +202,7 @@ class Snapshots:
             SnapshotError: the step is not a number of steps, or the folder has snapshots that :meth:`resume` was not called for.
         """
         if not self._resumed:
-            there = current().number == 0 and bool(list(list_snapshots(self.folder / "snapshots")))
+            there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
             if of_first_process(there, "hvd_ckpt.snapshots.there"):
                 raise SnapshotError(
                     f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"

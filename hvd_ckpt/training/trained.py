@@ -93,11 +93,13 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
     """Writes a folder for transformers' ``from_pretrained``: configuration, weights, and the tokenizer of the run.
 
     Raises:
-        Wrong: the model is none of transformers.
+        Wrong: the model is not one of transformers.
     """
     model = load_model(run, weights)
     if not isinstance(model, WrappedChain):
-        raise Wrong(f"the model {run.config.model} is none of transformers: give --format safetensors or pt")
+        raise Wrong(
+            f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
+        )
     model.transformers_model.save_pretrained(path)
     from transformers import PreTrainedTokenizerFast
 

@@ -89,7 +89,7 @@ def test_pt_and_what_cannot_be_exported(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert list(found) and all(torch.equal(found[name], one) for name, one in model.state_dict().items())
     result = command(tmp_path, "export", "--format", "hf", "--output", str(tmp_path / "hf"))
-    assert result.exit_code == 2 and "gpt-tiny is none of transformers" in result.output
+    assert result.exit_code == 2 and "gpt-tiny is not one of transformers" in result.output
     write(tmp_path / "run" / "snapshots", 4, {"loop": {}}, {}, {"w": torch.ones(2)})
     for arguments in (("export", "--format", "hf"), ("generate", "--prompt", "To")):
         result = command(tmp_path, *arguments)
