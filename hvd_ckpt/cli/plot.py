@@ -1,4 +1,4 @@
-"""``hvd-ckpt plot``: the losses of several training runs in one picture.
+"""``hvd-ckpt plot``: the losses of several training runs, or the times of their steps, in one picture.
 
 Exit status 0 with a picture, 2 for a run or a log that cannot be drawn.
 """
@@ -17,24 +17,30 @@ LOG = "log.jsonl"
 @click.command("plot", cls=OneLineErrors)
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
 @click.option(
-    "--output", metavar="FILE", default="loss.png", show_default=True, help="For the picture, a PNG."
+    "--what",
+    type=click.Choice(["loss", "time"]),
+    default="loss",
+    show_default=True,
+    help="The loss, or where the time of a step goes.",
 )
-@click.option("--title", default="Loss", show_default=True, help="Above the picture.")
-def plot(runs: tuple[str, ...], output: str, title: str) -> None:
+@click.option("--output", metavar="FILE", help="For the picture, a PNG.  [default: loss.png or time.png]")
+@click.option("--title", metavar="TEXT", help="Above the picture.")
+def plot(runs: tuple[str, ...], what: str, output: str | None, title: str | None) -> None:
     """Draw the losses of training runs over their steps: hvd-ckpt plot runs/a short=runs/b --output both.png
 
     A RUN is the folder of a run of `hvd-ckpt train`, or its log. Lines are named after the folders, or as NAME says. Training is
-    drawn as lines, evaluations as points.
+    drawn as lines, evaluations as points. With `--what time`, each run has a picture of the seconds that a step takes.
     """
     logs = _logs(runs)
-    file = Path(output)
+    file = Path(output or f"{what}.png")
     if file.suffix.lower() != ".png":
         raise BadArgument(f"--output: '{output}' is not a PNG: give a name that ends in .png")
-    from hvd_ckpt.training.logs import loss_plot
+    from hvd_ckpt.training.logs import loss_plot, time_plot
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        loss_plot(logs, file, title)
+        draw = loss_plot if what == "loss" else time_plot
+        draw(logs, file, **({} if title is None else {"title": title}))
     except ValueError as error:
         raise BadArgument(str(error)) from None
     except OSError as error:

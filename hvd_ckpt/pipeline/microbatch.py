@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hvd_ckpt.frames import without_recomputation
 from hvd_ckpt.reduction.optimizer import live_optimizers
+from hvd_ckpt.spans import span
 from hvd_ckpt.text import CHECKPOINTS
 from hvd_ckpt.torch_private import pytree
 
@@ -102,12 +103,13 @@ def accumulate(
         last = index == len(parts) - 1
         kept = keeps_activations(checkpoint, last)
         try:
-            with without_recomputation() if kept else contextlib.nullcontext():
+            with span("forward"), without_recomputation() if kept else contextlib.nullcontext():
                 loss = one_element(compute(part))
         finally:
             everywhere.factor()  # waited for whatever happens: the next call sends under the same name
         mean = add_loss(mean, loss, terms, own)
-        run_backward(loss, terms, everywhere, backward, last)
+        with span("backward"):
+            run_backward(loss, terms, everywhere, backward, last)
         del loss
     assert mean is not None
     return Accumulated(mean, own)
@@ -133,7 +135,8 @@ class TotalTerms:
         if self._mean is not None:
             self._total, self._mean = self._mean() if callable(self._mean) else self._mean, None
         if self._total is None:
-            self._total = float(mpi_ops.synchronize(self._handle).item())
+            with span("wait", "wait for the terms of all ranks"):
+                self._total = float(mpi_ops.synchronize(self._handle).item())
         return self._ranks / self._total if self._total else 0.0
 
 

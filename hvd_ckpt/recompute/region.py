@@ -19,6 +19,7 @@ from torch import nn
 
 from hvd_ckpt.batchnorm.deferred import RunningStatistics
 from hvd_ckpt.frames import Frame, Phase
+from hvd_ckpt.spans import span
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
 # partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
@@ -150,8 +151,22 @@ class Region:
         # Even a first pass that is still running counts as started: a function that computes gradients inside
         # itself is recomputed in the middle of it.
         if self._started:
-            with self._frame.enter(Phase.RECOMPUTE), self._statistics.recomputation():
+            with (
+                span("recompute", self._title),
+                self._frame.enter(Phase.RECOMPUTE),
+                self._statistics.recomputation(),
+            ):
                 return self.function(*args, **kwargs)
         self._started = True
         with self._frame.enter(Phase.FORWARD), self._statistics.first_pass():
             return self.function(*args, **kwargs)
+
+    def _title(self) -> str:
+        """What is recomputed, for a trace: a segment's own words, or the name of the function or module's class."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__self__", function)
+        if isinstance(function, nn.Module):
+            return f"recompute {type(function).__name__}"
+        return f"recompute {getattr(function, '__qualname__', None) or function}"

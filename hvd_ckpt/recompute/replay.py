@@ -34,6 +34,7 @@ from hvd_ckpt.recompute.keeper import (
     version_of,
 )
 from hvd_ckpt.recompute.saved import Compressed
+from hvd_ckpt.spans import span
 
 
 @dataclass(eq=False)
@@ -139,13 +140,19 @@ class Group:
         """The tensor that a holder stands for; replays the group if it is not there."""
         with self._lock:
             if key not in call.cache:
-                self._replay()
+                with span("recompute", self._title):
+                    self._replay()
             tensor = _cached(call, key)
             entry = call.cache[key]
             entry[1] -= 1
             if entry[1] == 0:
                 del call.cache[key]
             return tensor
+
+    def _title(self) -> str:
+        """The calls, for a trace."""
+        names = [call_name(call.func) for call in self._calls]
+        return f"recompute {', '.join(names if len(names) <= 4 else [*names[:3], '...', names[-1]])}"
 
     def _replay(self) -> None:
         """Runs all calls again whose results or inner tensors are wanted, and caches those."""

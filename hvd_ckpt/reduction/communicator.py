@@ -15,6 +15,7 @@ from horovod.torch.mpi_ops import Adasum, Average, Sum
 from hvd_ckpt.reduction.accumulation import keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.spans import span
 
 __all__ = ["Compression", "Compressor"]
 
@@ -31,10 +32,11 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     Args:
         name, awaited: of the tensor, and in words what is waited for: the watchdog reads them from the stack.
     """
-    for _ in pauses():
-        if mpi_ops.poll(handle):
-            break
-    return mpi_ops.synchronize(handle)
+    with span("wait", lambda: f"wait for {name}"):
+        for _ in pauses():
+            if mpi_ops.poll(handle):
+                break
+        return mpi_ops.synchronize(handle)
 
 
 def pauses() -> Iterator[None]:

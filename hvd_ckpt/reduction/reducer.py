@@ -32,6 +32,7 @@ from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
 from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, find_changes
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.spans import span
 
 
 class Reducer(OwningReducer):
@@ -248,7 +249,8 @@ class Reducer(OwningReducer):
             with torch.no_grad():
                 tail = flat[bucket.numel :]
                 tail.copy_(self._control_flags().tensor()) if with_flags else tail.zero_()
-        self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
+        with span(None, f"send bucket {bucket.position}"):
+            self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
         bucket.launched = True
         self._watched.update(bucket.indices)
         bucket.version = flat._version

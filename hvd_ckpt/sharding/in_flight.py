@@ -12,6 +12,7 @@ from hvd_ckpt.reduction.communicator import GRADIENTS, Work, pauses
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.spans import span
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 IN_FLIGHT = 2  # groups; more only while they are small
@@ -73,7 +74,8 @@ class InFlight:
     def launch(self, group: Group, flat: torch.Tensor, position: int, number: int) -> None:
         """Sends a group's buffer at a position of the schedule, its launch ``number`` in this step."""
         what = f"gradients.{group.position}.{number}"
-        work = self._exchange.reduce_scatter(flat, what, self._scale, self._format)
+        with span(None, f"send gradients of group {group.position}"):
+            work = self._exchange.reduce_scatter(flat, what, self._scale, self._format)
         self._launches.append(_Launch(group, work, flat.nbytes, position))
 
     def poll(self) -> None:

@@ -7,6 +7,7 @@ made, before anything is built.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,6 +74,26 @@ def _stage(value: Any) -> Any:
 
 def _budget(value: str | int) -> str | int:
     parse_budget(value)
+    return value
+
+
+def first_and_last(steps: str) -> tuple[int, int]:
+    """The first and the last of the steps ``FIRST:LAST``, counted from 1.
+
+    Raises:
+        ValueError: they are not such steps.
+    """
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"{steps!r} is not allowed: give the first and the last step, such as '10:15'")
+    return int(found[1]), int(found[2])
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, int):  # YAML 1.1 takes 10:15 for a number, ten minutes and fifteen seconds
+        value = f"{value // 60}:{value % 60}"
+    if isinstance(value, str):
+        first_and_last(value)
     return value
 
 
@@ -243,6 +264,13 @@ class Config(Strict):
     )
     log_every: Count = Field(10, description="Steps between log entries.")
     tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
+    peak_tflops: Positive | None = Field(
+        None,
+        description="Peak TFLOP/s of a device, for MFU.  [default: that of known GPUs, in half precision]",
+    )
+    profile: Annotated[str, BeforeValidator(_steps)] | None = Field(
+        None, description="First and last step to write a trace of, such as 10:15."
+    )
     snapshot_every: Count | None = Field(
         None, description="Steps between snapshots.  [default: at the end only]"
     )

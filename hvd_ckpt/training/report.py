@@ -26,12 +26,30 @@ from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.launchers import launcher_terminal
 from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.spans import KINDS, SpanTimes, recording
 from hvd_ckpt.text import Heartbeat, elapsed, show_bytes
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.logs import Logs, loss_plot
 from hvd_ckpt.training.passes import parts_of_rank
 
-_SHOWN = ("step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds")
+TIMES = (
+    "step_seconds",
+    *(f"{kind}_seconds" for kind in KINDS),
+)  # of records: of a step, means over steps and ranks
+_SHOWN = (
+    "step",
+    "kind",
+    "loss",
+    "lr",
+    "rate",
+    "unit",
+    "memory",
+    "memory_of",
+    "samples",
+    "seconds",
+    "mfu",
+    *TIMES,
+)
 
 
 class Meter:
@@ -43,6 +61,7 @@ class Meter:
         device: of the steps.
         clock: returns seconds.
         parts: of a batch, each of which is added up by itself: this rank's logical replicas, or 1.
+        times: of the spans of a step, to be read too.
     """
 
     def __init__(
@@ -50,7 +69,9 @@ class Meter:
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
         parts: int = 1,
+        times: SpanTimes | None = None,
     ) -> None:
+        self._times, self._steps = times, 0
         self._device, self._clock = torch.device(device), clock
         self._losses: list[Tensor | float] = [0.0] * parts
         self._weights, self._units = [0.0] * parts, 0.0
@@ -63,6 +84,7 @@ class Meter:
             self._losses[part] = self._losses[part] + term
         self._weights[part] += weight
         self._units += units
+        self._steps += part == 0
 
     def pending(self) -> list[tuple[float, float]]:
         """Of each part the sum of the loss over all terms since the last reading, and the number of terms."""
@@ -79,28 +101,35 @@ class Meter:
         self._wait()
         self._seconds += self._clock() - self._since
         try:
-            yield
+            with recording(None):
+                yield
         finally:
             self._wait()
             self._since = self._clock()
 
     def read(self, add_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """``loss``, ``rate`` and ``seconds`` since the last reading; counting begins anew.
+        """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins anew.
 
         Args:
-            add_ranks: sums a float64 tensor [parts, 3] on the CPU over the parts of all ranks; then every rank has to read.
+            add_ranks: sums a float64 tensor [parts, columns] on the CPU over the parts of all ranks; then every rank has to read.
         """
-        own = torch.tensor([[*pair, 0.0] for pair in self.pending()], dtype=torch.float64)
-        own[0, 2] = self._units
-        loss, weight, units = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
+        pending = self.pending()  # which waits for the device
         now = self._clock()
         seconds = self._seconds + now - self._since
+        more = [self._units]
+        if self._times is not None:
+            spans = self._times.read()
+            more += [1.0, *(value / max(self._steps, 1) for value in (seconds, *spans.values()))]
+        own = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
+        own[0, 2:] = torch.tensor(more, dtype=torch.float64)
+        loss, weight, units, *times = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
         self._losses, self._weights = [0.0] * len(own), [0.0] * len(own)
-        self._units, self._seconds, self._since = 0.0, 0.0, now
+        self._units, self._seconds, self._since, self._steps = 0.0, 0.0, now, 0
         return {
             "loss": loss / weight if weight else math.nan,
             "rate": units / seconds if seconds > 0 else math.nan,
             "seconds": seconds,
+            **{name: value / times[0] for name, value in zip(TIMES, times[1:])},
         }
 
     def _wait(self) -> None:
@@ -184,6 +213,8 @@ class ProgressLine:
             parts.append(f"loss {record['loss']:.5g}")
         if "rate" in record:
             parts.append(quantity(record["rate"], f"{record['unit']}/s"))
+        if "mfu" in record:
+            parts.append(f"MFU {record['mfu']:.1%}")
         if "lr" in record:
             parts.append(f"lr {record['lr']:.3g}")
         if "memory" in record:
@@ -198,6 +229,9 @@ class ProgressLine:
         if record.get("kind") != "eval":
             left = self._progress.tasks[self._task].time_remaining
             parts.append(f"{elapsed(math.nan if left is None else left)} left")
+        if step := record.get("step_seconds"):
+            shares = {kind: record[f"{kind}_seconds"] / step for kind in KINDS}
+            parts.append(", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.01))
         return parts
 
 
@@ -232,6 +266,7 @@ class Report:
         unit: of throughput.
         start: steps taken before; records of later ones are dropped from the logs.
         plan: its measured peak is shown.
+        utilization: of the devices' peak by one unit per second; None if that is not known.
     """
 
     def __init__(
@@ -243,7 +278,9 @@ class Report:
         start: int,
         device: torch.device,
         plan: Plan | None = None,
+        utilization: float | None = None,
     ) -> None:
+        self._utilization = utilization
         self._parts = parts_of_rank(config)
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
         self._unit, self._device, self._plan = unit, device, plan
@@ -261,7 +298,9 @@ class Report:
                 self._logs = self._open.enter_context(self._open_logs())
             except (OSError, ValueError) as error:
                 self.say(f"Warning: there will be no log: {error}")
-        self._meter = Meter(self._device, parts=self._parts)
+        times = SpanTimes(self._device)
+        self._meter = Meter(self._device, parts=self._parts, times=times)
+        self._open.enter_context(recording(times))
         self._meter.load_pending(self._before)
         return self
 
@@ -308,6 +347,8 @@ class Report:
         reading = self._meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
         memory, kind = peak_memory(self._device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
+        if self._utilization is not None:
+            more = {"mfu": reading["rate"] * self._utilization, **more}
         self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **more})
 
     def excluded(self) -> contextlib.AbstractContextManager[None]:

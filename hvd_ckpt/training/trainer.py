@@ -30,7 +30,8 @@ from hvd_ckpt.snapshots.content import tensors_of
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
-from hvd_ckpt.training.config import Config
+from hvd_ckpt.spans import span
+from hvd_ckpt.training.config import Config, first_and_last
 from hvd_ckpt.training.ending import (
     NonFiniteLoss,
     check_weights,
@@ -50,6 +51,7 @@ from hvd_ckpt.training.prepare import (
     precision_of,
     prepare_model,
 )
+from hvd_ckpt.training.profiling import StepTrace, utilization_of_a_unit
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resume import (
     ResumePoint,
@@ -139,6 +141,8 @@ class Trainer:
             global_batch = config.batch * (config.replicas or hvd.size())
             left = self.sampler.batches_left(self.progress.position, global_batch)
             self.steps = (config.steps or DEFAULT_STEPS) if left is None else self.progress.step + left
+            if config.profile is not None and first_and_last(config.profile)[0] > self.steps:
+                raise ValueError(f"profile {config.profile}: the run ends after step {self.steps}")
             scales = is_elastic() and config.replicas is None
             self.rate_scale = hvd.size() / self._first_ranks if scales else 1.0
             self.schedule = Schedule(config.schedule, config.lr * self.rate_scale, self.steps, config.warmup)
@@ -148,7 +152,8 @@ class Trainer:
         expected = {} if snapshot is None else state_of_shards(optimizer, self.model)
         print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
 
-        # Plan, which sees the whole model; stages; weights of rank 0
+        # Plan and count of operations, which see the whole model; stages; weights of rank 0
+        utilization = utilization_of_a_unit(config, self.model, objective, train, self.device)
         _, aliases = tensors_of(self.model, buffers=False)
         self.plan, self._plan_text = choose_plan(
             self.model,
@@ -162,6 +167,9 @@ class Trainer:
         )
         if config.stages > 1:
             self.model = cut_into_stages(self.model, optimizer, config, self.device, self.plan)
+            self.model.recorder = lambda kind, chunk, part: span(
+                kind, f"{kind} chunk {chunk}, micro-batch {part}"
+            )
         elif self.plan is not None:
             self.plan.apply(self.model)
         broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -178,7 +186,10 @@ class Trainer:
 
         # State of the snapshot
         seed_all(seed_of_rank(config.seed, taken))
-        self.report = Report(self.folder, config, self.steps, objective.unit, taken, self.device, self.plan)
+        self.report = Report(
+            self.folder, config, self.steps, objective.unit, taken, self.device, self.plan, utilization
+        )
+        self._trace = StepTrace(config.profile, self.folder, self.report.say)
         kind = LocalSnapshots if config.is_local else Snapshots
         self.snapshots = kind(
             self.folder,
@@ -225,17 +236,22 @@ class Trainer:
         loader = Loader(
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
         )
-        with loader, self.report, self.snapshots:
+        with loader, self.report, self._trace, self.snapshots:
             if progress.pending_evaluation and self.test is not None:
                 self._evaluate_and_report(due=True)
             while not self._finished():
-                parts = [next(loader) for _ in range(own)]
+                self._trace.before(progress.step + 1)
+                with span("data"):
+                    parts = [next(loader) for _ in range(own)]
                 accumulated = self.step(parts)
                 progress.step += 1
                 progress.position = loader.position
                 last = progress.step == self.steps
                 units = sum(self.objective.units(batch) for batch, samples in parts if samples)
                 self.report.add(progress.step, accumulated, units)
+                if self._trace.after(progress.step):
+                    with self.report.excluded():
+                        self._trace.write()
                 if progress.step % config.log_every == 0 or last or progress.step == 1:
                     self._log()
                 if _due(config.check_weights, progress.step):
@@ -283,19 +299,21 @@ class Trainer:
         stops = self.snapshots.stop.reason is not None and not config.is_local
         if self._passes.on_some_stage(wrong is not None or stops):
             self.optimizer.notify()
-        self.optimizer.reduce_once()
+        with span("wait", "reduce gradients"):
+            self.optimizer.reduce_once()
         skipped = self.optimizer.notified and self._handle_reports(wrong)
         self._passes.finish(parts, skipped)
         if skipped:
             accumulated = [Accumulated(torch.zeros(()), 0.0) for _ in parts]
             if not config.is_local:
                 return accumulated
-        elif config.clip is not None and not self._passes.idle:
-            self._passes.clip(config.clip)
-        self.snapshots.before_update()
-        self._passes.step(accumulated, skipped)
-        if self._average is not None:
-            self._average.update_parameters()
+        with span("update"):
+            if config.clip is not None and not skipped and not self._passes.idle:
+                self._passes.clip(config.clip)
+            self.snapshots.before_update()
+            self._passes.step(accumulated, skipped)
+            if self._average is not None:
+                self._average.update_parameters()
         return accumulated
 
     def evaluate(self) -> dict[str, float]:

@@ -31,10 +31,12 @@ def test_every_setting_has_a_help_and_survives_a_file(tmp_path: Path) -> None:
 def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     """YAML 1.1 takes 1e-4 for a text."""
     (tmp_path / "run.yaml").write_text(
-        "model: gpt-tiny\nlr: 1e-4\nweight-decay: 0\nbudget: 0.3x\noptimizer_options: {eps: 1e-6, betas: [0.9, 98e-2]}\n"
+        "model: gpt-tiny\nlr: 1e-4\nweight-decay: 0\nbudget: 0.3x\nprofile: 10:15\n"
+        "optimizer_options: {eps: 1e-6, betas: [0.9, 98e-2]}\n"
     )
     config = Config.make(read_yaml(tmp_path / "run.yaml"))
     assert (config.lr, config.weight_decay, config.budget) == (1e-4, 0.0, "0.3x")
+    assert config.profile == "10:15"
     assert config.optimizer_options == {"eps": 1e-6, "betas": [0.9, 0.98]}
     assert parsed("1e-6") == 1e-6 and parsed("[1, 2e3]") == [1, 2000.0] and parsed("relu") == "relu"
 
@@ -97,6 +99,8 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"local_steps": 4, "check_weights": 4}, "local_steps 4 and check_weights 4"),
         ({"local_steps": 4, "precision": "apex-O1"}, "local_steps 4 and precision apex-O1"),
         ({"chunks": 8}, "did you mean 'accumulate'"),
+        ({"profile": "10:9"}, "profile: '10:9' is not allowed"),
+        ({"profile": "9"}, "profile: '9' is not allowed"),
     ],
 )
 def test_invalid_settings_are_one_line(values: dict[str, object], said: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -14,6 +17,7 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.spans import KINDS
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.ending import errors_everywhere
@@ -286,6 +290,34 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
         train(folder, **values, resume=str(folder))
 
 
+def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(text, folder):
+    values = settings(
+        "gpt-tiny", text, log_every=1, segments=2, accumulate=2, profile="2:3", peak_tflops=1e-3
+    )
+    train(folder / "run", **values)
+    for record in read(folder / "run" / "log.jsonl")[:3]:
+        parts = {kind: record[f"{kind}_seconds"] for kind in KINDS}
+        assert all(seconds > 0 for seconds in parts.values()), parts
+        assert sum(parts.values()) < record["step_seconds"] * (1 + 1e-9)
+        # 3 * 2 operations for each weight of a product, in the blocks and in the head, and those of attention
+        weights = 3 * 12 * 32**2 + 32 * 257
+        flops = 3 * (2 * weights + 3 * 2 * 2 * 16 * 32)
+        assert record["mfu"] == pytest.approx(record["rate"] * flops / (1e9 * hc.size()), rel=1e-9)
+    trace = json.loads((folder / "run" / "profile" / f"rank-{hc.rank():05}.json").read_text())["traceEvents"]
+    names = Counter(event["name"].split(" (")[0] for event in trace if "hvd_ckpt: " in event["name"])
+    for name, times in {
+        "data": 2,
+        "forward": 4,
+        "backward": 4,
+        "recompute segment 1 of 2": 4,
+        "update": 2,
+    }.items():
+        assert names[f"hvd_ckpt: {name}"] == times, names
+    buckets = [name for name in names if name.startswith("hvd_ckpt: send bucket")]
+    assert buckets and all(names[name] == 2 for name in buckets)
+    assert sum(bool(re.search(r"wait for .*bucket", name)) for name in names) == len(buckets)
+
+
 NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
 
 
@@ -306,6 +338,7 @@ NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
         ({"device": "tpu"}, "device 'tpu'"),
         ({**NO_TEXT, "model": "vnet", "pixels": 20}, "the model vnet cannot take micro-batches of shape"),
         ({"warmup": 9}, "warmup 9"),
+        ({"profile": "4:5"}, "profile 4:5: the run ends after step 3"),
     ],
 )
 def test_invalid_settings_are_an_error_on_every_rank(changes, said, text, folder):
