@@ -300,7 +300,7 @@ def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(t
         assert all(seconds > 0 for seconds in parts.values()), parts
         assert sum(parts.values()) < record["step_seconds"] * (1 + 1e-9)
         # 3 * 2 operations for each weight of a product, in the blocks and in the head, and those of attention
-        weights = 3 * 12 * 32**2 + 32 * 257
+        weights = 3 * 12 * 32**2 + 32 * 260
         flops = 3 * (2 * weights + 3 * 2 * 2 * 16 * 32)
         assert record["mfu"] == pytest.approx(record["rate"] * flops / (1e9 * hc.size()), rel=1e-9)
     trace = json.loads((folder / "run" / "profile" / f"rank-{hc.rank():05}.json").read_text())["traceEvents"]
