@@ -15,6 +15,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -123,15 +125,34 @@ def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
 
 
-@pytest.fixture
-def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of a benchmark's jobs over Gloo are forked from one process that has imported what takes long."""
-    from controllers import FORKING
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ranks that whole commands start are forks of one process (helpers/forking/), and their launchers look for no controllers."""
+    if LAUNCHED or not any(item.get_closest_marker("launch") for item in request.session.items):
+        yield
+        return
+    from controllers import HOROVODRUN
 
     from hvd_ckpt.bench.harness import jobs
 
-    started = jobs.launch_command
-    monkeypatch.setattr(jobs, "launch_command", lambda *words: [*FORKING, *started(*words)[3:]])
+    folder = Path(__file__).parent / "helpers" / "forking"
+    path = tempfile.mktemp(prefix="hvd_ckpt_tests_")  # short, as addresses of sockets are
+    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split()]))
+        server = subprocess.Popen(
+            [sys.executable, str(folder / "server.py"), str(listener.fileno())],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+        )
+        patch.setenv("HVD_CKPT_TESTS_FORK_SERVER", path)
+        started = jobs.launch_command
+        patch.setattr(jobs, "launch_command", lambda *words: [*HOROVODRUN, *started(*words)[3:]])
+        with server:  # which ends when its standard input does
+            yield
+    os.unlink(path)
 
 
 @pytest.fixture

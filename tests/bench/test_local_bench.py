@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.local.command import can_throttle
 
-pytestmark = [pytest.mark.launch, pytest.mark.usefixtures("forked_ranks")]
+pytestmark = pytest.mark.launch
 
 
 def test_methods_send_what_they_say(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
 
-pytestmark = [pytest.mark.launch, pytest.mark.usefixtures("forked_ranks")]
+pytestmark = pytest.mark.launch
 
 
 def test_one_hash_on_any_number_of_ranks(tmp_path: Path) -> None:

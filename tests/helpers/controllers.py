@@ -15,7 +15,6 @@ from hvd_ckpt.probe import probe as ask
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HOROVODRUN = [sys.executable, str(SCRIPTS / "horovodrun.py")]
-FORKING = [sys.executable, str(SCRIPTS / "forked_ranks.py")]
 
 
 @functools.cache
@@ -33,6 +32,9 @@ def start_ranks(
     **environment: str,
 ) -> subprocess.Popen[str]:
     """Starts a script on ranks of one thread, in a session of its own; all that they say comes from one pipe."""
+    if "PYTHONPATH" in environment:
+        paths = environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.Popen(
         [*launcher, "-np", str(ranks), f"--{controller}", sys.executable, str(script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from controllers import FORKING, probe, run_ranks
+from controllers import probe, run_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "stages.p
 def run(controller: str, processes: int, *arguments: str) -> tuple[int, str]:
     if controller == "mpi" and not probe("mpi").works:
         controller = "gloo"
-    return run_ranks(processes, SCRIPT, *arguments, controller=controller, launcher=FORKING)
+    return run_ranks(processes, SCRIPT, *arguments, controller=controller)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from controllers import FORKING, run_ranks
+from controllers import run_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "hard_gra
 
 def launch(**environment: str) -> tuple[int, list[str]]:
     """The number of buckets and the hashes of five runs in a job of three ranks: the fewest whose sums depend on their order."""
-    status, output = run_ranks(3, SCRIPT, *["reentrant"] * 5, launcher=FORKING, **environment)
+    status, output = run_ranks(3, SCRIPT, *["reentrant"] * 5, **environment)
     found = re.search(r"BUCKETS (\d+)\n.*HASHES (.*)", output)
     assert status == 0 and found is not None, output
     return int(found[1]), found[2].split()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from controllers import FORKING, probe, run_ranks
+from controllers import probe, run_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "replicas
 
 
 def hashes(ranks: int, controller: str, mode: str, folder: Path) -> dict[str, str]:
-    status, output = run_ranks(ranks, SCRIPT, "4", mode, str(folder), controller=controller, launcher=FORKING)
+    status, output = run_ranks(ranks, SCRIPT, "4", mode, str(folder), controller=controller)
     assert status == 0, output
     found: dict[str, str] = json.loads((folder / "hashes.json").read_text())
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from controllers import FORKING, SCRIPTS, run_ranks
+from controllers import SCRIPTS, run_ranks
 
 from hvd_ckpt.snapshots import reader
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.launch
 
 def train(folder: Path, killed_in: int) -> int:
     arguments = ("--folder", str(folder), "--epochs", "1", "--save-every", "10", str(killed_in))
-    status, output = run_ranks(2, SCRIPTS / "own_loop.py", *arguments, launcher=FORKING)
+    status, output = run_ranks(2, SCRIPTS / "own_loop.py", *arguments)
     assert (status == 0) == (killed_in == 0), output
     return status
 

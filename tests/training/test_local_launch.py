@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from controllers import FORKING, run_ranks
+from controllers import HOROVODRUN, run_ranks
 from same import assert_same_state
 
 from hvd_ckpt.snapshots.reader import Snapshot, read
@@ -65,10 +65,10 @@ def test_a_rank_that_is_killed_within_a_period_changes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE)
-    status, output = run_ranks(2, PROGRAM, "train", *SETTINGS, "--output=undisturbed", launcher=FORKING)
+    status, output = run_ranks(2, PROGRAM, "train", *SETTINGS, "--output=undisturbed")
     assert status == 0, output
     Path("kill").touch()
-    launcher = shlex.join([*FORKING, "-np", "2", "--gloo"])
+    launcher = shlex.join([*HOROVODRUN, "-np", "2", "--gloo"])
     job = subprocess.run(
         [PROGRAM, "train", "--max-restarts=1", f"--launcher={launcher}", *SETTINGS, "--output=run"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

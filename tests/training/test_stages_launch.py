@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from controllers import FORKING, probe, run_ranks, start_ranks
+from controllers import probe, run_ranks, start_ranks
 from safetensors.torch import load_file
 
 from hvd_ckpt.planning.plan import Plan
@@ -93,7 +93,7 @@ def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
     for name, (ranks, stages, runs) in jobs.items():
         file = write_inputs(folder, name, runs)
         started.append(
-            start_ranks(ranks, SCRIPT, str(stages), str(file), launcher=FORKING, PYTHONPATH=str(EXAMPLES))
+            start_ranks(ranks, SCRIPT, str(stages), str(file), PYTHONPATH=str(EXAMPLES))
         )
     with ThreadPoolExecutor(len(started)) as pool:
         said = [pool.submit(job.communicate) for job in started]

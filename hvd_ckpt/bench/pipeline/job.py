@@ -257,14 +257,14 @@ class Torch(Contender):
             self.schedule.step(*given)
 
     def sent_bytes(self) -> int:
-        original, sent = torch.distributed.batch_isend_irecv, 0
+        operation, sent = torch.distributed.P2POp, 0
 
-        def counted(operations: list[Any]) -> Any:
+        def counted(kind: Any, tensor: Tensor, *more: Any, **named: Any) -> Any:
             nonlocal sent
-            sent += sum(one.tensor.nbytes for one in operations if one.op is torch.distributed.isend)
-            return original(operations)
+            sent += tensor.nbytes if kind is torch.distributed.isend else 0
+            return operation(kind, tensor, *more, **named)
 
-        with mock.patch("torch.distributed.batch_isend_irecv", counted):
+        with mock.patch("torch.distributed.P2POp", counted):
             self.step()
         return sent
 

@@ -1,0 +1,72 @@
+"""Ranks that start quickly: forks of a process that has imported what takes long, ``server.py`` beside this file.
+
+Importing PyTorch and what its optimizers need takes a fresh rank four seconds of a core. Python imports this module when it starts,
+where ``PYTHONPATH`` has its folder. In a rank it hands arguments, environment and open files to the server, and stays in the place of
+the fork: it passes signals on to it, ends as it ends, and the fork ends with this process. Whatever is no rank, belongs to
+another environment or to another network starts as usual, and so does everything where the variable is empty or missing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SERVER = "HVD_CKPT_TESTS_FORK_SERVER"  # the path of its socket, set by tests/conftest.py
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def network() -> str:
+    return os.readlink("/proc/self/ns/net")
+
+
+def can_be_forked(words: list[str]) -> bool:
+    return (
+        any(name in os.environ for name in RANKS)
+        and len(words) > 1
+        and (not words[1].startswith("-") or words[1] == "-m")
+    )
+
+
+def run_in_fork(address: str, words: list[str]) -> None:
+    import json
+    import signal
+    import socket
+    import struct
+
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    request = json.dumps(
+        {
+            "words": words[1:],
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "cores": list(os.sched_getaffinity(0)),
+            "prefix": sys.prefix,
+            "network": network(),
+        }
+    ).encode()
+    socket.send_fds(connection, [struct.pack("i", len(request))], [0, 1, 2])
+    connection.sendall(request)
+    answer = connection.recv(4, socket.MSG_WAITALL)
+    pid = struct.unpack("i", answer)[0] if len(answer) == 4 else 0
+    if pid == 0:
+        return  # the server does not take it
+
+    def pass_on(number: int, frame: object) -> None:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+        signal.signal(number, pass_on)
+    answer = connection.recv(4, socket.MSG_WAITALL)
+    status = struct.unpack("i", answer)[0] if len(answer) == 4 else 1
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if os.environ.get(SERVER) and can_be_forked(sys.orig_argv):
+    run_in_fork(os.environ[SERVER], sys.orig_argv)
