@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from controllers import HOROVODRUN, probe
+from controllers import HOROVODRUN, NOT_FORKED, probe
 from forked import Case, Result, run_forked
 from safetensors.torch import load_file
 
@@ -90,7 +90,7 @@ def on_a_terminal(command: list[str]) -> tuple[int, str]:
     """Exit status and output of a command whose launcher has a terminal."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    environment = {**os.environ, "TERM": "xterm"}
+    environment = {**os.environ, **NOT_FORKED, "TERM": "xterm"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         shown = b""

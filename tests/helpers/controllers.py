@@ -14,6 +14,7 @@ from hvd_ckpt.probe import ProbeResult
 from hvd_ckpt.probe import probe as ask
 
 SCRIPTS = Path(__file__).parent / "scripts"
+NOT_FORKED = {"HVD_CKPT_TESTS_FORK_SERVER": ""}  # of ranks that are to be children of their launcher
 HOROVODRUN = [sys.executable, str(SCRIPTS / "horovodrun.py")]
 
 

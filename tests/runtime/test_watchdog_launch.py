@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from controllers import probe, start_ranks
+from controllers import NOT_FORKED, probe, start_ranks
 
 pytestmark = pytest.mark.launch
 
@@ -37,7 +37,7 @@ def jobs(folder: Path) -> Iterator[Jobs]:
     mpi = probe("mpi").works
     running["stops"] = start_ranks(2, SCRIPT, "stops", controller="mpi" if mpi else "gloo")
     if mpi:
-        running["orphans"] = start_ranks(2, SCRIPT, "orphans", str(folder), controller="mpi")
+        running["orphans"] = start_ranks(2, SCRIPT, "orphans", str(folder), controller="mpi", **NOT_FORKED)
     yield running
     for job in running.values():
         with contextlib.suppress(ProcessLookupError):

@@ -92,9 +92,7 @@ def run_jobs(folder: Path, jobs: dict[str, tuple[int, int, list[Run]]]) -> None:
     started = []
     for name, (ranks, stages, runs) in jobs.items():
         file = write_inputs(folder, name, runs)
-        started.append(
-            start_ranks(ranks, SCRIPT, str(stages), str(file), PYTHONPATH=str(EXAMPLES))
-        )
+        started.append(start_ranks(ranks, SCRIPT, str(stages), str(file), PYTHONPATH=str(EXAMPLES)))
     with ThreadPoolExecutor(len(started)) as pool:
         said = [pool.submit(job.communicate) for job in started]
         limit = time.monotonic() + SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -83,10 +84,8 @@ def fork(connection: socket.socket) -> int | None:
         _run(request, files)
     for file in files:
         os.close(file)
-    try:
+    with contextlib.suppress(OSError):  # a client that has gone already: serve() sees it, too
         connection.sendall(struct.pack("i", rank))
-    except OSError:  # gone already; serve() sees it, too
-        pass
     if rank == 0:
         connection.close()
     return rank or None
@@ -138,7 +137,9 @@ def _set_threads() -> None:
     import torch
 
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(os.sched_getaffinity(0)))
+    torch.set_num_threads(
+        int(threads) if threads.isdecimal() and int(threads) else len(os.sched_getaffinity(0))
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Ranks that start quickly: forks of a process that has imported what takes long, ``server.py`` beside this file.
 
-Importing PyTorch and what its optimizers need takes a fresh rank four seconds of a core. Python imports this module when it starts,
-where ``PYTHONPATH`` has its folder. In a rank it hands arguments, environment and open files to the server, and stays in the place of
-the fork: it passes signals on to it, ends as it ends, and the fork ends with this process. Whatever is no rank, belongs to
-another environment or to another network starts as usual, and so does everything where the variable is empty or missing.
+Importing PyTorch and what its optimizers need takes a fresh rank four seconds of a core. Python imports this module when it
+starts, where ``PYTHONPATH`` has its folder. In a rank it hands arguments, environment and open files to the server and stays in the
+place of the fork: it passes signals on to it, ends as it ends, and the fork ends with this process. A process that is not a rank,
+or belongs to another environment or network, starts as usual, and so does every process where the variable is empty or missing.
+
+All forks have the server's hash seed: tests of ranks under pytest, which start as usual, find what depends on the order of sets.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def can_be_forked(words: list[str]) -> bool:
 
 
 def run_in_fork(address: str, words: list[str]) -> None:
+    import contextlib
     import json
     import signal
     import socket
@@ -53,12 +56,17 @@ def run_in_fork(address: str, words: list[str]) -> None:
         return  # the server does not take it
 
     def pass_on(number: int, frame: object) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+    for number in (
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGCONT,
+    ):
         signal.signal(number, pass_on)
     answer = connection.recv(4, socket.MSG_WAITALL)
     status = struct.unpack("i", answer)[0] if len(answer) == 4 else 1
