@@ -27,7 +27,9 @@ from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.replicas import Replicas, check_replicas
 from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, model_of, shard_optimizer
+from hvd_ckpt.sharding.formats import FP32
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.replicas import ShardedTreeCommunicator, ShardReplicaReducer
 from hvd_ckpt.sharding.units import check_memory, check_not_split
 
 
@@ -100,7 +102,7 @@ def DistributedOptimizer(
             gradient and state alone, so that shards can be stepped.
         replicas: a number of logical replicas, a power of two; any smaller power of two of ranks then computes the same bits.
             Each step goes through ``optimizer.local_replicas()``. Needs the model, as ``shard="parameters"`` does, and
-            ``op=Average`` over all ranks.
+            ``op=Average`` over all ranks; goes with ``shard="optimizer"`` and ``"gradients"``.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -189,11 +191,16 @@ def DistributedOptimizer(
         shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
     if replicas is not None:
         assert model is not None
-        assignment = BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups)
-        new._reducer = ReplicaReducer(assignment, replicas, process_set, identity)
-        means = dataclasses.replace(
-            TreeCommunicator.of(replicas, process_set), name=f"hvd_ckpt.{identity}.replicas"
-        )
+        tree = TreeCommunicator.of(replicas, process_set)
+        if sharding is not None and sharding.stage > 1:
+            parts = new._sharding
+            new._reducer = ShardReplicaReducer(
+                ShardedTreeCommunicator(**vars(tree), layout=parts.layout, exchange=parts.exchange), identity
+            )
+        else:
+            assignment = BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups)
+            new._reducer = ReplicaReducer(assignment, tree, identity)
+        means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
         seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
         new.replicas = Replicas(replicas, model, new._reducer, means, seed)
     elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or is_elastic()):
@@ -223,5 +230,9 @@ def check_replica_options(
         raise ValueError("replicas needs op=Average, gradient_predivide_factor=1.0 and Compression.none")
     if process_set != global_process_set:
         raise ValueError("replicas works on all ranks only, not on a process set")
-    if sharding is not None and sharding.stage > 1:
-        raise ValueError("replicas needs shard='none' or shard='optimizer'")
+    if sharding is not None and sharding.stage > 2:
+        raise ValueError("replicas needs shard='none', 'optimizer' or 'gradients'")
+    if sharding is not None and not (sharding.gradients is sharding.parameters is FP32):
+        raise ValueError(
+            "replicas needs wire='fp32': other formats round what travels, on several ranks only"
+        )

@@ -21,7 +21,7 @@ __all__ = [
     "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceType", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "LazyNormBase", "NormBase",
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "execution_engine", "foreach_copy_",
-    "foreach_mul_", "foreach_zero_",
+    "foreach_mul_", "foreach_norm", "foreach_zero_",
     "function_mode_stack", "get_autocast_kwargs", "infer_device_type", "profiler_enabled", "pytree",
     "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
@@ -52,6 +52,7 @@ try:
     from torch import (
         _foreach_copy_ as foreach_copy_,
         _foreach_mul_ as foreach_mul_,
+        _foreach_norm as foreach_norm,
         _foreach_zero_ as foreach_zero_,
     )
     from torch._C import (

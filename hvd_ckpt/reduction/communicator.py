@@ -80,6 +80,14 @@ class Work:
             raise RuntimeError("this collective has failed before; start the step again")
         return self._result
 
+    def advance(self, block: bool, awaited: str = "") -> None:
+        """Sends what follows on messages that are here; for work of several messages, one after the other.
+
+        Args:
+            block: waits for those messages.
+            awaited: as in :meth:`wait`.
+        """
+
     def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
         """This work, with another result; wait for the new one instead."""
         finish = self._finish

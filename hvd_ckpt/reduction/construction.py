@@ -145,11 +145,12 @@ def agree_at_construction(
 ) -> int:
     """Compares parameters, options and errors of all ranks; returns an identity that all ranks give this optimizer.
 
-    In an elastic job ranks do not construct at the same time: a new worker does while the others wait for it in
-    ``state.sync()``. There the comparison is left to Horovod's own checks.
+    In an elastic job ranks do not construct at the same time, but for optimizers with logical replicas: a new worker does while the
+    others wait for it in ``state.sync()``. There the comparison is left to Horovod's own checks.
     """
     number = next(_constructed)
-    if process_set is None or process_set.size() == 1 or is_elastic():
+    alone = is_elastic() and "replicas" not in options
+    if process_set is None or process_set.size() == 1 or alone:
         if error is not None:
             raise error
         return number

@@ -114,7 +114,7 @@ class TreeSum(Work):
         self._arriving = "result"
         name = f"{self._name}.sums"
         self._handle = mpi_ops.allgather_async(
-            _add_rows(rows.view(self._ranks, rows.numel() // self._ranks)), name, self._process_set
+            add_rows(rows.view(self._ranks, rows.numel() // self._ranks)), name, self._process_set
         )
 
     def wait(self, awaited: str = "") -> torch.Tensor:
@@ -122,7 +122,7 @@ class TreeSum(Work):
         if self._handle is not None:
             handle, self._handle = self._handle, None
             result = wait(handle, self._name, awaited)
-            result = _add_rows(result) if self._arriving == "sums" else result.view(-1)
+            result = add_rows(result) if self._arriving == "sums" else result.view(-1)
             self._result = self._finished(
                 torch.view_as_complex(result.view(-1, 2)) if self._complex else result
             )
@@ -137,7 +137,7 @@ class TreeSum(Work):
         return result.mul_(self._scale)
 
 
-def _add_rows(rows: torch.Tensor) -> torch.Tensor:
+def add_rows(rows: torch.Tensor) -> torch.Tensor:
     """The sum [m] of a power of two ``rows`` [n, m], neighbours first; ``rows`` are changed."""
     while len(rows) > 1:
         rows = rows[0::2].add_(rows[1::2])
@@ -165,7 +165,7 @@ class TreeCommunicator(Communicator):
         """The communicator of ``replicas`` leaves over the ranks of a process set."""
         return cls("", Average, 1.0, 1.0, Compression.none, process_set, replicas)
 
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> TreeSum:
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches the sum of a bucket; ``flat`` stays as it is."""
         total = flat.detach().to(sum_dtype(flat.dtype), copy=True)
         with torch.no_grad():
@@ -199,7 +199,7 @@ class TreeCommunicator(Communicator):
 
 
 class ReplicaReducer(Reducer):
-    """Reduces the gradients of ``replicas`` logical replicas, of which this rank computes as many as any other.
+    """Reduces the gradients of logical replicas, of which this rank computes as many as any other.
 
     :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each, and buckets leave during the last one. The results of
     a step come in storage of their own, so that a late gradient can still be added where it belongs; its parameter is then
@@ -208,14 +208,13 @@ class ReplicaReducer(Reducer):
 
     _communicator: TreeCommunicator
 
-    def __init__(self, assignment: BucketAssignment, replicas: int, process_set: Any, identity: int) -> None:
+    def __init__(self, assignment: BucketAssignment, communicator: TreeCommunicator, identity: int) -> None:
         self._holding = False
         self._computed = 0
         self._results: dict[int, torch.Tensor] = {}  # by the bucket's position
         self._last: dict[int, torch.Tensor] = {}  # gradients of the last replica, whose buckets are done
-        communicator = TreeCommunicator.of(replicas, process_set)
         super().__init__(assignment, communicator, identity, sparse_as_dense=True, keep_buckets=True)
-        self.local = replicas // process_set.size()
+        self.local = communicator.replicas // communicator.process_set.size()
 
     def begin_replica(self) -> None:
         """The passes of this rank's next replica follow; gradients that are there already are dropped."""
@@ -269,7 +268,6 @@ class ReplicaReducer(Reducer):
     def _launch(self, with_flags: bool = False) -> None:
         super()._launch(with_flags)
         for _, work in self._in_flight:
-            assert isinstance(work, TreeSum)
             work.advance(block=False)
 
     def _control_flags(self) -> ControlFlags:
@@ -283,7 +281,6 @@ class ReplicaReducer(Reducer):
     def _arrive(self) -> list[float]:
         flags: list[float] = []
         for _, work in self._in_flight:
-            assert isinstance(work, TreeSum)
             work.advance(True, GRADIENTS)
         while self._in_flight:
             bucket, work = self._in_flight.pop(0)

@@ -14,7 +14,8 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.torch_private import foreach_mul_
+from hvd_ckpt.sharding.reducer import whole_gradients
+from hvd_ckpt.torch_private import foreach_mul_, foreach_norm
 
 
 def clip_grad_norm_(
@@ -44,14 +45,18 @@ def clip_grad_norm_(
     split = split_gradients(owners, chosen)
     if split is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
-    total = split.norm(float(norm_type)) or 0.0
-    result = torch.tensor(total, dtype=torch.float32)
+    as_whole = owners[0].replicas is not None  # which promise torch's bits
+    total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type)) or 0.0
+    result = torch.as_tensor(total, dtype=torch.float32)
     if error_if_nonfinite and not torch.isfinite(result):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
             f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
         )
-    split.clip(float(max_norm), total)
+    if isinstance(total, torch.Tensor):
+        torch.nn.utils.clip_grads_with_norm_([piece.parameter for piece in split.pieces], max_norm, total)
+    else:
+        split.clip(float(max_norm), total)
     return result
 
 
@@ -95,26 +100,54 @@ def split_gradients(
 
 
 class SplitGradients:
-    """Gradients of which each rank has its shards (stages 2 and 3)."""
+    """Gradients of which each rank has its shards (stages 2 and 3).
+
+    Attributes:
+        pieces: those of this rank that have gradients.
+    """
 
     def __init__(self, optimizer: ShardedOptimizer, chosen: Sequence[torch.Tensor]) -> None:
-        sharding = optimizer._sharding
-        wanted = {index for parameter in chosen if (index := sharding.layout.index(parameter)) is not None}
+        sharding = self._sharding = optimizer._sharding
+        indices = (sharding.layout.index(parameter) for parameter in chosen)
+        wanted = dict.fromkeys(index for index in indices if index is not None)
         self._exchange = sharding.exchange
-        self._used = [index for index in sorted(wanted) if optimizer._reducer.used[index]]
-        self._pieces = [
+        self._in_order = [index for index in wanted if optimizer._reducer.used[index]]
+        self._used = sorted(self._in_order)
+        self.pieces = [
             piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
         ]
 
     def norm(self, order: float) -> float | None:
         """The norm of these gradients together, or None if no rank has any. Collective."""
-        return _total_norm(self._pieces, self._used, order, self._exchange) if self._used else None
+        return _total_norm(self.pieces, self._used, order, self._exchange) if self._used else None
+
+    def norm_as_whole(self, order: float) -> torch.Tensor:
+        """The norm with the bits that ``torch.nn.utils.get_total_norm`` gives for whole gradients. Collective.
+
+        They are gathered, one group at a time.
+        """
+        if not self._in_order:
+            return torch.tensor(0.0)
+        layout, weights = self._sharding.layout, self._sharding.store.shards
+        shards: dict[int, torch.Tensor] = {}
+        for position in {layout.group_of[index].position for index in self._used}:
+            stepped = self._sharding.masters.by_group.get(position, weights[position])
+            shards[position] = torch.zeros_like(stepped)
+        for piece in self.pieces:
+            piece.span.of(shards[layout.group_of[piece.index].position]).copy_(_gradient(piece))
+        norms = {
+            index: foreach_norm([gradient], order)[0]
+            for index, gradient in whole_gradients(layout, self._exchange, shards)
+        }
+        in_order = torch.stack([norms[index] for index in self._in_order])
+        total: torch.Tensor = torch.linalg.vector_norm(in_order, order)
+        return total
 
     def clip(self, max_norm: float, total: float) -> None:
         """Scales them as torch does for that norm of all gradients."""
         coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
-        if self._pieces:
-            foreach_mul_([_gradient(piece) for piece in self._pieces], coefficient)
+        if self.pieces:
+            foreach_mul_([_gradient(piece) for piece in self.pieces], coefficient)
 
 
 def _total_norm(pieces: Sequence[Piece], used: Sequence[int], order: float, exchange: Exchange) -> float:

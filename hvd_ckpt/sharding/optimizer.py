@@ -33,7 +33,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _mark = "_sharded_by_hvd_ckpt"
     _sharded_by_hvd_ckpt = True
     _sharding: Sharding
-    _reducer: Any  # a Reducer at stage 1, else a ShardReducer
+    _reducer: Any  # a Reducer at stage 1, else GradientShards
     _reduced_gradients: Sequence[tuple[int, int]] = ()  # as the last reduction left them
 
     # -------------------------------------------------------------------------------- what it is
@@ -92,7 +92,6 @@ class ShardedOptimizer(ReducedOptimizer):
         Collective.
         """
         if self._reduce() and self._sharding.stage > 1:
-            assert isinstance(self._reducer, ShardReducer)
             self._sharding.take_gradient_shards(self._reducer)
             self._sharding.store.reshard()
             self._reduced_gradients = self._gradient_versions()
@@ -148,7 +147,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _consume(self) -> None:
         self._sharding.drop_gradients()
-        if isinstance(self._reducer, ShardReducer):
+        if self._sharding.stage > 1:
             self._reducer.consume()
 
     @contextlib.contextmanager
@@ -228,7 +227,7 @@ class ShardedOptimizer(ReducedOptimizer):
         return taken
 
     def _used(self) -> list[bool]:
-        if isinstance(self._reducer, ShardReducer):
+        if self._sharding.stage > 1:
             return list(self._reducer.used)
         return [parameter.grad is not None for parameter in self._sharding.layout.parameters]
 
@@ -270,7 +269,7 @@ class ShardedOptimizer(ReducedOptimizer):
             with self._room():
                 sharding.masters.add(fresh, sharding.store.shards)
         self.param_groups[-1]["params"] = sharding.add_param_group(whole)
-        if isinstance(self._reducer, ShardReducer):
+        if sharding.stage > 1:
             self._reducer.add_groups()
         elif self._reducer is not None:
             self._reducer.add_parameters(named)

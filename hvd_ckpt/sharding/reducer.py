@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,24 @@ class ControlFlags(NamedTuple):
         """From the values of :meth:`tensor`."""
         needs, arrivals = parameters + groups, parameters + 2 * groups
         return cls(values[:parameters], values[parameters:needs], values[needs:arrivals], *values[arrivals:])
+
+
+def whole_gradients(
+    layout: Layout, exchange: Exchange, shards: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Gathers the gradients of groups, one group at a time. Collective.
+
+    Args:
+        shards: this rank's, by the group's position; of the same groups on every rank.
+
+    Yields:
+        The index of each parameter and its gradient.
+    """
+    for position, shard in sorted(shards.items()):
+        group = layout.groups[position]
+        flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
+        exchange.all_gather(shard, flat, f"gradients.{position}.whole").wait()
+        yield from zip(group.indices, layout.views(group, flat))
 
 
 class ShardReducer(OwningReducer):
@@ -148,18 +166,12 @@ class ShardReducer(OwningReducer):
         if not self._exchange.maximum(torch.tensor([begun]), "settle")[0]:
             return
         self.synchronize()
-        for group in self._layout.groups:
-            shard = self.shard(group)
-            if shard is None:
-                continue
-            flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
-            self._exchange.all_gather(shard, flat, f"gradients.{group.position}.whole").wait()
-            for index, gradient in zip(group.indices, self._layout.views(group, flat)):
-                if self.used[index]:
-                    parameter = self._layout.parameters[index]
-                    parameter.grad = gradient.to(parameter.dtype)
-                    if self._sums_once:
-                        mark_summed(parameter.grad, self._exchange.process_set)
+        for index, gradient in whole_gradients(self._layout, self._exchange, self._in_flight.shards):
+            if self.used[index]:
+                parameter = self._layout.parameters[index]
+                parameter.grad = gradient.to(parameter.dtype)
+                if self._sums_once:
+                    mark_summed(parameter.grad, self._exchange.process_set)
         self.consume()
 
     # ---------------------------------------------------------------------------------- the backward pass

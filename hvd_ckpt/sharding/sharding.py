@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +13,6 @@ from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import OptimizerOffload
 from hvd_ckpt.sharding.parameters import ShardedParameters
-from hvd_ckpt.sharding.reducer import ShardReducer
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -62,6 +61,25 @@ class Masters:
         for position, master in self.by_group.items():
             shards[position].copy_(master)
             self._release(master)
+
+
+class GradientShards(Protocol):
+    """A reducer of stages 2 and 3.
+
+    Attributes:
+        used: of each parameter, whether any rank had a gradient for it.
+    """
+
+    used: list[bool]
+
+    def shard(self, group: Group) -> torch.Tensor | None:
+        """This rank's part of the group's reduced gradients, 1-D; None if no rank had any."""
+
+    def consume(self) -> None:
+        """Forgets the result."""
+
+    def add_groups(self) -> None:
+        """The layout has grown, on every rank alike."""
 
 
 @dataclass
@@ -124,7 +142,7 @@ class Sharding:
                 gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
             piece.parameter.grad = gradient
 
-    def take_gradient_shards(self, reducer: ShardReducer) -> None:
+    def take_gradient_shards(self, reducer: GradientShards) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
         for piece in self.pieces:
             shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None

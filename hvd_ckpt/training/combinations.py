@@ -145,7 +145,8 @@ def _check_replicas(config: Config) -> None:
         raise ValueError(f"replicas {config.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
     for name, wrong, reason in (
         ("stages", config.stages > 1, "the sums of stages are those of ranks, leave it out"),
-        ("shard", config.shard_stage > 1, f"its sums are those of ranks, give {STAGES[0]} or {STAGES[1]}"),
+        ("shard", config.shard_stage > 2, f"replicas are added up as whole gradients, give {STAGES[2]} or less"),
+        ("wire", config.wire != "fp32", "it rounds what ranks send, leave it out"),
         ("compression", config.compression != "none", "it rounds the sums of ranks, leave it out"),
         ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics are those of ranks, give local or deferred"),
         ("precision", config.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -28,7 +29,8 @@ def make(model: nn.Module, **options: Any) -> Any:
         ({"replicas": True}, "True"),
         ({"replicas": 4, "op": hc.Sum}, "op=Average"),
         ({"replicas": 4, "compression": hc.Compression.fp16}, "Compression.none"),
-        ({"replicas": 4, "shard": "gradients"}, "shard='optimizer'"),
+        ({"replicas": 4, "shard": "parameters"}, "'gradients'"),
+        ({"replicas": 4, "shard": "gradients", "wire": "bf16"}, "wire='fp32'"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> None:
@@ -117,19 +119,27 @@ def test_terms_of_replicas_are_weighed_by_their_mean() -> None:
     torch.testing.assert_close(model.weight.grad, gradient)
 
 
-def test_memory_of_gradients_grows_with_the_depth_of_the_tree() -> None:
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_memory_of_gradients_grows_with_the_depth_of_the_tree(shard: str) -> None:
     """As many copies as the documentation states, and not one for each replica."""
-    copies = {}
+    copies, left = {}, {}
     for each in (1, 2, 4, 8):
         model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
         gradients = sum(one.nbytes for one in model.parameters())
-        with recording_peak() as memory:
-            optimizer = make(model, replicas=each * hc.size(), bucket_cap_mb=0.07)
-            for _ in range(3):
+        optimizer = make(model, replicas=each * hc.size(), bucket_cap_mb=0.07, shard=shard)
+        peaks = []
+        for _ in range(3):
+            gc.collect()  # what is freed while memory is recorded would count
+            with recording_peak() as memory:
                 for replica in optimizer.local_replicas():
                     with replica:
                         model(torch.ones(1, 128)).sum().backward()
-                optimizer.step()
-        copies[each] = memory.peak_bytes / gradients
-    for each, found in copies.items():
-        assert math.log2(each) < found < math.log2(each) + 2.1, copies
+                optimizer.synchronize()
+            optimizer.zero_grad()
+            peaks.append(memory.peak_bytes / gradients)
+        copies[each], left[each] = min(peaks[1:]), memory.held_bytes / gradients
+    for each, found in copies.items():  # what Horovod's threads free is not seen: some buckets
+        most = 2.3 if shard == "none" else 3.3
+        assert math.log2(each) + 0.9 < found < math.log2(each) + most, copies
+    if shard == "gradients":
+        assert all(found < 1 / hc.size() + 0.3 for found in left.values()), left

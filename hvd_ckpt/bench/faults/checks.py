@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.schema import shard_file
 from hvd_ckpt.training import logs
 
-REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples")
+REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples", "replicas")
 PER_RANK = ("random", "buffers", "logged")
 FIRST = 5  # differences of one kind that are named
 
@@ -42,22 +43,33 @@ def newest_good(run: Path) -> int:
     return 0 if found is None else int(found.name.removeprefix("step-"))
 
 
-def differences(run: Path, reference: Path, step: int, ranks: int) -> list[str]:
+def digest(run: Path, step: int) -> str:
+    """The start of the SHA-256 of the weights in a snapshot."""
+    weights = run / "snapshots" / f"step-{step:08d}" / "model.safetensors"
+    return hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
+
+
+def differences(run: Path, reference: Path, step: int, ranks: int | None) -> list[str]:
     """The differences between two runs of so many ranks (on each pipeline stage) in their snapshots of a step and in their logs.
 
-    Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, each rank's random
-    states and buffers, and the logged losses, with each step once and in order.
+    Compared are, bit for bit, weights, the optimizer's and scaler's state, position in the data and plan, the state of logical
+    replicas, each rank's random states and buffers, and the logged losses, with each step once and in order.
+
+    Args:
+        ranks: None for logical replicas on any numbers of ranks, which have no state of their own.
     """
     folders = [folder / "snapshots" / f"step-{step:08d}" for folder in (run, reference)]
     found: list[str] = []
     try:
-        for rank in range(ranks):
+        for rank in range(ranks or 1):
             ours, theirs = (reader.read(folder, rank) for folder in folders)
             if rank == 0:
                 found += _some(differing("weights", ours.weights, theirs.weights))
                 for name in REPLICATED:
-                    found += _some(differing(name, ours.replicated[name], theirs.replicated[name]))
+                    found += _some(differing(name, ours.replicated.get(name), theirs.replicated.get(name)))
                 found += _some(differing("shards", *map(_shards, (ours, theirs))))
+            if ranks is None:
+                break
             if not ours.per_stage or len(ours.per_stage) != len(theirs.per_stage):
                 found.append(f"rank {rank} has no state in the snapshot, or of other stages")
             for own, other in zip(ours.per_stage, theirs.per_stage):

@@ -42,6 +42,14 @@ STALL_MEGABYTES = 150
     "--stages", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages of the runs."
 )
 @click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    help="Logical replicas of the runs: each launch is on another of the numbers of ranks, and all runs end in the same bits.",
+)
+@click.option(
+    "--elastic", is_flag=True, help="Jobs of Horovod Elastic on two names of this machine; needs --replicas."
+)
+@click.option(
     "--controller", "controllers", default="auto", show_default=True, help="What starts the ranks: gloo,mpi."
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the first run.  [default: 1, or the next of --add]")
@@ -57,6 +65,8 @@ def faults(
     stall_rounds: int,
     sizes: str,
     stages: int,
+    replicas: int | None,
+    elastic: bool,
     controllers: str,
     seed: int | None,
     add: str | None,
@@ -67,7 +77,7 @@ def faults(
     Runs are killed, restarted and compared with an undisturbed run; a process is killed within its saves; the processes of a long
     run are measured. Everything random follows from the seed: run i has the seed S + i, and --runs 1 --seed S+i repeats it.
     """
-    from hvd_ckpt.bench.faults.kill import Killed, kill_report, kill_runs, write_text
+    from hvd_ckpt.bench.faults.kill import Killed, Variant, kill_report, kill_runs, write_text
     from hvd_ckpt.bench.faults.save import SaveError, SaveKill, save_kills, save_report
     from hvd_ckpt.bench.faults.soak import soak, soak_report
     from hvd_ckpt.bench.faults.stall import measure_stall, stall_report
@@ -75,7 +85,17 @@ def faults(
     numbers = list(whole_numbers("--np", sizes, "ranks"))
     if any(number % stages for number in numbers):
         raise BadArgument(f"--stages {stages}: --np {sizes} has other numbers than its multiples")
-    names = split_names("--controller", controllers, ("auto", "gloo", "mpi"))
+    if replicas is not None and any(
+        number & (number - 1) or number > replicas for number in (replicas, *numbers)
+    ):
+        raise BadArgument(
+            f"--replicas {replicas}, --np {sizes}: give powers of two, and --np up to --replicas"
+        )
+    if elastic and (replicas is None or min(numbers) < 2 or controllers not in ("auto", "gloo")):
+        raise BadArgument(
+            f"--elastic: give --replicas, 2 or more ranks (--np {sizes}), and no controller but gloo"
+        )
+    names = ["gloo"] if elastic else split_names("--controller", controllers, ("auto", "gloo", "mpi"))
     chosen = list(dict.fromkeys(check_controller(name) for name in names))
     file = None if add is None else Path(add)
     try:
@@ -108,7 +128,9 @@ def faults(
         progress.start(f"killed runs, seed {first}")
         try:
             seeds = range(first, first + runs)
-            for one in kill_runs(seeds, numbers, chosen, folder / "runs", timeout, stages) if runs else ():
+            variant = Variant(stages, replicas, elastic)
+            place = folder / "runs"
+            for one in kill_runs(seeds, numbers, chosen, place, timeout, variant) if runs else ():
                 killed.append(one)
                 keep(one)
                 parts["kill"] = kill_report(killed, [one for one in recorded if isinstance(one, Killed)])

@@ -39,12 +39,32 @@ def marked(token: str) -> list[psutil.Process]:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """The rank that the launcher gave a process; None for launchers and shells."""
+    """The rank that the launcher gave a process, in an elastic job when it was started; None for launchers and shells."""
     with contextlib.suppress(psutil.Error, OSError):
         environment = process.environ()
         ranks = (environment.get(variable, "") for variable in RANK_VARIABLES)
         return next((int(rank) for rank in ranks if rank.isdecimal()), None)
     return None
+
+
+def _place_of(process: psutil.Process) -> tuple[str, ...]:
+    """The host of a rank and its number there, which no other running rank of an elastic job has."""
+    with contextlib.suppress(psutil.Error, OSError):
+        environment = process.environ()
+        return tuple(environment.get(f"HOROVOD_{name}", "") for name in ("HOSTNAME", "LOCAL_RANK"))
+    return ()
+
+
+def elastic_options(size: int, folder: Path) -> list[str]:
+    """Options of horovodrun for an elastic job on up to ``size`` ranks, half of them on each of two names of this machine.
+
+    A host one of whose ranks dies is left out, and comes back a few seconds later.
+    """
+    script = folder / "hosts.sh"
+    script.write_text(f"#!/bin/sh\necho localhost:{size // 2}\necho 127.0.0.1:{size // 2}\n")
+    script.chmod(0o755)
+    limits = ["--min-np", "1", "--max-np", str(size), "--blacklist-cooldown-range", "1", "3"]
+    return [*limits, "--host-discovery-script", str(script)]
 
 
 def flags(settings: dict[str, object]) -> list[str]:
@@ -61,15 +81,21 @@ class TrainJob(Process):
         controller: ``gloo`` or ``mpi``.
         arguments: of ``hvd-ckpt train``.
         log_file: gets the output; overwritten.
+        elastic: ranks come and go.
 
     Attributes:
         token: the mark of all its processes.
     """
 
-    def __init__(self, size: int, controller: str, arguments: list[str], log_file: Path) -> None:
+    def __init__(
+        self, size: int, controller: str, arguments: list[str], log_file: Path, elastic: bool = False
+    ) -> None:
         self.log_file = log_file
         self.token = secrets.token_hex(8)
-        command = launch_command(size, controller, "hvd_ckpt.cli.main", "train", *arguments)
+        self._size, self._elastic = size, elastic
+        options = elastic_options(size, log_file.parent) if elastic else []
+        program = ("hvd_ckpt.cli.main", "train")
+        command = launch_command(size, controller, *program, *arguments, options=options)
         super().__init__(command, log_file, {**rank_environment(1), MARK: self.token})
 
     @property
@@ -86,18 +112,25 @@ class TrainJob(Process):
                 break
         super().close()
 
-    def send(self, who: str, name: str, size: int) -> bool:
-        """Send the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False if one of them is not running."""
+    def send(self, who: str, name: str) -> bool:
+        """Send the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False if one of them is not running.
+
+        In an elastic job, where ranks change, to the one that was started N-th of those that are running.
+        """
         running = marked(self.token)
         if who == LAUNCHER:  # over MPI it is mpirun, a child of the process that was started first
             mpirun = [process.pid for process in running if process.name() in MPI_LAUNCHERS]
             targets = [*mpirun, *(process.pid for process in running)][:1]
         else:
-            ranks: dict[int | None, int] = {}
+            ranks: dict[object, int] = {}
             for process in running:
-                ranks.setdefault(rank_of(process), process.pid)
-            wanted = range(size) if who == ALL else [int(who.removeprefix("rank "))]
-            if any(rank not in ranks for rank in wanted):
+                if (rank := rank_of(process)) is not None:
+                    ranks.setdefault(_place_of(process) if self._elastic else rank, process.pid)
+            if self._elastic:
+                ranks = dict(enumerate(ranks.values()))
+            size = len(ranks) if self._elastic else self._size
+            wanted = range(size) if who == ALL else [int(who.removeprefix("rank ")) % max(size, 1)]
+            if not ranks or any(rank not in ranks for rank in wanted):
                 return False
             targets = [ranks[rank] for rank in wanted]
         for pid in targets:

@@ -8,6 +8,7 @@ was left.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 import time
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
+from hvd_ckpt.bench.faults.checks import differences, digest, newest_good, unreadable
 from hvd_ckpt.bench.faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step
 from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.report import Report, Table
 
 STEPS = 60
+ELASTIC_STEPS = 300  # so that a rank that has gone can come back
 SETTINGS = {
     "model": "lstm-small",
     "model-option": ("width=64", "dropout=0.3", "tied=true"),
@@ -35,7 +37,6 @@ SETTINGS = {
     "log-every": 2,
     "snapshot-every": 3,
     "keep-snapshots": 3,
-    "steps": STEPS,
 }
 RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
 NUMBER_OF_KILLS = {1: 0.65, 2: 0.3, 3: 0.05}
@@ -50,14 +51,15 @@ LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
 POLL = 0.003  # seconds
 LIMIT = 30.0  # seconds that processes may take to go
 COLUMNS = (
-    "seed", "ranks", "stages", "controller", "kills", "restarts", "lost", "unreadable", "left", "equal", "seconds"
+    "seed", "ranks", "stages", "controller", "kills", "restarts", "lost", "unreadable", "left", "equal", "weights", "seconds"
 )  # fmt: skip
 NOTES = (
     "kills: who got which signal after which step; `start`: before the launch had logged a step, `*`: while a snapshot was being "
     "written; lost: restarts that resumed from before a snapshot that had been in place; unreadable: snapshots in place that some "
     "rank cannot read; left: processes that still run 30 s after the launcher has ended.",
     "equal: whether weights, optimizer state, position in the data, each rank's random state and all logged losses are those of "
-    "the undisturbed run on the same ranks and controller, bit for bit.",
+    "the undisturbed run on the same ranks and controller, bit for bit; with --replicas, of a run on one rank, but for the random "
+    "state of ranks. weights: the start of their SHA-256.",
 )
 
 
@@ -125,20 +127,48 @@ def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps
     return FaultPlan(seed, size, controller, tuple(kill(step) for step in moments))
 
 
+@dataclass(frozen=True)
+class Variant:
+    """The kind of the runs.
+
+    Attributes:
+        stages: pipeline stages.
+        replicas: logical replicas; each launch then is on another number of ranks, and all runs are to end in the same bits.
+        elastic: jobs of Horovod Elastic, which a kill of one rank leaves running.
+    """
+
+    stages: int = 1
+    replicas: int | None = None
+    elastic: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Of each run."""
+        return ELASTIC_STEPS if self.elastic else STEPS
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of ``hvd-ckpt train``."""
+        replicas = {} if self.replicas is None else {"replicas": self.replicas}
+        return {**SETTINGS, **replicas, "steps": self.steps, "stages": self.stages, "commit-every": 5}
+
+
 @dataclass
 class Killed:
     """The result of a run that was killed.
 
     Attributes:
         seed, size, controller: of its :class:`FaultPlan`.
-        kills: each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest ``snapshot`` at that time, and
-            whether a snapshot was being written (``writing``); kills that came too late are left out.
+        kills: each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest ``snapshot`` at that time,
+            whether a snapshot was being written (``writing``), and the ``ranks`` of the launch; kills that came too late are
+            left out.
         restarts: launches after the first.
         lost: restarts that resumed from before a snapshot that had been in place.
         unreadable: why snapshots in place could not be read.
         left: processes that still ran long after the launcher had ended.
         differences: what differs from the undisturbed run; None if the run did not end.
-        stages: pipeline stages of the run.
+        stages, replicas, elastic: of the run (:class:`Variant`).
+        digest: of the weights at its end.
         failure: why it did not end, in one line.
         seconds: duration.
     """
@@ -153,6 +183,9 @@ class Killed:
     left: int = 0
     differences: list[str] | None = None
     stages: int = 1
+    replicas: int | None = None
+    elastic: bool = False
+    digest: str | None = None
     failure: str | None = None
     seconds: float = 0.0
     kind: Literal["kill"] = "kill"
@@ -169,14 +202,19 @@ class Killed:
 
 
 def kill_runs(
-    seeds: range, sizes: list[int], controllers: list[str], folder: Path, timeout: float, stages: int = 1
+    seeds: range,
+    sizes: list[int],
+    controllers: list[str],
+    folder: Path,
+    timeout: float,
+    variant: Variant = Variant(),
 ) -> Iterator[Killed]:
     """Run the fault plan of each seed, and compare with an undisturbed run. The folders of sound runs are removed.
 
     Args:
         folder: for the runs; created here.
         timeout: seconds for one launch.
-        stages: pipeline stages, which divide the sizes.
+        variant: its pipeline stages divide the sizes.
 
     Raises:
         JobError: an undisturbed run failed.
@@ -185,21 +223,25 @@ def kill_runs(
     text = write_text(folder)
     references: dict[tuple[int, str], Path] = {}
     for seed in seeds:
-        plan = draw_plan(seed, sizes, controllers, STEPS)
-        ranks = (plan.size, plan.controller)
+        plan = draw_plan(seed, sizes, controllers, variant.steps)
+        same = variant.replicas is not None
+        ranks = (1, controllers[0]) if same else (plan.size, plan.controller)
         if ranks not in references:
-            place = folder / f"undisturbed-{plan.size}-{plan.controller}"
-            course = _Course(FaultPlan(0, *ranks, ()), text, place, timeout, stages)
+            place = folder / f"undisturbed-{ranks[0]}-{ranks[1]}"
+            course = _Course(FaultPlan(0, *ranks, ()), ranks[:1], text, place, timeout, variant)
             if course.run().failure is not None:
                 raise JobError(
-                    f"the undisturbed run of {plan.size} ranks over {plan.controller}: {course.killed.failure}"
+                    f"the undisturbed run of {ranks[0]} ranks over {ranks[1]}: {course.killed.failure}"
                 )
             references[ranks] = course.path
         start = time.monotonic()
-        course = _Course(plan, text, folder / f"seed-{seed}", timeout, stages)
+        numbers = sizes if same else [plan.size]
+        course = _Course(plan, numbers, text, folder / f"seed-{seed}", timeout, variant)
         killed = course.run()
         if killed.failure is None:
-            killed.differences = differences(course.path, references[ranks], STEPS, plan.size // stages)
+            own = None if same else plan.size // variant.stages
+            killed.differences = differences(course.path, references[ranks], variant.steps, own)
+            killed.digest = digest(course.path, variant.steps)
         killed.seconds = round(time.monotonic() - start, 1)
         if killed.sound:
             shutil.rmtree(course.folder)
@@ -214,49 +256,61 @@ def write_text(folder: Path) -> Path:
 
 
 class _Course:
-    """The launches of one run.
+    """The launches of one run, on ``sizes`` ranks in turn. Without kills the job is not elastic.
 
     Attributes:
         killed: the result so far.
         committed: the step of the newest snapshot that was seen in place.
     """
 
-    def __init__(self, plan: FaultPlan, text: Path, folder: Path, timeout: float, stages: int) -> None:
+    def __init__(
+        self,
+        plan: FaultPlan,
+        sizes: Sequence[int],
+        text: Path,
+        folder: Path,
+        timeout: float,
+        variant: Variant,
+    ) -> None:
         folder.mkdir(parents=True)
-        self.plan, self.text, self.folder, self.timeout = plan, text, folder, timeout
-        self.killed = Killed(plan.seed, plan.size, plan.controller, stages=stages)
+        self.plan, self.text, self.folder, self.timeout, self.variant = plan, text, folder, timeout, variant
+        self.killed = Killed(plan.seed, plan.size, plan.controller, **dataclasses.asdict(variant))
         self.path = folder / "run"
         self.committed = 0
+        self._sizes = sizes
+        self._kills = list(plan.kills)  # still to come
 
     def run(self) -> Killed:
         """Launch until the run has ended or failed."""
-        for number, kill in enumerate([*self.plan.kills, None]):
+        for number in range(len(self.plan.kills) + 1):
             self.killed.restarts = number
-            if self._launch(number, kill) or self.killed.failure is not None:
+            if self._launch(number) or self.killed.failure is not None:
                 break
         return self.killed
 
-    def _launch(self, number: int, kill: Kill | None) -> bool:
+    def _launch(self, number: int) -> bool:
         """One launch; whether the run came to its end."""
         killed, before = self.killed, self.committed
+        size = self._sizes[(self.plan.seed + number) % len(self._sizes)]
         resumed = (self.path / "config.yaml").exists()
         arguments = (
             ["--resume", str(self.path)]
             if resumed
-            else flags({**SETTINGS, "stages": self.killed.stages, "text": self.text, "output": self.path})
+            else flags({**self.variant.settings, "text": self.text, "output": self.path})
         )
         log_file = self.folder / f"log-{number}.txt"
         view = RunView(self.path)
-        with TrainJob(self.plan.size, self.plan.controller, arguments, log_file) as job:
-            happened = self._watch(job, kill, view)
+        elastic = self.variant.elastic and bool(self.plan.kills)
+        with TrainJob(size, self.plan.controller, arguments, log_file, elastic) as job:
+            happened = self._watch(job, size, view)
             status = job.status
             if status is not None:
                 killed.left += job.left(LIMIT)
-        killed.unreadable += unreadable(self.path, self.plan.size)
+        killed.unreadable += unreadable(self.path, size)
         first = job.first_step()
         went_back = first is not None and first - 1 < before
         killed.lost += went_back or newest_good(self.path) < self.committed
-        if status == 0 and newest_good(self.path) == STEPS:
+        if status == 0 and newest_good(self.path) == self.variant.steps:
             return True
         if status is None:
             killed.failure = f"launch {number + 1}: no end after {self.timeout:.0f} s (log: {log_file})"
@@ -265,12 +319,16 @@ class _Course:
         self._look()
         return False
 
-    def _watch(self, job: TrainJob, kill: Kill | None, view: RunView) -> bool:
-        """Wait until the launcher has ended or the time is over; whether the kill has happened."""
+    def _watch(self, job: TrainJob, size: int, view: RunView) -> bool:
+        """Wait until the launcher has ended or the time is over; whether a kill has happened.
+
+        Others follow in an elastic job that has lost one rank.
+        """
         start = time.monotonic()
-        happened = False
+        happened, goes_on = False, True
         while not job.ended and time.monotonic() - start < self.timeout:
-            if kill is not None and not happened and _due(kill, view, time.monotonic() - start):
+            kill = self._kills[0] if self._kills and goes_on else None
+            if kill is not None and _due(kill, view, time.monotonic() - start):
                 time.sleep(kill.delay)
                 self._look()
                 facts = {
@@ -280,10 +338,15 @@ class _Course:
                     "step": view.last_step(),
                     "snapshot": self.committed,
                     "writing": view.writing(),
+                    "ranks": size,
                 }
-                happened = job.send(kill.who, kill.signal, self.plan.size)
-                if happened:
+                if job.send(kill.who, kill.signal):
+                    happened = True
+                    goes_on = (
+                        self.variant.elastic and kill.who.startswith("rank") and kill.signal == "SIGKILL"
+                    )
                     self.killed.kills.append(facts)
+                    self._kills.pop(0)
             self._look()
             time.sleep(POLL)
         return happened
@@ -319,7 +382,7 @@ def _kill_row(run: Killed) -> tuple[str, ...]:
     equal = "no end" if run.failure else "yes" if run.equal else "no"
     counts = (run.restarts, run.lost, len(run.unreadable), run.left)
     ranks = (str(run.seed), str(run.size), str(run.stages), run.controller)
-    return (*ranks, kills or "-", *map(str, counts), equal, f"{run.seconds:.0f}")
+    return (*ranks, kills or "-", *map(str, counts), equal, run.digest or "-", f"{run.seconds:.0f}")
 
 
 def _sum_of_kills(which: str, runs: Sequence[Killed]) -> str:

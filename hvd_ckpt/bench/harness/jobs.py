@@ -102,9 +102,11 @@ def rank_environment(threads: int | None = None) -> dict[str, str]:
     return launcher_environment() | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
 
 
-def launch_command(size: int, controller: str, module: str, *arguments: object) -> list[str]:
-    """The command that starts ``python -m module arguments`` on ``size`` ranks of this machine."""
-    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}"]
+def launch_command(
+    size: int, controller: str, module: str, *arguments: object, options: Sequence[str] = ()
+) -> list[str]:
+    """The command that starts ``python -m module arguments`` on ``size`` ranks of this machine, with ``options`` of horovodrun."""
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(size), f"--{controller}", *options]
     return [*launcher, sys.executable, "-m", module, *map(str, arguments)]
 
 

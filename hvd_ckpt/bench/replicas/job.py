@@ -39,6 +39,9 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "bert masked, plan, optimizer's state split": {
         "model": "bert-tiny", "model_options": {"width": 16, "heads": 2}, **SMALL_TEXT, "budget": "min", "shard": "optimizer",
     },
+    "bert masked, clipped, gradients split": {
+        "model": "bert-tiny", "model_options": {"width": 16, "heads": 2}, **SMALL_TEXT, "shard": "gradients", "accumulate": 2,
+    },
     "densenet, SGD, segments, short last batch": {"model": "densenet-22", **IMAGES, "segments": 3, "short": True},
     "resnet, deferred batch norm, accumulated": {
         "model": "resnet-20", **IMAGES, "batch_norm": "deferred", "accumulate": 2, "batch": 4,

@@ -1,0 +1,176 @@
+"""Gradients of logical replicas at stage 2: added in the tree of :mod:`hvd_ckpt.reduction.tree`; each rank keeps its shards.
+
+A bucket has the parameters of one group of the layout. When it leaves, the earlier replicas' sums are added to it, an alltoall
+gives each rank its shard of all ranks' sums, and it adds these in the upper part of the tree. Nothing is gathered but single
+parameters whose gradients came late or for the first time. So the sums are those of gradients that are not split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
+from hvd_ckpt.reduction.communicator import GRADIENTS, Work
+from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows, sum_dtype
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.reducer import whole_gradients
+
+
+class _TreeFormat(WireFormat):
+    """``fp32`` whose rows are added in the tree; they are changed."""
+
+    def sum(self, wire: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+        torch.mul(add_rows(wire), scale, out=out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTreeCommunicator(TreeCommunicator):
+    """Reduces buckets, each of one group's parameters, to this rank's shards.
+
+    Attributes:
+        layout, exchange: of the sharded optimizer.
+    """
+
+    layout: Layout
+    exchange: Exchange
+
+    def carries_flags(self, bucket: Bucket) -> bool:
+        """False: no rank gets the end of a bucket of all ranks."""
+        return False
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
+        group = self.layout.group_of[bucket.indices[0]]
+        total = torch.zeros(group.padded, dtype=sum_dtype(flat.dtype), device=flat.device)
+        places = dict(zip(group.indices, self.layout.views(group, total)))
+        with torch.no_grad():
+            for entry in bucket.entries:
+                place = places[entry.index].copy_(view_of(flat, entry))
+                self.leaves.add_to(entry.index, place)
+        what = f"gradients.{group.position}"
+        return self.exchange.reduce_scatter(total, what, 1.0 / self.replicas, _TreeFormat())
+
+
+class ShardReplicaReducer(ReplicaReducer):
+    """Reduces the gradients of logical replicas to this rank's shards. Between steps it holds no gradients.
+
+    Args:
+        communicator: has the layout.
+        identity: a number that no other live optimizer on these ranks has.
+
+    Attributes:
+        used: of each parameter, whether any rank had a gradient for it in the last reduction.
+    """
+
+    _communicator: ShardedTreeCommunicator
+
+    def __init__(self, communicator: ShardedTreeCommunicator, identity: int) -> None:
+        layout = communicator.layout
+        self.used: list[bool] = [False] * len(layout.parameters)
+        self._shards: dict[int, torch.Tensor] = {}  # by the group's position
+        named = list(zip(layout.names, layout.parameters))
+        super().__init__(BucketAssignment(named, float("inf"), self._groups(layout)), communicator, identity)
+
+    @staticmethod
+    def _groups(layout: Layout) -> list[list[torch.Tensor]]:
+        return [layout.parameters_of([group]) for group in layout.groups]
+
+    def add_groups(self) -> None:
+        """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
+        layout, known = self._communicator.layout, len(self.used)
+        self.used.extend([False] * (len(layout.parameters) - known))
+        self.assignment.groups = self._groups(layout)
+        self.add_parameters(list(zip(layout.names, layout.parameters))[known:])
+
+    def begin_replica(self) -> None:
+        if not self._computed:
+            self.consume()
+        super().begin_replica()
+
+    def shard(self, group: Group) -> torch.Tensor | None:
+        """This rank's part of a group's reduced gradients, 1-D, in its dtype; None if no rank had any."""
+        return self._shards[group.position] if any(self.used[index] for index in group.indices) else None
+
+    def consume(self) -> None:
+        """Forgets the result: a step has used it, or was skipped."""
+        self._shards.clear()
+        self.used = [False] * len(self.used)
+
+    def settle(self) -> None:
+        begun = float(bool(self._in_flight or self._results))
+        if self._sum(torch.tensor([begun]), "settle")[0] > 0:
+            self.synchronize()
+        layout, exchange = self._communicator.layout, self._communicator.exchange
+        for index, gradient in whole_gradients(layout, exchange, self._shards):
+            if self.used[index]:
+                layout.parameters[index].grad = gradient
+        self.consume()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.consume()
+
+    def _name_tensors(self, prefix: str) -> None:
+        super()._name_tensors(prefix)
+        self._communicator.exchange.rename(prefix)
+
+    def _launch(self, with_flags: bool = False) -> None:
+        super()._launch(with_flags)
+        while self._in_flight and self._in_flight[0][1].done():
+            bucket, work = self._in_flight.pop(0)
+            self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
+
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        for index, parameter in enumerate(self.assignment.parameters):
+            if parameter.grad is not None:  # was reduced by itself, and is whole
+                self._keep_own_part(index, parameter.grad)
+                parameter.grad = None
+
+    def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
+        """Keeps the shards that have arrived, and puts the last replica's gradients aside for what came late."""
+        group_of = self._communicator.layout.group_of
+        for bucket in self.assignment.buckets:
+            result = self._results.pop(bucket.position, None)
+            if result is None or bucket.void:
+                continue
+            self._shards[group_of[bucket.indices[0]].position] = result
+            for entry in bucket.entries:
+                index, gradient = entry.index, entry.parameter.grad
+                if entry.filled and entry.view is not None:
+                    self._last[index] = entry.view
+                if index in self._late and gradient is not None:
+                    self._late_parts[index] = gradient.detach()
+                if index not in keep:
+                    entry.parameter.grad = None
+            bucket.free()
+        for index in used:
+            self.used[index] = True
+
+    def _keep_own_part(self, index: int, gradient: torch.Tensor) -> None:
+        """Puts this rank's part of a reduced gradient in its place.
+
+        Raises:
+            RuntimeError: the parameter was converted; the same on every rank.
+        """
+        layout, rank = self._communicator.layout, self._communicator.exchange.rank
+        if not layout.fits(index):
+            raise RuntimeError(layout.changed(index))
+        group = layout.group_of[index]
+        if group.position not in self._shards:
+            self._shards[group.position] = torch.zeros(
+                group.shard_numel, dtype=group.dtype, device=group.device
+            )
+        for span in group.spans(rank):
+            if span.parameter == index:
+                whole = layout.specs[index].flatten(gradient)
+                span.of(self._shards[group.position]).copy_(whole[span.start : span.stop])
+        self.used[index] = True
+
+    def _end_step(self, learn: bool) -> None:
+        super()._end_step(learn)
+        for bucket in self.assignment.buckets:
+            bucket.free()
