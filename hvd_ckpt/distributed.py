@@ -232,6 +232,11 @@ def check_replica_options(
         raise ValueError("replicas works on all ranks only, not on a process set")
     if sharding is not None and sharding.stage > 2:
         raise ValueError("replicas needs shard='none', 'optimizer' or 'gradients'")
+    if sharding is not None and not sharding.master_weights:
+        raise ValueError(
+            "replicas and shard need master_weights: where a half-precision tensor ends, PyTorch rounds its last elements in "
+            "another way, so steps of shards would depend on the number of ranks"
+        )
     if sharding is not None and not (sharding.gradients is sharding.parameters is FP32):
         raise ValueError(
             "replicas needs wire='fp32': other formats round what travels, on several ranks only"

@@ -31,6 +31,7 @@ def make(model: nn.Module, **options: Any) -> Any:
         ({"replicas": 4, "compression": hc.Compression.fp16}, "Compression.none"),
         ({"replicas": 4, "shard": "parameters"}, "'gradients'"),
         ({"replicas": 4, "shard": "gradients", "wire": "bf16"}, "wire='fp32'"),
+        ({"replicas": 4, "shard": "optimizer", "master_weights": False}, "master_weights"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> None:

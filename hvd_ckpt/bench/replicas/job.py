@@ -19,10 +19,11 @@ from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
 from hvd_ckpt.training import logs
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.report import TIMES
 from hvd_ckpt.training.trainer import Trainer
 
 TEXT = bytes(range(32, 127)) * 40
-NOT_BITS = ("rate", "memory", "seconds")  # of a log entry
+NOT_BITS = ("rate", "memory", "seconds", *TIMES)  # of a log entry
 SMALL_TEXT: dict[str, Any] = {"sequence_length": 16, "batch": 2, "clip": 0.5}
 IMAGES: dict[str, Any] = {"pixels": 8, "batch": 2, "optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
 GPT = {"width": 16, "heads": 2, "layers": 2, "dropout": 0.1}

@@ -103,6 +103,7 @@ class Case:
     scaler: bool = False
     autocast: bool = False
     shards: tuple[str, ...] = ("none",)
+    resumes: bool = True  # from a whole state, which has no master weights
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -120,7 +121,8 @@ CASES = {
     "tied, reentrant": Case(lambda: Tied(True)),
     "tied, two passes": Case(lambda: Tied(False), passes=2, shards=BOTH),
     "changing": Case(Changing, shards=BOTH),
-    "bfloat16": Case(half_precision, clip=0.5, shards=BOTH),
+    "bfloat16": Case(half_precision),
+    "bfloat16, master weights": Case(half_precision, shards=("optimizer", "gradients"), resumes=False),
     "overflow": Case(lambda: Tied(False), scaler=True, shards=BOTH),
     "large": Case(lambda: nn.Sequential(nn.Linear(WIDTH, 3000), nn.Linear(3000, WIDTH)), shards=BOTH),
 }
@@ -135,7 +137,6 @@ def train(case: Case, shard: str, replicas: int, saved: Path, resume: bool) -> s
         replicas=replicas,
         bucket_cap_mb=0.001,
         shard=shard,
-        master_weights=False,
     )
     scaler = hc.GradScaler("cpu", enabled=case.scaler, init_scale=2.0**10)
     told: list[float] = []
@@ -204,8 +205,10 @@ def main() -> None:
     replicas, mode, folder = sys.argv[1:]
     hashes = {}
     for number, (name, case) in enumerate(CASES.items()):
-        saved = Path(folder, f"{number}.pt")
-        found = {shard: train(case, shard, int(replicas), saved, mode == "resume") for shard in case.shards}
+        saved, resume = Path(folder, f"{number}.pt"), mode == "resume"
+        found = {
+            shard: train(case, shard, int(replicas), saved, resume and case.resumes) for shard in case.shards
+        }
         everywhere = hc.allgather_object(found)
         assert len({one for each in everywhere for one in each.values()}) == 1, (name, everywhere)
         hashes[name] = found[case.shards[0]]
