@@ -47,6 +47,8 @@ BENCH = [
     ("shard --chart no/such/folder/a.png", "--chart: "),
     ("faults --add nowhere/results.jsonl", "--add: the folder of 'nowhere/results.jsonl'"),
     ("faults --output empty", "--output: "),
+    ("faults --replicas 4 --np 2,3", "--replicas 4, --np 2,3"),
+    ("faults --elastic", "--elastic: give --replicas"),
     ("train --models gpt-huge", "--models: "),
     ("train --accumulate 1,8 --batch 4", "--accumulate: a batch of 4 has fewer samples than 8"),
 ]
