@@ -9,9 +9,12 @@ Run by the launcher as ``python -m hvd_ckpt.bench.compare.stages JOB``.
 from __future__ import annotations
 
 import copy
+import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -33,13 +36,14 @@ WIDTH, SAMPLES, CHUNKS, BLOCKS, LENGTH, VOCABULARY = 8, 8, 4, 8, 6, 12
 IGNORED = -100
 TOLERANCE = 1e-3  # of what training changes; a lost gradient is off by a tenth or more
 SCHEDULES = ("gpipe", "1f1b")
-ENGINES = ("hvd_ckpt", "torch")
+ENGINES = {"hvd_ckpt": SCHEDULES, "torch": SCHEDULES, "deepspeed": ("1f1b",)}
 STALL_SECONDS = 20.0  # of a wait within a job, after which it hangs
 NOTES = (
     "right: parameters and buffers of every stage equal, to rounding, those of the whole model in one process, which runs the same "
     "micro-batches one after the other, and two runs end in the same bits. wrong: they do not. error, hang: no result.",
     "torch: torch.distributed.pipelining over Gloo, with the model cut by hand; where blocks that are not neighbours are "
     "connected, cut by its tracer.",
+    "deepspeed: PipelineModule of DeepSpeed over Gloo, where it is installed; connected blocks hand on tuples.",
     "dropout: the masks are those that the whole model draws with seed_blocks(). Other masks are not wrong for training; the "
     "result then depends on the number of stages.",
 )  # fmt: skip
@@ -217,14 +221,16 @@ def measure(job: Job) -> Result:
     """Trains the scenario twice with the engine on one rank, and compares with the reference."""
     torch.use_deterministic_algorithms(True)
     scenario = SCENARIOS[job.scenario]()
-    train = {"hvd_ckpt": _train_ours, "torch": _train_torch}[job.engine]
+    train = {"hvd_ckpt": _train_ours, "torch": _train_torch, "deepspeed": _train_deepspeed}[job.engine]
     if job.engine == "hvd_ckpt":
         hc.init(stages=job.size, stall_timeout=STALL_SECONDS)
     else:
+        rank = launched_rank() or 0
+        os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")  # read by DeepSpeed
         torch.distributed.init_process_group(
             "gloo",
             init_method=f"file://{job.folder / 'rendezvous'}",
-            rank=launched_rank() or 0,
+            rank=rank,
             world_size=job.size,
             timeout=timedelta(seconds=STALL_SECONDS),
         )
@@ -236,17 +242,24 @@ def measure(job: Job) -> Result:
     floats = {name: value for name, value in expected.items() if value.is_floating_point()}
     _, difference, worst = largest_difference(runs[0], floats, start)
     repeated = all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-    if job.engine == "torch":
+    if job.engine != "hvd_ckpt":
         torch.distributed.destroy_process_group()
     return Result(difference, worst, repeated)
 
 
-def _steps(job: Job, scenario: Scenario, model: nn.Module, run: Callable[[Batch], object]) -> None:
-    """The training that all engines have in common."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _data(job: Job, scenario: Scenario) -> list[Batch]:
     torch.manual_seed(job.seed + 1)
-    data = [scenario.batch(step) for step in range(job.steps)]
-    for batch in data:
+    return [scenario.batch(step) for step in range(job.steps)]
+
+
+def _steps(job: Job, scenario: Scenario, model: nn.Module, run: Callable[[Batch], object]) -> None:
+    """The training of engines that leave the update to an optimizer."""
+    optimizer = _optimizer(model)
+    for batch in _data(job, scenario):
         optimizer.zero_grad()
         run(batch)
         optimizer.step()
@@ -302,6 +315,61 @@ def _train_torch(job: Job, scenario: Scenario, model: nn.Sequential) -> dict[str
     return {names[name]: value for name, value in part.state_dict().items()}
 
 
+class _Handing(nn.Module):
+    """A block between those that a skip connection joins, which it is handed on through."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, values: Any) -> Any:
+        block: Any = self.block
+        if isinstance(block, Stash):
+            y = torch.tanh(block.linear(values))
+            return y, y
+        x, skip = values
+        return torch.tanh(block.linear(x)) + skip if isinstance(block, Pop) else (block(x), skip)
+
+
+def _train_deepspeed(job: Job, scenario: Scenario, model: nn.Sequential) -> dict[str, Tensor]:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    layers: list[Any] = list(model)
+    if isinstance(scenario, Skip):
+        layers = [_Handing(layer) for layer in layers]
+    if isinstance(scenario, Tied):
+        tied = functools.partial(
+            TiedLayerSpec, "0", nn.Embedding, VOCABULARY, WIDTH, _weight=layers[0].weight
+        )
+        layers[0] = tied()
+        layers[-1] = tied(forward_fn=lambda module, x: functional.linear(x, module.weight))
+    staged = PipelineModule(
+        layers,
+        num_stages=job.size,
+        loss_fn=scenario.loss,
+        partition_method="uniform",
+        dynamic_shape=isinstance(scenario, Uneven | Lengths),
+    )
+    engine, *_ = deepspeed.initialize(
+        model=staged,
+        optimizer=_optimizer(staged),
+        config={
+            "train_micro_batch_size_per_gpu": SAMPLES // CHUNKS,
+            "gradient_accumulation_steps": CHUNKS,
+            "gradient_clipping": 0.0,  # by default it clips
+        },
+        dist_init_required=False,
+    )
+    for inputs, targets in _data(job, scenario):
+        engine.train_batch(iter(list(zip(inputs.tensor_split(CHUNKS), targets.tensor_split(CHUNKS)))))
+    return {
+        name.replace("block.", "").removeprefix("tied_modules."): value
+        for name, value in staged.state_dict().items()
+    }
+
+
 def _whole_name(name: str, first: int) -> str:
     number, _, rest = name.partition(".")
     return f"{first + int(number)}.{rest}"
@@ -332,7 +400,13 @@ def compare_stages(
     timeout: float,
 ) -> None:
     """Compares the engines in every scenario and schedule, and ends the command."""
-    columns = [f"{engine}, {schedule}" for engine in ENGINES for schedule in SCHEDULES]
+    installed = [engine for engine in ENGINES if engine != "deepspeed" or find_spec(engine)]
+    columns = [
+        f"{engine}, {schedule}"
+        for engine in installed
+        for schedule in SCHEDULES
+        if schedule in ENGINES[engine]
+    ]
     found: dict[tuple[str, str], tuple[str, str]] = {}
     with run.progress(len(scenarios) * len(columns)) as progress:
         for name in scenarios:
