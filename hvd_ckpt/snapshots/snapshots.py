@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,6 +91,7 @@ class Snapshots:
         folder: as given.
         loop: further state that :meth:`resume` has found, as :meth:`save` got it.
         stop: notes requests to stop.
+        written: the last snapshots that are complete, on the first process; may be emptied.
 
     Raises:
         TypeError: an argument has no state that can be saved.
@@ -131,6 +133,7 @@ class Snapshots:
             raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
         self.folder = Path(folder)
         self.stop = StopRequest(self.folder if current().number == 0 else None)
+        self.written: deque[Path] = deque(maxlen=16)
         self._model, self._optimizer, self._keep = model, optimizer, keep
         self._scheduler, self._scaler, self._loader, self._average = scheduler, scaler, loader, average
         sharding = getattr(optimizer, "_sharding", None)
@@ -362,7 +365,7 @@ class Snapshots:
                 grid.size,
                 self._warn,
                 blocking=self._blocking,
-                on_written=lambda path, warn: remove_abandoned(self._abandoned, path, warn),
+                on_written=self._on_written,
             )
             opened.callback(self._forget_writer)
             self._writer = opened.enter_context(writer)
@@ -370,6 +373,10 @@ class Snapshots:
             if self._average is not None:
                 self._average.before_change = self.before_update
             self._opened = opened.pop_all()
+
+    def _on_written(self, path: Path, warn: Warn) -> None:
+        remove_abandoned(self._abandoned, path, warn)
+        self.written.append(path)
 
     def _forget_writer(self) -> None:
         self._writer = None

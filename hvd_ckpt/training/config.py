@@ -264,6 +264,10 @@ class Config(Strict):
     )
     log_every: Count = Field(10, description="Steps between log entries.")
     tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
+    tracker: Annotated[str, _one_of("tracker", "wandb", "mlflow")] | None = Field(
+        None, description="Also write logs for Weights & Biases or MLflow: wandb, mlflow."
+    )
+    callback: Text | None = Field(None, description="module:class of your own that hears of the run.")
     peak_tflops: Positive | None = Field(
         None,
         description="Peak TFLOP/s of a device, for MFU.  [default: that of known GPUs, in half precision]",

@@ -1,4 +1,4 @@
-"""Logs of runs: records, one line of JSON each; the same for TensorBoard; and a plot of their losses.
+"""Logs of runs: records, one line of JSON each; and plots of them.
 
 A record is a flat dictionary. Those of a training run have these keys, and more for metrics:
 
@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.spans import KINDS
 from hvd_ckpt.text import one_line
 
@@ -54,45 +53,30 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class Logs:
-    """Both logs of a run: ``log.jsonl`` and, if wanted, the folder ``tensorboard``. A context manager that closes them.
+    """The log of a run, ``log.jsonl``. A context manager that closes it.
 
     A line is with the operating system as soon as ``write`` returns. JSON has no infinities: numbers that are not finite become
     ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
 
     Args:
         folder: of the run.
-        tensorboard: also write for TensorBoard.
         step: steps taken; records of later steps are dropped, since a resumed run writes them anew.
 
     Attributes:
         path: of ``log.jsonl``.
-        unavailable: why there is no TensorBoard log although it is wanted, or None.
 
     Raises:
         ValueError: a line of the log is not a record.
         OSError: the log cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], tensorboard: bool = False, step: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
         self.path = Path(folder) / "log.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         records = _records(self.path) if self.path.exists() else []
         end = next((start for start, record in records if record.get("step", step) > step), None)
         self._file = self.path.open("ab", buffering=0)
         self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1 if end is None else end)
-        self.unavailable: str | None = None
-        self._board: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except Exception as error:  # versions that do not fit each other raise more than ImportError
-                text = explain_import_error(error) if isinstance(error, ImportError) else None
-                self.unavailable = f"No TensorBoard log: {text or error}"
-            else:  # which hides what was written of later steps
-                purge = step + 1 if step else None
-                self._board = SummaryWriter(
-                    str(Path(folder) / "tensorboard"), purge_step=purge, flush_secs=30
-                )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record. Values are numbers (also in tensors of one element), strings, booleans or None.
@@ -106,15 +90,10 @@ class Logs:
         if self._file.write(line + b"\n") <= len(line):
             self._file.truncate(end)
             raise OSError(f"the disk of '{self.path}' is full")
-        for name, value in plain.items():
-            if self._board is not None and name != "step" and type(value) in (int, float):
-                self._board.add_scalar(f"{name}/{record.get('kind', 'train')}", value, record["step"])
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def __enter__(self) -> Logs:
         return self

@@ -28,6 +28,7 @@ from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.spans import KINDS, SpanTimes, recording
 from hvd_ckpt.text import Heartbeat, elapsed, show_bytes
+from hvd_ckpt.training.callbacks import Callbacks
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.logs import Logs, loss_plot
 from hvd_ckpt.training.passes import parts_of_rank
@@ -232,7 +233,7 @@ class ProgressLine:
         if step := record.get("step_seconds"):
             shares = {kind: record[f"{kind}_seconds"] / step for kind in KINDS}
             parts.append(", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.01))
-        return parts
+        return list(filter(None, parts))
 
 
 def _console() -> Console:
@@ -266,6 +267,7 @@ class Report:
         unit: of throughput.
         start: steps taken before; records of later ones are dropped from the logs.
         plan: its measured peak is shown.
+        callbacks: of this process.
         utilization: of the devices' peak by one unit per second; None if that is not known.
     """
 
@@ -279,7 +281,9 @@ class Report:
         device: torch.device,
         plan: Plan | None = None,
         utilization: float | None = None,
+        callbacks: Sequence[Any] = (),
     ) -> None:
+        self.tell = Callbacks(list(callbacks), self.say)
         self._utilization = utilization
         self._parts = parts_of_rank(config)
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
@@ -307,20 +311,20 @@ class Report:
     def _open_logs(self) -> Logs:
         """The logs. A damaged one is put aside: it must not end the training."""
         try:
-            logs = Logs(self._folder, self._config.tensorboard, self._start)
+            return Logs(self._folder, self._start)
         except ValueError as error:
             aside = f"log-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
             (self._folder / "log.jsonl").rename(self._folder / aside)
             self.say(f"Warning: {error}: it is renamed to '{aside}', and a new log begins.")
-            logs = Logs(self._folder, self._config.tensorboard, self._start)
-        if logs.unavailable is not None:
-            self.say(logs.unavailable)
-        return logs
+            return Logs(self._folder, self._start)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.close()
+        with self._open:
+            if error is not None:  # which a callback is not to replace
+                with contextlib.suppress(Exception):
+                    self.tell("on_end", None)
 
     def open_entry(self) -> list[tuple[float, float]]:
         """Loss and terms of each of this rank's parts of a batch that the next entry of the log will count so far."""
@@ -380,6 +384,7 @@ class Report:
         except OSError as error:
             self.say(f"Warning: the log of step {record['step']} is not written: {error.strerror or error}")
         self._line.show(record)
+        self.tell("on_log" if record["kind"] == "train" else "on_evaluation", record)
 
 
 def peak_memory(device: torch.device | str = "cpu") -> tuple[int, str]:

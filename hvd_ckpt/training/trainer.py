@@ -31,6 +31,7 @@ from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.spans import span
+from hvd_ckpt.training.callbacks import callbacks_of
 from hvd_ckpt.training.config import Config, first_and_last
 from hvd_ckpt.training.ending import (
     NonFiniteLoss,
@@ -126,6 +127,7 @@ class Trainer:
             self.device = device_of(config)
             self.sampler = DistributedSampler(train, config.batch, seed=config.seed, epochs=config.epochs)
             self.precision = precision_of(config, self.device)
+            callbacks = callbacks_of(config)
             self.model = prepare_model(model, config, self.device)
             optimizer = build_optimizer(
                 config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
@@ -187,7 +189,15 @@ class Trainer:
         # State of the snapshot
         seed_all(seed_of_rank(config.seed, taken))
         self.report = Report(
-            self.folder, config, self.steps, objective.unit, taken, self.device, self.plan, utilization
+            self.folder,
+            config,
+            self.steps,
+            objective.unit,
+            taken,
+            self.device,
+            self.plan,
+            utilization,
+            callbacks,
         )
         self._trace = StepTrace(config.profile, self.folder, self.report.say)
         kind = LocalSnapshots if config.is_local else Snapshots
@@ -237,6 +247,7 @@ class Trainer:
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
         )
         with loader, self.report, self._trace, self.snapshots:
+            self.report.tell("on_begin", self)
             if progress.pending_evaluation and self.test is not None:
                 self._evaluate_and_report(due=True)
             while not self._finished():
@@ -265,16 +276,20 @@ class Trainer:
                 if self._finished() or _due(config.snapshot_every, progress.step):
                     with self.report.excluded():
                         self.snapshots.begin(progress.step, **self._further_state())
+                self._tell_of_snapshots()
                 if after_step is not None and not self._finished():
                     after_step()
             self.snapshots.wait()
+            self._tell_of_snapshots()
             if self._stopped:
                 self.snapshots.stop.acknowledge()
+            ended_early = progress.step < self.steps and self._has_stopped_improving()
+            outcome = Outcome(progress.step, self._evaluation, ended_early, self.folder, self._stopped)
+            self.report.tell("on_end", outcome)
         if not self._stopped:  # the launcher may leave little time, and a resumed run draws at its end
             self.report.draw()
-        ended_early = progress.step < self.steps and self._has_stopped_improving()
-        stopped, self._stopped = self._stopped, None
-        return Outcome(progress.step, self._evaluation, ended_early, self.folder, stopped)
+        self._stopped = None
+        return outcome
 
     def _finished(self) -> bool:
         done = self.progress.step >= self.steps or self._has_stopped_improving()
@@ -405,6 +420,10 @@ class Trainer:
             progress.best, progress.waited = means["loss"], 0
         elif due:
             progress.waited += 1
+
+    def _tell_of_snapshots(self) -> None:
+        while self.snapshots.written:
+            self.report.tell("on_snapshot", self.snapshots.written.popleft())
 
     def _has_stopped_improving(self) -> bool:
         return self.config.patience is not None and self.progress.waited >= self.config.patience

@@ -1,0 +1,146 @@
+"""Callbacks and trackers of a run: what they hear and when, and what happens when one fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from controllers import FORKING, HOROVODRUN
+
+from hvd_ckpt.cli.main import main
+from hvd_ckpt.training import logs
+from hvd_ckpt.training.callbacks import Callbacks, callbacks_of
+from hvd_ckpt.training.config import Config
+
+pytestmark = pytest.mark.launch
+
+OWN = """
+from pathlib import Path
+import hvd_ckpt as hc
+
+class Callback:
+    def __init__(self):
+        self.heard = []
+        self.names = Path(f"heard-{hc.rank()}.txt")
+    def on_begin(self, trainer):
+        self.heard.append(f"begin {trainer.progress.step}")
+    def on_log(self, record):
+        self.heard.append(f"log {record['step']}")
+        assert record["loss"] > 0
+    def on_evaluation(self, record):
+        self.heard.append(f"evaluation {record['step']}")
+    def on_snapshot(self, path):
+        assert (path / "manifest.json").is_file()
+        self.heard.append(f"snapshot {path.name[-1]}")
+    def on_end(self, outcome):
+        self.heard.append(f"end {outcome.steps}")
+        self.names.write_text(chr(10).join(self.heard))
+
+class Failing:
+    def on_log(self, record):
+        if record["step"] == 2:
+            raise KeyError("planted in a callback")
+    def on_end(self, outcome):
+        Path("ended.txt").write_text(str(outcome))
+"""
+SIZES = "--model gpt-tiny --model-option layers=1 --model-option width=16 --sequence-length 16"
+SMALL = f"{SIZES} --batch 2 --text text.txt --log-every 1"
+SHORT = f"{SMALL} --steps 4 --snapshot-every 2 --eval-every 2 --eval-batches 1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_callback.py").write_text(OWN, "utf-8")
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 20)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*FORKING, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.cli.main", "train", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_first_rank_tells_a_callback_of_all_that_happens(folder: Path) -> None:
+    done = train(*SHORT.split(), "--callback", "own_callback:Callback", "--output", "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (folder / "heard-1.txt").exists()
+    heard = (folder / "heard-0.txt").read_text().splitlines()
+    assert [one for one in heard if not one.startswith("snapshot")] == [
+        "begin 0", "log 1", "log 2", "evaluation 2", "log 3", "log 4", "evaluation 4", "end 4",
+    ]  # fmt: skip
+    assert [one for one in heard if one.startswith("snapshot")] == ["snapshot 2", "snapshot 4"]
+    assert heard.index("snapshot 2") > heard.index("evaluation 2") and heard[-2:] == ["snapshot 4", "end 4"]
+
+
+def test_an_exception_of_a_callback_ends_all_ranks_with_one_traceback(folder: Path) -> None:
+    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.cli.main", "train"]
+    arguments = [*SMALL.split(), "--steps", "999999", "--callback", "own_callback:Failing"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert len(re.findall(r">:KeyError: 'planted in a callback'", said)) == 1, said
+    assert len(re.findall(r">:Traceback", said)) == 1, said
+    assert (folder / "ended.txt").read_text() == "None"
+
+
+def test_a_tracker_that_fails_is_a_warning_and_hears_no_more() -> None:
+    [tracker], said, heard = callbacks_of(Config("gpt-tiny", tensorboard=True)), [], []
+    own = types.SimpleNamespace(on_log=lambda record: heard.append(record["step"]))
+    tell = Callbacks([tracker, own], said.append)
+    tell("on_begin", types.SimpleNamespace())  # without a folder
+    for step in (1, 2):
+        tell("on_log", {"step": step, "kind": "train", "loss": 1.0})
+    tell("on_end", None)
+    assert heard == [1, 2] and len(said) == 1 and "TensorBoard" in said[0]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"callback": "own_callback:Missing"}, "no callback 'own_callback:Missing'"),
+        ({"callback": "own_callback:Path"}, "own_callback:Path: it has none of the methods on_begin"),
+        ({"tracker": "mlflow"}, "tracker mlflow: it is not installed: pip install"),
+    ],
+)
+def test_what_cannot_be_called_is_one_line(
+    settings: dict[str, Any], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        callbacks_of(Config("gpt-tiny", **settings))
+    assert "\n" not in str(caught.value)
+
+
+def resumed(tracker: str) -> None:
+    """A run that is resumed, tracked in one process."""
+    for arguments in (f"{SHORT} --tracker {tracker} --output run", "--resume run --steps 6"):
+        with pytest.raises(SystemExit) as end:
+            main(["train", *arguments.split()])
+        assert end.value.code == 0
+
+
+def test_mlflow_goes_on_with_the_run_of_a_resumed_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    resumed("mlflow")
+    client = mlflow.MlflowClient((folder / "run" / "mlflow").as_uri())
+    [run] = client.search_runs([client.get_experiment_by_name("hvd_ckpt").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["model"] == "gpt-tiny"
+    records = [one for one in logs.read(folder / "run" / "log.jsonl") if one["kind"] == "train"]
+    written = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(one.step, one.value) for one in written] == [(one["step"], one["loss"]) for one in records]
+
+
+def test_wandb_goes_on_with_the_run_of_a_resumed_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    resumed("wandb")
+    name = (folder / "run" / "wandb-run.txt").read_text()
+    runs = [path.name for path in (folder / "run" / "wandb").iterdir() if path.name.startswith("offline-run")]
+    assert len(runs) == 2 and all(one.endswith(name) for one in runs)
