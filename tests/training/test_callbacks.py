@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controllers import FORKING, HOROVODRUN
+from controllers import HOROVODRUN
 
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.training import logs
@@ -62,7 +62,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*FORKING, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.cli.main", "train", *arguments]
+    command = [
+        *HOROVODRUN,
+        "-np",
+        "2",
+        "--gloo",
+        sys.executable,
+        "-m",
+        "hvd_ckpt.cli.main",
+        "train",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
