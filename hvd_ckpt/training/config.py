@@ -165,6 +165,15 @@ class Config(Strict):
         "linear", description=f"Decay: {', '.join(SCHEDULES)}."
     )
     warmup: int = Field(0, ge=0, lt=2**63, description="Steps in which the learning rate rises.")
+    layer_decay: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Learning rate of a block over that of the block behind it, such as 0.9.",
+    )
+    freeze: Text | None = Field(
+        None, description="Names of parameters that are not trained, such as 'embedding*,*.bias'."
+    )
     clip: Positive | None = Field(None, description="Largest norm of all gradients together.")
     ema: float | None = Field(
         None,

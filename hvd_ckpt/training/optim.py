@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def build_optimizer(
     lr: float,
     weight_decay: float = 0.0,
     options: Mapping[str, Any] | None = None,
+    layer_decay: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer for the model's trained parameters.
 
@@ -54,6 +56,8 @@ def build_optimizer(
         lr: the learning rate.
         weight_decay: of the first group; it replaces the class's own default.
         options: other keyword arguments of the class; lists stand for tuples.
+        layer_decay: each block of a chain has groups of its own, with the learning rate of the block behind it times this
+            ("ELECTRA", Clark et al., 2020), in their option ``lr_scale``; the last block has ``lr``.
 
     Raises:
         ValueError: the optimizer is unknown (the message names the nearest) or unsuitable, refuses an option or has no weight
@@ -72,7 +76,12 @@ def build_optimizer(
         option: tuple(value) if isinstance(value, list) else value
         for option, value in (options or {}).items()
     }
-    groups = _groups(model, weight_decay, decays)
+    if layer_decay is None:
+        groups = _groups(list(model.parameters()), weight_decay, decays)
+    else:
+        groups = _groups_of_blocks(model, weight_decay, decays, layer_decay)
+    if not groups:
+        raise ValueError("the model has no parameter that is trained: unfreeze some")
     try:
         optimizer: torch.optim.Optimizer = found(groups, lr=lr, **given)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -80,12 +89,43 @@ def build_optimizer(
     return optimizer
 
 
-def _groups(model: nn.Module, weight_decay: float, decays: bool) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ValueError("the model has no parameter that is trained: unfreeze some")
+def freeze(model: nn.Module, patterns: str) -> None:
+    """Freezes the parameters whose names fit one of the patterns, which commas separate: ``embeddings*,*.bias``.
+
+    A tied parameter is frozen where one of its names fits. Dropout and running statistics stay as they are in training.
+
+    Raises:
+        ValueError: no name fits a pattern.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in (one.strip() for one in patterns.split(",")):
+        found = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(
+                f"freeze: no parameter fits '{pattern}'; there are '{named[0][0]}' to '{named[-1][0]}'"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def _groups_of_blocks(
+    model: nn.Module, weight_decay: float, decays: bool, layer_decay: float
+) -> list[dict[str, Any]]:
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(f"layer_decay {layer_decay}: this {type(model).__name__} is not a chain of blocks")
+    groups, seen = [], set[nn.Parameter]()
+    for number, block in enumerate(model):
+        own = [parameter for parameter in block.parameters() if parameter not in seen]
+        seen.update(own)  # a tied parameter is the first block's
+        scale = layer_decay ** (len(model) - 1 - number)
+        groups += [{**group, "lr_scale": scale} for group in _groups(own, weight_decay, decays)]
+    return groups
+
+
+def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not decays:
-        return [{"params": trained}]
+        return [{"params": trained}] if trained else []
     split = (
         ([parameter for parameter in trained if parameter.ndim >= 2], weight_decay),
         ([parameter for parameter in trained if parameter.ndim < 2], 0.0),
@@ -130,9 +170,10 @@ class Schedule:
         return self.lr * self._share(step)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Sets :meth:`rate` in every group; a rate held in a tensor (as CUDA graphs need) is changed in place."""
-        rate = self.rate(step)
+        """Sets :meth:`rate`, times the group's ``lr_scale``, in every group; a rate held in a tensor (as CUDA graphs need) is
+        changed in place."""
         for group in optimizer.param_groups:
+            rate = self.rate(step) * group.get("lr_scale", 1.0)
             if isinstance(group["lr"], (int, float)):
                 group["lr"] = rate
             else:

@@ -20,7 +20,8 @@ from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Repl
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.local import OF_A_PERIOD
 
-FIXED = ("seed", "optimizer", "batch_norm", "replicas")  # settings without which the state has no meaning
+# Settings without which the state has no meaning.
+FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
 PLANNED = (
     "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options",
     "stages", "pipeline_schedule", "virtual_stages",

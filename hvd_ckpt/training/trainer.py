@@ -42,7 +42,7 @@ from hvd_ckpt.training.ending import (
 )
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.local import LocalSnapshots, load_rank, state_of_rank, whole_state
-from hvd_ckpt.training.optim import Schedule, build_optimizer
+from hvd_ckpt.training.optim import Schedule, build_optimizer, freeze
 from hvd_ckpt.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
 from hvd_ckpt.training.prepare import (
     choose_plan,
@@ -128,9 +128,16 @@ class Trainer:
             self.sampler = DistributedSampler(train, config.batch, seed=config.seed, epochs=config.epochs)
             self.precision = precision_of(config, self.device)
             callbacks = callbacks_of(config)
+            if config.freeze is not None:
+                freeze(model, config.freeze)
             self.model = prepare_model(model, config, self.device)
             optimizer = build_optimizer(
-                config.optimizer, self.model, config.lr, config.weight_decay, config.optimizer_options
+                config.optimizer,
+                self.model,
+                config.lr,
+                config.weight_decay,
+                config.optimizer_options,
+                config.layer_decay,
             )
 
         # Snapshot: read, validated, and its weights loaded

@@ -61,6 +61,7 @@ SCRIPTS = {
         "--text text.txt --words 50 --length 16 --batch 2 --width 16",
         ["kept: " + COSTS, "recomputed: " + COSTS, r"validation perplexity: [\d.]+"],
     ),
+    "fine_tuning.py": ("--eval-every 2 --shard parameters", [r"step 2: averaged weights, loss [\d.]+"]),
 }
 
 

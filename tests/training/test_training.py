@@ -290,6 +290,30 @@ def test_a_run_leaves_logs_a_plot_its_settings_and_the_newest_snapshots(text, fo
         train(folder, **values, resume=str(folder))
 
 
+def test_frozen_layers_stay_and_blocks_have_rates_of_their_own_sharded_and_resumed(text, folder):
+    values = settings(
+        "gpt-tiny", text, steps=4, freeze="embedding.*,*.bias", layer_decay=0.5, ema=0.5, snapshot_every=2
+    )
+    values.update(eval_every=2, keep_snapshots=9, segments=2, model_options={**SMALL, "tied": False})
+    start = {name: one.clone() for name, one in assemble(Config(**values)).model.state_dict().items()}
+    trainer, outcome = train(folder / "whole", **values)
+    weights = final_weights(outcome)
+    for name, weight in weights.items():
+        frozen = name.startswith("embedding.") or name.endswith(".bias")
+        assert torch.equal(weight, start[name]) == frozen, name
+    blocks = len(trainer.model)
+    rates = {group["lr"] / trainer.schedule.rate(3) for group in trainer.optimizer.param_groups}
+    assert rates == {0.5 ** (blocks - 1 - block) for block in range(1, blocks)}
+    assert outcome.evaluation["ema_loss"] != outcome.evaluation["loss"]
+    _, sharded = train(folder / "sharded", **values, shard=3)
+    assert sharded.evaluation == outcome.evaluation
+    _, again = train(folder, **values, shard=3, resume=str(folder / "whole" / STEP_2))
+    assert again.evaluation == outcome.evaluation
+    for changed in ({"freeze": "embedding.*"}, {"layer_decay": None}):
+        with pytest.raises(ConfigError, match=f"{next(iter(changed))} .*: the run that is to resume has"):
+            train(folder, **{**values, **changed}, resume=str(folder / "whole"))
+
+
 def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(text, folder):
     values = settings(
         "gpt-tiny", text, log_every=1, segments=2, accumulate=2, profile="2:3", peak_tflops=1e-3
@@ -338,6 +362,8 @@ NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
         ({"device": "tpu"}, "device 'tpu'"),
         ({**NO_TEXT, "model": "vnet", "pixels": 20}, "the model vnet cannot take micro-batches of shape"),
         ({"warmup": 9}, "warmup 9"),
+        ({"freeze": "embedding.*,embeding*"}, "freeze: no parameter fits 'embeding*'"),
+        ({"freeze": "*"}, "no parameter that is trained"),
         ({"profile": "4:5"}, "profile 4:5: the run ends after step 3"),
     ],
 )
