@@ -3,8 +3,8 @@
 conftest.py says which kinds of tests there are. Those of one process and those of whole commands run under plain pytest; those
 of ranks run under horovodrun, with 1, 2, 3 and 4 ranks over Gloo and 2 and 4 over MPI where it works. Each rank leaves a JUnit
 file. A test failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The last
-line sums all runs. Whole commands keep one core busy, most of the time, and those on several hosts wait, most of the time. So both
-run beside all that needs no MPI, whose output follows theirs.
+line sums all runs. Whole commands, whatever else starts no ranks over MPI, and ranks over Gloo run beside each other; the output of
+the first passes through, and that of the others follows it.
 
 Arguments go to pytest. Those that name files or folders choose the tests:
 
@@ -65,8 +65,8 @@ def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
 
 LANES = (  # beside each other
     (Run("whole commands", "launch"),),
-    (Run("several hosts", "hosts"),),
-    (Run("one process", "process"), *_over("gloo", 1, 2, 3, 4)),
+    (Run("several hosts", "hosts"), Run("one process", "process")),
+    _over("gloo", 1, 2, 3, 4),
 )
 ALONE = _over("mpi", 2, 4)  # ranks that wait in MPI keep their cores busy
 
