@@ -504,4 +504,21 @@ def test_a_data_loader_knows_what_the_loop_has_got_and_draws_nothing(workers: in
             break
     other.load_state_dict(one.state_dict())
     assert [batch.tolist() for batch in other] == whole[4:]
-    assert "give an hc.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]
+    assert "give an DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]
+
+
+def test_a_hugging_face_data_set_is_split_and_resumed_as_it_is() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"tokens": [[row, row + 1] for row in range(20)]}).with_format("torch")
+
+    def loader(rank: int) -> DataLoader:
+        return DataLoader(data, DistributedSampler(data, 4, num_replicas=2, rank=rank, seed=1, epochs=2))
+
+    parts = [[batch["tokens"].tolist() for batch in loader(rank)] for rank in range(2)]
+    rows = sorted(row[0] for part in parts for batch in part for row in batch)
+    assert rows == sorted(2 * list(range(20)))
+    begun, resumed = loader(1), loader(1)
+    iterator = iter(begun)
+    first = [next(iterator)["tokens"].tolist() for _ in range(2)]
+    resumed.load_state_dict(begun.state_dict())
+    assert first + [batch["tokens"].tolist() for batch in resumed] == parts[1]
