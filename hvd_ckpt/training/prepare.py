@@ -200,12 +200,19 @@ def choose_plan(
         with errors_everywhere("hvd_ckpt.train.plan_file"):
             if first:
                 write_text(text, file)
-    if text is not None or config.plan is not None:
-        with errors_everywhere("hvd_ckpt.train.plan"):
-            chosen = load_plan(file if text is not None else Path(str(config.plan)), model, config.precision)
-            _check_layout(chosen, config)
-    else:
-        chosen = _make_plan(model, optimizer, config, train, objective, device)
+    try:
+        if text is not None or config.plan is not None:
+            with errors_everywhere("hvd_ckpt.train.plan"):
+                chosen = load_plan(
+                    file if text is not None else Path(str(config.plan)), model, config.precision
+                )
+                _check_layout(chosen, config)
+        else:
+            chosen = _make_plan(model, optimizer, config, train, objective, device)
+    except ConfigError:
+        if first and not config.resume:
+            (folder / "config.yaml").unlink()  # the folder is empty again, and can be given again
+        raise
     if first:
         chosen.save(file)
         text = file.read_text("utf-8")

@@ -373,6 +373,7 @@ def test_invalid_settings_are_an_error_on_every_rank(changes, said, text, folder
     message = str(caught.value)
     assert said in message and "\n" not in message
     assert hc.allgather_object(message) == [message] * hc.size()
+    assert not list(folder.glob("run/*")), "the folder cannot be given again"
 
 
 def test_what_only_one_rank_lacks_is_an_error_on_all():
