@@ -107,13 +107,27 @@ def check_averages(averages: Mapping[str, Tensor], place: str, model: nn.Module)
     check_tensors(averages, parameters, place, True)
 
 
-def check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, sharded: bool = False
+) -> None:
     """Raises Wrong unless a state of valid structure fits the optimizer: its groups, and names and shapes of its entries.
 
     Args:
-        optimizer: not sharded.
+        state: of whole parameters.
+        sharded: whether the optimizer has shards, some of them on this rank: then the names of entries are looked at that it keeps
+            of each.
     """
     there = state["param_groups"]
+    if sharded:
+        of_shards = _after_a_step(optimizer, flat=True)
+        common = (
+            dict.fromkeys(name for name in of_shards[0] if all(name in one for one in of_shards))
+            if of_shards
+            else {}
+        )
+        for number, kept in state["state"].items():
+            _check_entries(kept, common, f"optimizer.state[{number}]")
+        return
     if [len(group["params"]) for group in optimizer.param_groups] != [
         len(group["params"]) for group in there
     ]:

@@ -174,8 +174,8 @@ def check_fits(
     if resumed.sharding is not None:
         check_sharding(resumed.sharding, specs)
     else:
-        if not stage and not pipeline:
-            check_optimizer(resumed.replicated["optimizer"], optimizer)
+        if not pipeline:
+            check_optimizer(resumed.replicated["optimizer"], optimizer, sharded=stage > 0)
         if ema is not None and not pipeline:
             check_averages(ema["averages"], "ema.averages", model)
     replicas = resumed.replicated["replicas"] or {"buffers": {}}

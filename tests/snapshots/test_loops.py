@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -29,7 +30,9 @@ LAST = hc.size() - 1
 class Loop:
     """A model with everything that has state."""
 
-    def __init__(self, seed: int = 0, width: int = 16, **options: Any) -> None:
+    def __init__(
+        self, seed: int = 0, width: int = 16, kind: Callable[..., Any] = torch.optim.AdamW, **options: Any
+    ) -> None:
         torch.manual_seed(5)
         self.data = TensorDataset(torch.randn(60, 8), torch.arange(60) % 4)
         torch.manual_seed(seed)
@@ -39,7 +42,7 @@ class Loop:
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 4)
         )
         self.model[0].bias.requires_grad_(False)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        optimizer = kind(self.model.parameters(), lr=1e-2)
         self.optimizer = hc.DistributedOptimizer(optimizer, self.model.named_parameters(), **options)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
         self.scaler = hc.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
@@ -130,6 +133,9 @@ def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_
     for options in {}, {"shard": 2}:
         with pytest.raises(ValueError, match=r"step-00000009' cannot be used: weights.*of another model"):
             Loop(width=12, **options).run(folder / "run")
+    for options in {}, {"shard": 1}, {"shard": 3}:
+        with pytest.raises(ValueError, match="has no momentum_buffer, which this optimizer .* needs"):
+            Loop(kind=functools.partial(torch.optim.SGD, momentum=0.9), **options).run(folder / "whole")
     loop = Loop()
     loop.sampler.seed = 4
     with pytest.raises(ValueError, match="seed 3, and here it is 4"):
