@@ -98,7 +98,9 @@ def test_recompute_merges_what_the_ranks_found(command: Command) -> None:
 
 @pytest.fixture
 def text(folder: Path) -> str:
-    (folder / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    if hc.rank() == 0:
+        (folder / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    hc.barrier()
     return str(folder / "text")
 
 
