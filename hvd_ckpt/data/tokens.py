@@ -9,7 +9,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,21 +85,14 @@ class Tokens:
         self.ordinary = BYTES
         if tokenizer is not None:
             known, encoder = read_tokenizer(Path(tokenizer))
-            self.ordinary = max(known.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-            if self.ordinary > MOST_TOKENS:
-                raise ValueError(
-                    f"tokenizer '{tokenizer}': it has token {self.ordinary - 1}, above {MOST_TOKENS}"
-                )
-        self.vocabulary = self.ordinary
-        self.mask, self.padding, self.start, self.separator = (
-            self._find_special(known, names) for names in SPECIAL.values()
-        )
+            self.ordinary = number_of_tokens(known, tokenizer)
+        self._number_special(known)
         try:
             if known is None and len(files) == 1:
                 path, kind = files[0], numpy.dtype(numpy.uint8)
             else:
                 kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
-                path = (_cache_folder() if cache is None else Path(cache)) / f"{_key(files, encoder)}.tokens"
+                path = (cache_folder() if cache is None else Path(cache)) / f"{key_of(files, encoder)}.tokens"
                 if not path.is_file():
                     _write(path, kind, self._encode(files, known), sum(file.stat().st_size for file in files))
             if not path.stat().st_size:
@@ -111,6 +104,12 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.array)
+
+    def _number_special(self, known: Tokenizer | None) -> None:
+        self.vocabulary = self.ordinary
+        self.mask, self.padding, self.start, self.separator = (
+            self._find_special(known, names) for names in SPECIAL.values()
+        )
 
     def _find_special(self, known: Tokenizer | None, names: Sequence[str]) -> int:
         if known is not None:
@@ -128,10 +127,10 @@ class Tokens:
             yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
 
 
-def find_text_files(text: str | os.PathLike[str]) -> list[Path]:
+def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """The files of a text, in order.
 
-    A file is taken whatever its name. Of a folder, all files below it are taken that have a suffix in ``SUFFIXES`` (in upper
+    A file is taken whatever its name. Of a folder, all files below it are taken that have one of the ``suffixes`` (in upper
     or lower case) and are not empty, sorted by path; hidden files and folders and symbolic links below it are left out.
 
     Raises:
@@ -148,13 +147,12 @@ def find_text_files(text: str | os.PathLike[str]) -> list[Path]:
         for parent, folders_, files in os.walk(source):
             folders_[:] = [name for name in folders_ if not name.startswith(".")]
             paths = (Path(parent, name) for name in files if not name.startswith("."))
-            found += [path for path in paths if path.suffix.lower() in SUFFIXES and _is_text(path)]
+            found += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
     except OSError as error:
         raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
     if not found:
-        raise ValueError(
-            f"the folder '{source}' holds no text: files in it need a suffix such as .txt, .md or .py"
-        )
+        some = ".txt, .md or .py" if suffixes is SUFFIXES else " or ".join(sorted(suffixes))
+        raise ValueError(f"the folder '{source}' holds no text: files in it need a suffix such as {some}")
     return sorted(found, key=lambda path: path.relative_to(source).parts)
 
 
@@ -167,11 +165,11 @@ def _is_text(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size > 0
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     return folders.cache_folder()[0] / "tokens"
 
 
-def _key(files: Sequence[Path], encoder: str) -> str:
+def key_of(files: Sequence[Path], encoder: str) -> str:
     """The name of a cache file: a hash of paths, sizes and times of change of the text files, and of the encoder."""
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
@@ -218,6 +216,18 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, hashlib.sha256(content).hexdigest()
+
+
+def number_of_tokens(tokenizer: Tokenizer, name: str | os.PathLike[str]) -> int:
+    """One more than the highest token of a tokenizer, whose file is ``name``.
+
+    Raises:
+        ValueError: it is above :data:`MOST_TOKENS`.
+    """
+    highest: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= MOST_TOKENS:
+        raise ValueError(f"tokenizer '{name}': it has token {highest}, above {MOST_TOKENS}")
+    return highest + 1
 
 
 def _bytes(file: Path) -> Iterator[NDArray[Any]]:

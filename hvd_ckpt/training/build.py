@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from hvd_ckpt import watchdog
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.images import open_images
+from hvd_ckpt.data.shards import Shards
 from hvd_ckpt.data.text import TEXTS
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.data.volumes import open_volumes
@@ -25,6 +27,8 @@ from hvd_ckpt.training.own import KIND, OwnModel, kind_of_data, objective_of, op
 # Kinds of data to which a setting applies.
 SETTINGS_OF_DATA = {
     "text": TEXTS,
+    "tokens": TEXTS,
+    "vocabulary": TEXTS,
     "tokenizer": TEXTS,
     "sequence_length": TEXTS,
     "images": ("images",),
@@ -114,17 +118,28 @@ def _open_data(
 def _open_text(
     config: Config, entry: catalog.Entry | OwnModel
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    tokenizer = config.tokenizer
-    if tokenizer is None and entry.folder is not None and (entry.folder / "tokenizer.json").is_file():
-        tokenizer = str(entry.folder / "tokenizer.json")
-    tokens = Tokens(config.text, tokenizer)
+    tokenizer = find_tokenizer(config, entry.folder)
+    given = config.tokens
+    tokens = Tokens(config.text, tokenizer) if given is None else Shards(given, tokenizer, config.vocabulary)
     length = config.sequence_length or entry.data.get("length", 128)
     train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)
     vocabulary = tokens.vocabulary
-    if entry.folder is not None:  # whose vocabulary need not have the special tokens that are not used here
-        special = [tokens.separator] + [tokens.mask] * (entry.kind == "masked")
-        vocabulary = max(tokens.ordinary - 1, *special) + 1
+    if (
+        entry.folder is not None or config.tokens is not None
+    ):  # special tokens that are not used need no place
+        special = [tokens.separator] * (config.tokens is None) + [tokens.mask] * (entry.kind == "masked")
+        vocabulary = max([tokens.ordinary - 1, *special]) + 1
     return train, test, {"vocabulary": vocabulary, "length": length}
+
+
+def find_tokenizer(config: Config, folder: Path | None) -> Path | None:
+    """The file of the run's tokenizer: as configured, else beside the token ids, else in the folder of the model; None for bytes,
+    or for token ids without one."""
+    if config.tokenizer is not None:
+        return Path(config.tokenizer)
+    places = [] if config.tokens is None else [Path(config.tokens), Path(config.tokens).parent]
+    places += [] if folder is None else [folder]
+    return next((file for place in places if (file := place / "tokenizer.json").is_file()), None)
 
 
 def _check_settings(config: Config, kind: str) -> None:

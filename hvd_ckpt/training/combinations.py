@@ -17,6 +17,10 @@ def check_combinations(config: Config) -> None:
     """Raises ValueError for the first settings that do not go together; names them, and what to do."""
     if config.steps is not None and config.epochs is not None:
         raise ValueError(f"steps {config.steps} and epochs {config.epochs}: give one of them")
+    if config.tokens is not None and config.text is not None:
+        raise ValueError(f"text {config.text} and tokens {config.tokens}: give one of them")
+    if config.vocabulary is not None and config.tokens is None:
+        raise ValueError(f"vocabulary {config.vocabulary}: it is of token ids, give tokens as well")
     recomputing = [name for name in ("budget", "plan", "segments") if getattr(config, name) is not None]
     if len(recomputing) > 1:
         raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")

@@ -132,6 +132,12 @@ class Config(Strict):
     text: Text | None = Field(
         None, description="Text file or folder to train on.  [default: the standard library's source]"
     )
+    tokens: Text | None = Field(
+        None, description=".npy or .bin file of token ids, or a folder of them, to train on instead of text."
+    )
+    vocabulary: int | None = Field(
+        None, ge=1, le=MOST, description="Number of token ids.  [default: of the tokenizer of --tokens]"
+    )
     tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
     sequence_length: int | None = Field(
         None, ge=8, le=MOST, description="Sequence length in tokens.  [default: by model]"

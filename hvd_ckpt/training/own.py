@@ -129,11 +129,17 @@ def kind_of_data(config: Config) -> str:
     Raises:
         ConfigError: none does.
     """
-    for setting, kind in (("data", KIND), ("text", "causal"), ("images", "images"), ("volumes", "volumes")):
+    for setting, kind in (
+        ("data", KIND),
+        ("text", "causal"),
+        ("tokens", "causal"),
+        ("images", "images"),
+        ("volumes", "volumes"),
+    ):
         if getattr(config, setting) is not None:
             return kind
     raise ConfigError(
-        f"model {config.model}: give data, a function that returns samples, or text, images or volumes"
+        f"model {config.model}: give data, a function that returns samples, or text, tokens, images or volumes"
     )
 
 

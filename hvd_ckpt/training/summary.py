@@ -48,7 +48,8 @@ def print_summary(
         count, size = sum(one.numel() for one in parameters), sum(one.nbytes for one in parameters)
         units, unit = objective.units(train.batch([0], [0])), objective.unit
         own = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
-        source = config.data or config.text or config.images or config.volumes or own or type(train).__name__
+        given = config.data or config.text or config.tokens or config.images or config.volumes
+        source = given or own or type(train).__name__
         samples = config.batch * (config.replicas or hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
         owners = "on each rank" if config.replicas is None else f"of each of {config.replicas} replicas"

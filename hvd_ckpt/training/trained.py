@@ -19,6 +19,7 @@ from hvd_ckpt.schema import Wrong
 from hvd_ckpt.snapshots.export import whole_weights
 from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.snapshots.schema import REPLICATED
+from hvd_ckpt.training.build import find_tokenizer
 from hvd_ckpt.training.config import Config, ConfigError
 
 # The names of the weights of token embeddings, of which there is one for each token.
@@ -64,10 +65,7 @@ def settings_of(path: Path) -> Trained:
         raise ConfigError(f"model {config.model}: {error}") from None
     if entry.kind not in TEXTS or config.data is not None:
         raise ConfigError(f"model {config.model}: it was not trained on text: {way_out}")
-    own = None if entry.folder is None else entry.folder / "tokenizer.json"
-    tokenizer = (
-        Path(config.tokenizer) if config.tokenizer else own if own is not None and own.is_file() else None
-    )
+    tokenizer = find_tokenizer(config, entry.folder)
     return Trained(config, entry.kind, config.sequence_length or entry.data.get("length", 128), tokenizer)
 
 
@@ -101,6 +99,8 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
             f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
         )
     model.transformers_model.save_pretrained(path)
+    if run.tokenizer is None and run.config.tokens is not None:
+        return  # nothing tells what the ids stand for
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, special = _tokenizer_of(run)
@@ -113,6 +113,10 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
 def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
     """The tokenizer, also for bytes, and its special tokens by transformers' names; those that it lacks have numbers above its own,
     as in :class:`hvd_ckpt.data.tokens.Tokens`."""
+    if run.tokenizer is None and run.config.tokens is not None:
+        raise Wrong(
+            f"the run was trained on the token ids of '{run.config.tokens}' without a tokenizer: put its tokenizer.json beside them"
+        )
     tokenizer = _byte_tokenizer() if run.tokenizer is None else read_tokenizer(run.tokenizer)[0]
     following = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     special = {}

@@ -504,7 +504,7 @@ def test_a_data_loader_knows_what_the_loop_has_got_and_draws_nothing(workers: in
             break
     other.load_state_dict(one.state_dict())
     assert [batch.tolist() for batch in other] == whole[4:]
-    assert "give an DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]
+    assert "give an hc.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]
 
 
 def test_a_hugging_face_data_set_is_split_and_resumed_as_it_is() -> None:

@@ -150,6 +150,22 @@ def test_a_run_that_is_resumed_ends_in_the_bits_of_one_never_stopped(precision, 
         assert other.optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
+def test_token_ids_train_as_the_text_they_are_from_and_resume_in_the_same_bits(text, folder):
+    """Two shards whose border is within a sample."""
+    ids = numpy.frombuffer(Path(text).read_bytes(), numpy.uint8)
+    if hc.rank() == 0:
+        (folder / "ids").mkdir()
+        ids[:1003].astype("<u2").tofile(folder / "ids" / "a.bin")
+        numpy.save(folder / "ids" / "b.npy", ids[1003:].astype(numpy.int32))
+    hc.barrier()
+    values = settings("gpt-tiny", text, steps=4, snapshot_every=2, keep_snapshots=5)
+    whole = final_weights(train(folder / "text", **values)[1])
+    values.update(text=None, tokens=str(folder / "ids"), vocabulary=260)
+    assert_same(whole, final_weights(train(folder / "ids" / "whole", **values)[1]))
+    resumed = str(folder / "ids" / "whole" / STEP_2)
+    assert_same(whole, final_weights(train(folder, **values, resume=resumed)[1]))
+
+
 def test_running_statistics_of_each_rank_are_resumed(text, folder):
     values = settings("resnet-20", text, steps=2, snapshot_every=1, keep_snapshots=5, batch_norm="deferred")
     trainer, _ = train(folder / "whole", **values)
