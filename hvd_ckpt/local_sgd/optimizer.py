@@ -33,6 +33,8 @@ class LocalOptimizer(_Base):
     _added_sets: list[tuple[int, ...]]
     _worked = _stepped = False
     can_join = False
+    has_averaged = False  # in the last step, on all ranks alike
+    before_change: Callable[[], None] | None = None  # called before each change by averages
 
     # -------------------------------------------------------------------------------- what can be asked
 
@@ -121,8 +123,11 @@ class LocalOptimizer(_Base):
         averaging = self._averaging
         if averaging is None:
             return
+        if self.before_change is not None:
+            self.before_change()
         averaging.skipped += skipped
-        self._share_pieces(averaging.advance(self._worked and not skipped))
+        self.has_averaged = averaging.advance(self._worked and not skipped)
+        self._share_pieces(self.has_averaged)
 
     def _share_pieces(self, changed: bool) -> None:
         if changed and self.shard_stage:

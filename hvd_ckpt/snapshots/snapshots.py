@@ -33,6 +33,7 @@ from hvd_ckpt.snapshots.folder import (
     remove_abandoned,
 )
 from hvd_ckpt.snapshots.loading import average_state, load_state, load_weights
+from hvd_ckpt.snapshots.local import load_rank, state_of_rank, whole_state
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.resume import state_of_shards
@@ -76,7 +77,7 @@ class Snapshots:
     Args:
         folder: of the run, the same on all ranks and hosts. Snapshots are in ``folder/snapshots``.
         model: the module that is trained, or the :class:`hvd_ckpt.Pipeline` of it.
-        optimizer: its ``DistributedOptimizer``.
+        optimizer: its ``DistributedOptimizer``, or that of :func:`hvd_ckpt.LocalSGD`: then each rank writes weights of its own.
         scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict`` that is the same on every
             rank.
         scaler: an :class:`hvd_ckpt.GradScaler`.
@@ -95,11 +96,9 @@ class Snapshots:
 
     Raises:
         TypeError: an argument has no state that can be saved.
-        ValueError: ``keep`` is less than 1, or the optimizer is one of :func:`hvd_ckpt.LocalSGD`, whose ranks have weights of
-            their own.
+        ValueError: ``keep`` is less than 1; or the optimizer is one of :func:`hvd_ckpt.LocalSGD`, and it is sharded, some ranks do
+            not take part, or there are an average or pipeline stages.
     """
-
-    _of_local_sgd = False  # whether what each rank has of its own is given as further state
 
     def __init__(
         self,
@@ -119,10 +118,8 @@ class Snapshots:
             raise TypeError(
                 f"Snapshots: optimizer is a {type(optimizer).__name__}: give hc.DistributedOptimizer(...) of it"
             )
-        if isinstance(optimizer, LocalOptimizer) and not self._of_local_sgd:
-            raise ValueError(
-                "Snapshots: optimizer is one of LocalSGD, whose ranks have weights of their own: use hvd-ckpt train"
-            )
+        if isinstance(optimizer, LocalOptimizer):
+            _check_local(optimizer, average)
         for name, one in (("scheduler", scheduler), ("loader", loader)):
             if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -222,19 +219,21 @@ class Snapshots:
 
         To be called once after each ``optimizer.step()``. SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank count, unless the program
         handles them itself. The request travels with the next step's gradients, so that it costs nothing until there is one; all
-        ranks get the same answer after the same step. A second Ctrl-C interrupts at once.
+        ranks get the same answer after the same step. With :func:`hvd_ckpt.LocalSGD` they ask each other after each average, so
+        it takes up to a period. A second Ctrl-C interrupts at once.
         """
         self._open()
         if self._writer is not None:
             self._writer.check()
-        if self._optimizer.notified:
+        optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
+        if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "hvd_ckpt.snapshots.stop")
             self._stopped = self._stopped or next((one for one in reports if one is not None), None)
         grid, asked = current(), self.stop.reason is not None
         if grid.stages > 1:  # each has a world of its own, in which the flag travels
             asked = any(bool(one) for one in grid.gather(torch.tensor([float(asked)], dtype=torch.float64)))
-        if asked and self._stopped is None:
-            self._optimizer.notify()
+        if asked and self._stopped is None and not local:
+            optimizer.notify()
         return self._stopped
 
     def wait(self) -> None:
@@ -295,6 +294,7 @@ class Snapshots:
             expected, options: see :func:`hvd_ckpt.snapshots.loading.load_state`.
         """
         self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
+        snapshot = load_rank(snapshot, self._model, self._optimizer)
         if expected is None:
             of_shards = state_of_shards(self._optimizer, self._model)
             expected = {self._name(name): entries for name, entries in of_shards.items()}
@@ -331,18 +331,20 @@ class Snapshots:
         return {
             "weights": self._shards.weights(self._model),
             "replicated": {
-                "optimizer": None if self._shards.sharded else optimizer.state_dict(),
+                "optimizer": None if self._shards.sharded else whole_state(optimizer),
                 "ema": average,
                 "scaler": None if self._scaler is None else self._scaler.state_dict(),
                 "threads": torch.get_num_threads(),
                 "device": next(self._model.parameters()).device.type,
                 "replicas": None if replicas is None else replicas.state_dict(),
+                "mid_period": isinstance(optimizer, LocalOptimizer) and not optimizer.settled,
                 **replicated,
             },
             "per_rank": {
                 "random": random_state(),
                 "reduction": optimizer.reduction_state_dict(),
                 "buffers": dict(self._model.named_buffers()),
+                "local": state_of_rank(optimizer, self._model, self._scaler),
                 **per_rank,
             },
             "shard": self._shards.state(self._model, optimizer, average_shard),
@@ -370,8 +372,9 @@ class Snapshots:
             opened.callback(self._forget_writer)
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
-            if self._average is not None:
-                self._average.before_change = self.before_update
+            for one in (self._average, self._optimizer):
+                if isinstance(one, (AveragedWeights, LocalOptimizer)):
+                    one.before_change = self.before_update
             self._opened = opened.pop_all()
 
     def _on_written(self, path: Path, warn: Warn) -> None:
@@ -380,6 +383,18 @@ class Snapshots:
 
     def _forget_writer(self) -> None:
         self._writer = None
+
+
+def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:
+    """Raises ValueError where what a rank of local SGD has is not a whole model."""
+    for wrong, reason in (
+        (optimizer.shard_stage > 0, "shards its groups: leave out shard"),
+        (optimizer._members.process_set_id != 0, "is of a process set: give it all ranks"),
+        (average is not None, "has other weights on each rank: leave out average"),
+        (current().stages > 1, "has parts of the model: use init(stages=1)"),
+    ):
+        if wrong:
+            raise ValueError(f"Snapshots: optimizer is one of LocalSGD, and {reason}")
 
 
 def _warn(text: str) -> None:

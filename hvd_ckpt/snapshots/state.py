@@ -34,6 +34,7 @@ def _no_tensor(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_no_tensor)
+Weight = Annotated[float, Field(ge=0), NUMBER]
 
 
 class Average(Strict):
@@ -93,8 +94,55 @@ class Replicas(Strict):
         return self
 
 
+class _Run(Strict):
+    """State of one average of local SGD: what is under way, and of parameters the anchor and the outer optimizer."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    sent: Tensor | None
+    row: Tensor | None = None
+    gathering: bool = False
+    anchor: Tensor | None = None
+    exact: Tensor | None = None
+    rest: Tensor | None = None
+    outer: OptimizerState | None = None
+
+
+class _Fragment(Strict):
+    sent_at: Count | None
+    gathering: bool
+    weight: Weight
+    marks: tuple[Count, Weight]
+    squares: Weight
+    runs: dict[str, _Run]
+
+
+class _Averages(Strict):
+    key: dict[str, Any]
+    step: Count
+    skipped: Count
+    tokens: Weight
+    worked: Count
+    moments: list[str]
+    fragments: list[_Fragment]
+
+
+class Local(Strict):
+    """State that a rank of local SGD has of its own between averages; rank 0's weights and optimizer state are the snapshot's."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    weights: dict[str, Tensor]
+    optimizer: OptimizerState | None
+    scaler: Scaler | None
+    averages: _Averages
+
+
 class ReplicatedState(Strict):
-    """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are in shards."""
+    """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are in shards.
+
+    ``mid_period``: the ranks of local SGD have weights of their own.
+    """
 
     optimizer: OptimizerState | None
     ema: Average | None
@@ -102,6 +150,7 @@ class ReplicatedState(Strict):
     threads: Positive
     device: str
     replicas: Replicas | None
+    mid_period: bool
 
 
 class PerRankState(Strict):
@@ -112,6 +161,7 @@ class PerRankState(Strict):
     random: dict[str, Any]
     reduction: dict[str, Any]
     buffers: dict[str, Tensor]
+    local: Local | None
 
 
 def check_state(
@@ -183,3 +233,6 @@ def check_fits(
         check_tensors(of_model(one, buffers), buffers, "replicas.buffers", False)
     for state in resumed.per_stage:
         check_tensors(of_model(state["buffers"], buffers), buffers, "buffers", False)
+        if (local := state["local"]) is not None and local["optimizer"] is not None:
+            check_tensors(local["weights"], dict(model.named_parameters()), "local.weights", True)
+            check_optimizer(local["optimizer"], optimizer)

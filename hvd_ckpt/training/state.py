@@ -8,15 +8,14 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
-from torch import Tensor, nn
+from torch import nn
 
 from hvd_ckpt.schema import Strict, Wrong
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.resume import OptimizerState, check_optimizer, check_tensors
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
-from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Replicas, ReplicatedState, Scaler
+from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Replicas, ReplicatedState, Weight
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.local import OF_A_PERIOD
 
@@ -36,8 +35,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-Weight = Annotated[float, Field(ge=0), NUMBER]
-Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Annotated[float, Field(ge=0), NUMBER]]
+Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]
 
 
 class Progress(Strict):
@@ -82,60 +80,12 @@ class _Replicated(ReplicatedState):
     plan: Annotated[str, AfterValidator(_unicode)] | None
     samples: Positive
     replicas: _Replicas | None
-    mid_period: bool
-
-
-class _Run(Strict):
-    """State of one average: what is under way, and of parameters the anchor and the outer optimizer."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    sent: Tensor | None
-    row: Tensor | None = None
-    gathering: bool = False
-    anchor: Tensor | None = None
-    exact: Tensor | None = None
-    rest: Tensor | None = None
-    outer: OptimizerState | None = None
-
-
-class _Fragment(Strict):
-    sent_at: Count | None
-    gathering: bool
-    weight: Weight
-    marks: tuple[Count, Weight]
-    squares: Weight
-    runs: dict[str, _Run]
-
-
-class _Averages(Strict):
-    """State of the averages of local SGD."""
-
-    key: dict[str, Any]
-    step: Count
-    skipped: Count
-    tokens: Weight
-    worked: Count
-    moments: list[str]
-    fragments: list[_Fragment]
-
-
-class _Local(Strict):
-    """State that a rank has of its own between averages; rank 0's weights and optimizer state are the snapshot's."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    weights: dict[str, Tensor]
-    optimizer: OptimizerState | None
-    scaler: Scaler | None
-    averages: _Averages
 
 
 class _PerRank(PerRankState):
     """State of one rank."""
 
     logged: list[Logged]
-    local: _Local | None
 
 
 def check_state(resumed: Snapshot) -> None:
@@ -184,7 +134,3 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         specs = {names[one]: TensorSpec.of(one) for one in parameters}
         state.check_fits(resumed, model, optimizer, specs)
-        for own in resumed.per_stage:
-            if (local := own["local"]) is not None and local["optimizer"] is not None:
-                check_tensors(local["weights"], dict(model.named_parameters()), "local.weights", True)
-                check_optimizer(local["optimizer"], optimizer)

@@ -41,7 +41,6 @@ from hvd_ckpt.training.ending import (
     gather_reports,
 )
 from hvd_ckpt.training.evaluation import evaluate
-from hvd_ckpt.training.local import LocalSnapshots, load_rank, state_of_rank, whole_state
 from hvd_ckpt.training.optim import Schedule, build_optimizer, freeze
 from hvd_ckpt.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
 from hvd_ckpt.training.prepare import (
@@ -207,8 +206,7 @@ class Trainer:
             callbacks,
         )
         self._trace = StepTrace(config.profile, self.folder, self.report.say)
-        kind = LocalSnapshots if config.is_local else Snapshots
-        self.snapshots = kind(
+        self.snapshots = Snapshots(
             self.folder,
             model=self.model,
             optimizer=self.optimizer,
@@ -220,7 +218,7 @@ class Trainer:
         )
         if snapshot is not None:
             with config_errors():
-                if self.snapshots.load(load_rank(snapshot, self.model, self.optimizer), expected):
+                if self.snapshots.load(snapshot, expected):
                     self.report.resume(snapshot.per_rank["logged"])
                 if self.optimizer.replicas is not None:
                     entries = snapshot.replicated["replicas"]["logged"]
@@ -376,17 +374,13 @@ class Trainer:
             "progress": self.progress.model_dump(),
             "plan": self._plan_text,
             "samples": len(self.train),
-            "mid_period": self.config.is_local and not self.optimizer.settled,
         }
         if self.optimizer.replicas is not None:
             replicated["replicas"] = {
                 **self.optimizer.replicas.state_dict(),
                 "logged": replica_entries(logged),
             }
-        if self.config.is_local:
-            replicated["optimizer"] = whole_state(self.optimizer)
-        local = state_of_rank(self.optimizer, self.model, self.precision.scaler)
-        return {"replicated": replicated, "per_rank": {"logged": logged, "local": local}}
+        return {"replicated": replicated, "per_rank": {"logged": logged}}
 
     # -------------------------------------------------------------------------------- within a run
 

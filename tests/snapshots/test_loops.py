@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -31,7 +32,12 @@ class Loop:
     """A model with everything that has state."""
 
     def __init__(
-        self, seed: int = 0, width: int = 16, kind: Callable[..., Any] = torch.optim.AdamW, **options: Any
+        self,
+        seed: int = 0,
+        width: int = 16,
+        kind: Callable[..., Any] = torch.optim.AdamW,
+        local: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         torch.manual_seed(5)
         self.data = TensorDataset(torch.randn(60, 8), torch.arange(60) % 4)
@@ -43,13 +49,16 @@ class Loop:
         )
         self.model[0].bias.requires_grad_(False)
         optimizer = kind(self.model.parameters(), lr=1e-2)
-        self.optimizer = hc.DistributedOptimizer(optimizer, self.model.named_parameters(), **options)
+        make: Any = hc.DistributedOptimizer if local is None else hc.LocalSGD
+        self.optimizer = make(optimizer, self.model.named_parameters(), **options, **(local or {}))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
         self.scaler = hc.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-        self.average = hc.AveragedWeights(
-            self.optimizer,
-            multi_avg_fn=get_ema_multi_avg_fn(0.8),  # type: ignore[no-untyped-call]
-        )
+        self.average = None
+        if local is None:
+            self.average = hc.AveragedWeights(
+                self.optimizer,
+                multi_avg_fn=get_ema_multi_avg_fn(0.8),  # type: ignore[no-untyped-call]
+            )
         torch.manual_seed(100 + hc.rank())
 
     def snapshots(self, folder: Path, **options: Any) -> hc.Snapshots:
@@ -75,7 +84,8 @@ class Loop:
                 self.scaler.scale(loss).backward()
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-                self.average.update_parameters()
+                if self.average is not None:
+                    self.average.update_parameters()
                 self.scheduler.step()
                 step += 1
                 stop = snapshots.stop_requested()
@@ -89,8 +99,9 @@ class Loop:
         """Weights and averages on every rank, whole."""
         with self.optimizer.gathered_parameters():
             found = {name: one.clone() for name, one in self.model.state_dict().items()}
-        with self.average.applied(), self.optimizer.gathered_parameters():
-            found |= {f"average {name}": one.clone() for name, one in self.model.state_dict().items()}
+        if self.average is not None:
+            with self.average.applied(), self.optimizer.gathered_parameters():
+                found |= {f"average {name}": one.clone() for name, one in self.model.state_dict().items()}
         return {**found, "lr": torch.tensor(self.optimizer.param_groups[0]["lr"]), "next": torch.rand(3)}
 
 
@@ -117,6 +128,59 @@ def test_a_loop_that_a_signal_stops_resumes_in_the_same_bits(folder: Path, optio
     other = Loop(seed=7, **options)  # whose weights and random state are not those of the run
     assert other.run(folder / "run") == (STEPS, None)
     check_same(other.results(), expected)
+
+
+STREAMING = {"every": 4, "outer": hc.Nesterov(), "fragments": 2, "delay": 3, "wire": "int8"}
+
+
+def test_a_loop_of_local_sgd_resumes_within_a_period_with_work_under_way(folder: Path) -> None:
+    whole = Loop(local=STREAMING)
+    assert whole.run(folder / "whole") == (STEPS, None)
+    expected = whole.results()
+    weights = hc.allgather_object(expected["3.weight"])
+    assert not torch.equal(weights[0], weights[1])
+
+    stopped = Loop(local=STREAMING)
+    # One fragment leaves after step 2 and is applied after step 5, when the other is under way.
+    assert stopped.run(folder / "run", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)) == (5, "SIGTERM")
+    other = Loop(seed=7, local=STREAMING)
+    assert other.run(folder / "run") == (STEPS, None)
+    check_same(other.results(), expected)
+    assert other.optimizer.divergence == whole.optimizer.divergence > 0
+
+    for wrong in {}, {"local": {**STREAMING, "every": 6}}:
+        with pytest.raises(SnapshotError, match=r"step 8 lies within a period of local SGD"):
+            Loop(**wrong).run(folder / "run")
+    ended = Loop(local={"every": 3, "outer": hc.Nesterov()})
+    assert ended.run(folder / "ended", every=3, steps=3) == (3, None)
+    with pytest.warns(UserWarning, match="new period") if hc.rank() == 0 else contextlib.nullcontext():
+        assert Loop(local={"every": 2}).run(folder / "ended", steps=4) == (4, None)
+    loop = Loop()
+    with pytest.raises(ValueError, match="leave out average"):
+        hc.Snapshots(folder, model=ended.model, optimizer=ended.optimizer, average=loop.average)
+
+
+def test_an_average_in_a_step_that_overflow_skips_waits_for_the_copy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = SnapshotWriter._copy
+    monkeypatch.setattr(SnapshotWriter, "_copy", lambda writer, job: (time.sleep(0.5), copy(writer, job)))
+    loop = Loop(width=600, local={"every": 2})
+    with loop.snapshots(folder / "run") as snapshots:
+        for step in range(2):
+            loss = loop.model(torch.full((4, 8), hc.rank() + 1.0)).square().sum()
+            loop.scaler.scale(loss * (1e38 if step else 1.0)).backward()
+            if step:
+                own = {name: value.clone() for name, value in loop.model.state_dict().items()}
+                snapshots.save(1)
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+    assert loop.optimizer.skipped_steps == 1
+    again = Loop(width=600, local={"every": 2})
+    with again.snapshots(folder / "run") as snapshots:
+        assert snapshots.resume() == 1
+    check_same(again.model.state_dict(), own)
+    assert not torch.equal(again.model[3].weight, loop.model[3].weight)
 
 
 def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_every_rank(
