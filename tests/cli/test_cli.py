@@ -51,7 +51,7 @@ def test_defaults_that_help_lists_name_all_there_is() -> None:
     from hvd_ckpt.bench.recompute.methods import FAMILIES
 
     for told, known in (
-        (compare.ENGINES, [name for name in ENGINES if not name.startswith(("shard-", "replicas"))]),
+        (compare.ENGINES, [name for name in ENGINES if not name.startswith(("shard-", "replicas", "local"))]),
         (compare.WORKLOADS, WORKLOADS),
         (compare.SCENARIOS, SCENARIOS),
         (recompute.METHODS, FAMILIES),

@@ -224,10 +224,30 @@ class LogicalReplicas(HvdCkpt):
         return "replicas draw random numbers of their own; hvd-ckpt bench replicas compares them"
 
 
+class LocalEveryStep(HvdCkpt):
+    """This library's local SGD with an average after every step; buffers stay each rank's own, as with the other engines."""
+
+    title = "hvd_ckpt, local SGD"
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        return model, hc.LocalSGD(optimizer, list(model.named_parameters()), every=1)
+
+    def refuses(self, workload: Workload) -> str | None:
+        if workload.uneven or workload.scales_loss:
+            return "ranks must take equally many steps, and an overflow skips a step of its rank only"
+        if workload.half:
+            return "each rank rounds its own half-precision weights before they are averaged"
+        together = workload.alike or workload.static
+        return None if together else "momentum rests on ranks that do not use a layer"
+
+    recording = Engine.recording  # no gradient is reduced
+
+
 class Sharded(HvdCkpt):
     """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
 
     stage: ClassVar[int]
+    recording = Engine.recording  # a shard is no parameter's gradient
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         sharded = hc.DistributedOptimizer(
@@ -246,9 +266,6 @@ class Sharded(HvdCkpt):
         if self.stage == 3 and not workload.alike:
             return "where parameters are sharded, ranks gather each one together, so all must use the same layers"
         return None
-
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        return nullcontext()  # a shard is no parameter's gradient
 
     def weights(self, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
         with optimizer.gathered_parameters():
@@ -393,6 +410,7 @@ ENGINES: dict[str, type[Engine]] = {
     "shard-2": ShardedGradients,
     "shard-3": ShardedParameters,
     "replicas": LogicalReplicas,
+    "local": LocalEveryStep,
 }
 
 

@@ -61,6 +61,7 @@ class Workload(ABC):
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
         uneven: ranks have unequal numbers of steps.
         alike: all ranks use the same layers in the same order.
+        half: some parameters have half precision.
         small: a step takes milliseconds.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
@@ -77,6 +78,7 @@ class Workload(ABC):
     scales_loss: ClassVar[bool] = False
     uneven: ClassVar[bool] = False
     alike: ClassVar[bool] = True
+    half: ClassVar[bool] = False
     small: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
