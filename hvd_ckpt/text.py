@@ -24,6 +24,9 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt", "step")
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
 """Recipes of :class:`hvd_ckpt.Precision`."""
 
+DOCUMENTS = ("lines", "jsonl")
+"""What each line of a text may be, where it is a document: that itself, or a JSON object whose "text" it is."""
+
 LONGEST = 900  # characters of a message
 SECONDS = 25.0  # of silence, so that lines that take their time come within 30
 

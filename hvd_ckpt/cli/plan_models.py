@@ -135,7 +135,7 @@ class _RandomTokens:
 
     def __init__(self, vocabulary: int, count: int) -> None:
         self.array = torch.randint(vocabulary, (count,)).numpy()
-        self.ordinary, self.mask = vocabulary, vocabulary - 1
+        self.ordinary, self.mask, self.boundary = vocabulary, vocabulary - 1, None
 
     def __len__(self) -> int:
         return len(self.array)

@@ -53,7 +53,8 @@ class _Windows(ConsecutiveSamples):
 class CausalText(_Windows):
     """Each token is predicted from those before it.
 
-    A batch's inputs are the tokens (samples, length), and its targets those that follow each, of the same shape.
+    A batch's inputs are the tokens (samples, length), and its targets those that follow each, of the same shape; IGNORED after the
+    end of a document, where the text has documents.
 
     Args:
         tokens: the text.
@@ -69,7 +70,10 @@ class CausalText(_Windows):
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         tokens = torch.from_numpy(self._take(indices, epoch)[0])
-        return Batch((tokens[:, :-1].contiguous(),), tokens[:, 1:].contiguous())
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.tokens.boundary is not None:
+            targets = targets.masked_fill(inputs == self.tokens.boundary, IGNORED)
+        return Batch((inputs,), targets)
 
 
 class MaskedText(_Windows):

@@ -43,6 +43,7 @@ LARGEST_TOKENIZER = 1 << 30  # bytes
 VERSION = (
     3  # of the encoding and the cache's format; raise it when one changes, so that old files are not found
 )
+JSON_LINES = frozenset({".jsonl", ".ndjson"})
 PIECE = 1 << 16  # characters (or more, up to the end of a line) that are tokenized as one
 PIECES = 16  # tokenized at a time, in parallel
 READ = 1 << 20  # bytes
@@ -60,6 +61,8 @@ class Tokens:
         text: a text file or a folder of them (see :func:`find_text_files`); without it the source text of the Python standard
             library.
         tokenizer: a JSON file of the ``tokenizers`` library; without it tokens are bytes.
+        documents: one of :data:`hvd_ckpt.text.DOCUMENTS`: each line of UTF-8 text that is not blank is a document (``lines``), or a
+            JSON object whose "text" is one (``jsonl``). Each document is tokenized by itself, and a separator follows it.
         cache: a folder; without it ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
 
     Attributes:
@@ -68,6 +71,7 @@ class Tokens:
         vocabulary: the number of tokens, special ones included.
         mask, padding, start, separator: the special tokens. They are the tokenizer's where it has them under one of
             their usual names ([MASK], <mask>, ...), and otherwise numbers above its own.
+        boundary: the separator, if it ends documents; else None.
 
     Raises:
         ValueError: the text or the tokenizer is missing, unreadable, empty or invalid; one sentence.
@@ -78,8 +82,10 @@ class Tokens:
         text: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
+        documents: str | None = None,
     ) -> None:
-        files = library_files() if text is None else find_text_files(text)
+        suffixes = JSON_LINES if documents == "jsonl" else SUFFIXES
+        files = library_files() if text is None else find_text_files(text, suffixes)
         encoder, known = "bytes", None
         kind: numpy.dtype[Any]
         self.ordinary = BYTES
@@ -87,20 +93,30 @@ class Tokens:
             known, encoder = read_tokenizer(Path(tokenizer))
             self.ordinary = number_of_tokens(known, tokenizer)
         self._number_special(known)
+        if documents is not None:
+            self.boundary = self.separator
+            encoder += f" {documents}"
         try:
-            if known is None and len(files) == 1:
+            if known is None and len(files) == 1 and documents is None:
                 path, kind = files[0], numpy.dtype(numpy.uint8)
             else:
                 kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
                 path = (cache_folder() if cache is None else Path(cache)) / f"{key_of(files, encoder)}.tokens"
                 if not path.is_file():
-                    _write(path, kind, self._encode(files, known), sum(file.stat().st_size for file in files))
+                    _write(
+                        path,
+                        kind,
+                        self._encode(files, known, documents),
+                        sum(file.stat().st_size for file in files),
+                    )
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
             self.array: NDArray[Any] = numpy.memmap(path, dtype=kind, mode="r").view(numpy.ndarray)
         except OSError as error:
             place = error.filename or (files[0] if cache is None else cache)
             raise ValueError(f"cannot use '{place}': {error.strerror or error}") from None
+
+    boundary: int | None = None
 
     def __len__(self) -> int:
         return len(self.array)
@@ -120,11 +136,28 @@ class Tokens:
         self.vocabulary += 1
         return self.vocabulary - 1
 
-    def _encode(self, files: Sequence[Path], tokenizer: Tokenizer | None) -> Iterator[NDArray[Any]]:
+    def _encode(
+        self, files: Sequence[Path], tokenizer: Tokenizer | None, documents: str | None
+    ) -> Iterator[NDArray[Any]]:
         for at, file in enumerate(files):
+            if documents is not None:
+                yield from self._encode_documents(_documents(file, documents), tokenizer)
+                continue
             if at:
                 yield numpy.array([self.separator])
             yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
+
+    def _encode_documents(
+        self, documents: Iterator[str], tokenizer: Tokenizer | None
+    ) -> Iterator[NDArray[Any]]:
+        while some := list(islice(documents, PIECES)):
+            for tokens in (
+                [numpy.frombuffer(one.encode(), dtype=numpy.uint8) for one in some]
+                if tokenizer is None
+                else _encode_pieces(some, tokenizer)
+            ):
+                if len(tokens):
+                    yield numpy.append(tokens.astype(numpy.uint32), numpy.uint32(self.separator))
 
 
 def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
@@ -239,11 +272,37 @@ def _bytes(file: Path) -> Iterator[NDArray[Any]]:
 def _encode_text(file: Path, tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
     pieces = _pieces(file)
     while some := list(islice(pieces, PIECES)):
-        try:
-            encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
-        yield numpy.concatenate([numpy.array(one.ids, dtype=numpy.uint32) for one in encoded])
+        yield numpy.concatenate(_encode_pieces(some, tokenizer))
+
+
+def _encode_pieces(pieces: list[str], tokenizer: Tokenizer) -> list[NDArray[Any]]:
+    try:
+        encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
+    return [numpy.array(one.ids, dtype=numpy.uint32) for one in encoded]
+
+
+def _documents(file: Path, form: str) -> Iterator[str]:
+    """The documents of a file, a line each; half a surrogate pair becomes a question mark."""
+    try:
+        with file.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    text = line.rstrip("\n") if form == "lines" else _text_of(line, file, number)
+                    yield text.encode("utf-8", "replace").decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the text file '{file}' is not UTF-8 ({error.reason}): convert it") from None
+
+
+def _text_of(line: str, file: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f"line {number} of '{file}' is not a JSON object with a string \"text\"")
+    return text
 
 
 def _pieces(file: Path) -> Iterator[str]:

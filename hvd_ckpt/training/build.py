@@ -28,6 +28,7 @@ from hvd_ckpt.training.own import KIND, OwnModel, kind_of_data, objective_of, op
 SETTINGS_OF_DATA = {
     "text": TEXTS,
     "tokens": TEXTS,
+    "documents": TEXTS,
     "vocabulary": TEXTS,
     "tokenizer": TEXTS,
     "sequence_length": TEXTS,
@@ -119,8 +120,11 @@ def _open_text(
     config: Config, entry: catalog.Entry | OwnModel
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     tokenizer = find_tokenizer(config, entry.folder)
-    given = config.tokens
-    tokens = Tokens(config.text, tokenizer) if given is None else Shards(given, tokenizer, config.vocabulary)
+    tokens = (
+        Tokens(config.text, tokenizer, documents=config.documents)
+        if config.tokens is None
+        else Shards(config.tokens, tokenizer, config.vocabulary)
+    )
     length = config.sequence_length or entry.data.get("length", 128)
     train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)
     vocabulary = tokens.vocabulary

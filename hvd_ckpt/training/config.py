@@ -28,7 +28,7 @@ from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
-from hvd_ckpt.text import CHECKPOINTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
 from hvd_ckpt.training.combinations import check_combinations
 
 MAX_BYTES = 1 << 20  # of a configuration file
@@ -131,6 +131,9 @@ class Config(Strict):
 
     text: Text | None = Field(
         None, description="Text file or folder to train on.  [default: the standard library's source]"
+    )
+    documents: Annotated[str | None, _one_of("form of documents", *DOCUMENTS)] = Field(
+        None, description="What each line of the text is: a document (lines), or an object with one (jsonl)."
     )
     tokens: Text | None = Field(
         None, description=".npy or .bin file of token ids, or a folder of them, to train on instead of text."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import hvd_ckpt as hc
 from hvd_ckpt.data.shards import Shards
-from hvd_ckpt.data.text import CausalText, MaskedText
+from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.training.config import ConfigError
 
@@ -118,3 +119,57 @@ def test_files_that_are_not_token_ids(folder: Path) -> None:
     assert "give one of them" in failure(tokens="odd.bin", text="text.txt")
     assert "give tokens as well" in failure(vocabulary=300)
     assert "leave it out" in failure(model="resnet-20", sequence_length=None, tokens="odd.bin")
+
+
+# -------------------------------------------------------------------------------------------- documents
+
+
+@pytest.mark.parametrize("form", ["lines", "jsonl"])
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_documents_are_packed_and_nothing_is_predicted_across_their_ends(
+    form: str, tokenized: bool, folder: Path
+) -> None:
+    (folder / "texts").mkdir()
+    texts = ["one two", "three", "two one three two"] * 20
+    lines = texts if form == "lines" else [json.dumps({"id": 7, "text": text}) for text in texts]
+    for name, some in (("a", lines[:30]), ("b", lines[30:])):
+        (folder / "texts" / name).with_suffix(".txt" if form == "lines" else ".jsonl").write_text(
+            "\n".join(some) + "\n\n"
+        )
+    write_tokenizer(folder / "tokenizer.json")
+    words = {"one": 1, "two": 2, "three": 3}
+    ends = 4 if tokenized else 259
+    expected = [
+        token
+        for text in texts
+        for token in [*([words[word] for word in text.split()] if tokenized else text.encode()), ends]
+    ]
+    settings: dict[str, Any] = {"tokenizer": "tokenizer.json"} if tokenized else {}
+    config = hc.Config(
+        "gpt-tiny", text="texts", documents=form, sequence_length=16, validation_split=0, **settings
+    )
+    train = hc.assemble(config).train
+    assert len(train) == (len(expected) - 1) // 16
+    batch = train.batch(range(len(train)), [0] * len(train))
+    inputs, targets = batch.inputs[0].flatten().tolist(), batch.targets.flatten().tolist()
+    assert inputs == expected[: len(inputs)] and inputs.count(ends) > 10
+    for at, (shown, asked) in enumerate(zip(inputs, targets)):
+        assert asked == (IGNORED if shown == ends else expected[at + 1])
+    one = train.batch([1], [0])  # a single sample, too
+    assert one.targets[0].tolist() == targets[16:32] and one.inputs[0][0].tolist() == inputs[16:32]
+
+
+def test_documents_that_cannot_be_read(folder: Path) -> None:
+    for name, content, form, said in (
+        ("list.jsonl", b'{"text": "one"}\n[1]\n', "jsonl", "line 2 of 'list.jsonl' is not a JSON object"),
+        ("cut.jsonl", b'\n{"text": "on', "jsonl", "line 2 of 'cut.jsonl'"),
+        ("number.jsonl", b'{"text": 3}', "jsonl", "line 1 of 'number.jsonl'"),
+        ("latin.txt", b"one\n\xe9", "lines", "'latin.txt' is not UTF-8"),
+        ("blank.txt", b"\n \n", "lines", "gives no tokens"),
+        ("one.txt", b"one", "words", "'words'"),
+    ):
+        (folder / name).write_bytes(content)
+        assert said in failure(text=name, documents=form)
+    assert "give text as well" in failure(documents="lines")
+    (folder / "half.jsonl").write_text('{"text": "a\\ud800b"}\n' * 9)
+    assert hc.assemble(hc.Config("gpt-tiny", text="half.jsonl", documents="jsonl", sequence_length=8)).train
