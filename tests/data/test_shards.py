@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import hvd_ckpt as hc
 from hvd_ckpt.data.shards import Shards
 from hvd_ckpt.data.text import IGNORED, CausalText, MaskedText
+from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.training.config import ConfigError
 
@@ -155,6 +156,8 @@ def test_documents_are_packed_and_nothing_is_predicted_across_their_ends(
     assert inputs == expected[: len(inputs)] and inputs.count(ends) > 10
     for at, (shown, asked) in enumerate(zip(inputs, targets)):
         assert asked == (IGNORED if shown == ends else expected[at + 1])
+    if form == "lines":  # the cache keeps the two apart
+        assert len(Tokens("texts", **settings)) != len(Tokens("texts", documents="lines", **settings))
     one = train.batch([1], [0])  # a single sample, too
     assert one.targets[0].tolist() == targets[16:32] and one.inputs[0][0].tolist() == inputs[16:32]
 

@@ -127,7 +127,8 @@ def test_every_script_is_in_the_table_and_here():
     assert {name for name in scripts if f"`{name}`" not in table} == set()
     others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
     modules = {
+        "own_data.py",
         "own_models.py",
         "own_loop.py",
-    }  # tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py
+    }  # tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py
     assert scripts == set(SCRIPTS) | others | modules

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import hvd_ckpt as hc
 from hvd_ckpt.training.config import ConfigError
@@ -111,3 +114,36 @@ def test_errors_are_one_line(module: Any, settings: dict[str, Any], said: str) -
     with pytest.raises(ConfigError) as caught:
         made(**settings)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_images_in_tar_files_of_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for number in range(10):
+                image = io.BytesIO()
+                Image.new("L", (8, 8), 10 * shard + number).save(image, "png")
+                for suffix, content in (("png", image.getvalue()), ("cls", str(number % 3).encode())):
+                    member = tarfile.TarInfo(f"part/{shard}{number}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    monkeypatch.setenv("IMAGES", str(tmp_path))
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
+    parts = made(
+        model="own_models:vit",
+        data="own_data:images",
+        loss="torch.nn.functional:cross_entropy",
+        validation_split=0.2,
+    )
+    assert (len(parts.train), len(parts.test)) == (16, 4) and parts.model[-1].linear.out_features == 3
+    seen = {}
+    for data in (parts.train, parts.test):
+        batch = data.batch(range(len(data)), [0] * len(data))
+        assert batch.inputs[0].shape[1:] == (1, 8, 8)
+        shades = (batch.inputs[0][:, 0, 3, 5] * 255).round().int().tolist()
+        seen.update(zip(shades, batch.targets.tolist()))
+    assert seen == {shade: shade % 10 % 3 for shade in range(20)}
+    (tmp_path / "1.tar").unlink()
+    with tarfile.open(tmp_path / "1.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("0.png"))
+    with pytest.raises(ValueError, match="sample /0 lacks its image or its .cls"):
+        made(model="own_models:vit", data="own_data:images")
