@@ -247,10 +247,6 @@ def measure(job: Job) -> Result:
     return Result(difference, worst, repeated)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def _data(job: Job, scenario: Scenario) -> list[Batch]:
     torch.manual_seed(job.seed + 1)
     return [scenario.batch(step) for step in range(job.steps)]
@@ -258,7 +254,7 @@ def _data(job: Job, scenario: Scenario) -> list[Batch]:
 
 def _steps(job: Job, scenario: Scenario, model: nn.Module, run: Callable[[Batch], object]) -> None:
     """The training of engines that leave the update to an optimizer."""
-    optimizer = _optimizer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in _data(job, scenario):
         optimizer.zero_grad()
         run(batch)
@@ -354,7 +350,7 @@ def _train_deepspeed(job: Job, scenario: Scenario, model: nn.Sequential) -> dict
     )
     engine, *_ = deepspeed.initialize(
         model=staged,
-        optimizer=_optimizer(staged),
+        optimizer=torch.optim.SGD(staged.parameters(), lr=0.1, momentum=0.9),
         config={
             "train_micro_batch_size_per_gpu": SAMPLES // CHUNKS,
             "gradient_accumulation_steps": CHUNKS,
@@ -437,13 +433,7 @@ def compare_stages(
         mark=lambda entry: f"**{entry}**" if entry in SEVERITY[2:] else entry,
     )  # fmt: skip
     reasons = [f"{name}, {column}: {status}, {why}" for (name, column), (status, why) in found.items() if why]
-    settings = {
-        "stages": stages,
-        "controller": controller,
-        "steps": steps,
-        "seed": seed,
-        "micro-batches": CHUNKS,
-    }
+    settings = {"stages": stages, "controller": controller, "steps": steps, "seed": seed, "chunks": CHUNKS}
     results = [
         {"scenario": name, "engine": column, "status": status, "reason": why}
         for (name, column), (status, why) in found.items()
