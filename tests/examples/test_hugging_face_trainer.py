@@ -1,0 +1,122 @@
+"""Transformers' Trainer and Accelerate over Horovod, against a plain loop with the same order of data: the same bits."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import hvd_ckpt as hc
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+STEPS, ACCUMULATE, BATCH, CLIP, RATE = 5, 2, 2, 0.5, 1e-2
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLES))
+    yield vars(
+        importlib.import_module("hugging_face_trainer")
+    )  # by name, as checkpoints pickle the arguments' class
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def data(example):
+    return example["MaskedBytes"](bytes(range(33, 125)) * 3, 16)  # 17 rows: 5 micro-batches, 3 steps an epoch
+
+
+def build(example):
+    torch.manual_seed(7 + hc.rank())  # rank 0's weights count
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = example["BertForMaskedLM"](example["BertConfig"](vocab_size=example["VOCABULARY"], **sizes))
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def plain_loop(example, data, accelerator=None):
+    """Steps of the Trainer: means of micro-batches, clipped, the last step of an epoch with those that are left."""
+    model = build(example)
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
+    if accelerator is not None:
+        optimizer = accelerator.prepare(optimizer)
+    sampler = DistributedSampler(data, hc.size(), hc.rank(), seed=3)
+    loader = DataLoader(data, BATCH, sampler=sampler)
+    torch.manual_seed(hc.rank())
+    losses, epoch = [], 0
+    while len(losses) < STEPS:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        batches = list(loader)
+        for first in range(0, len(batches), ACCUMULATE):
+            if len(losses) == STEPS:
+                break
+            chosen, total = batches[first : first + ACCUMULATE], 0.0
+            for batch in chosen:
+                loss = model(**batch).loss / len(chosen)
+                loss.backward() if accelerator is None else accelerator.backward(loss)
+                total += loss.detach()
+            hc.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(hc.allreduce(total, name="loss").item())
+    return model, losses
+
+
+def same_bits(model, other):
+    hc.check_equal_weights(model)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_the_trainer_and_accelerate_end_in_the_bits_of_a_plain_loop(example, data, folder):
+    arguments = example["HorovodArguments"](
+        str(folder / "run"),
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATE,
+        max_steps=STEPS,
+        max_grad_norm=CLIP,
+        learning_rate=RATE,
+        optim="adamw_torch",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=4,
+        seed=3,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+    def trained(resume=None):
+        trainer = example["HorovodTrainer"](build(example), arguments, train_dataset=data)
+        torch.manual_seed(hc.rank())
+        trainer.train(resume_from_checkpoint=resume)
+        hc.barrier()
+        return trainer
+
+    trainer = trained()
+    model, losses = plain_loop(example, data)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-6)
+    same_bits(trainer.model, model)
+    same_bits(plain_loop(example, data, trainer.accelerator)[0], model)
+    saved = folder / "run" / "checkpoint-4"
+    assert len(list(saved.glob("rng_state_*.pth"))) == hc.size()
+    same_bits(trained(str(saved)).model, model)
+
+
+def test_the_example_trains_and_leaves_a_model(example, folder, capsys):
+    settings = "--steps 2 --batch 2 --accumulate 1 --length 16 --width 16 --layers 1 --output"
+    example["main"].main([*settings.split(), str(folder / "run")], standalone_mode=False)
+    hc.barrier()
+    assert capsys.readouterr().out.count("step 2: loss ") == (hc.rank() == 0)
+    example["BertForMaskedLM"].from_pretrained(folder / "run")
