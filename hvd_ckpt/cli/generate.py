@@ -39,6 +39,7 @@ def generate(
     RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is used, or of a snapshot, of any number of ranks. The
     model sees as many tokens as a sample of its training has. The whole is computed anew for each token, on the CPU.
     """
+    from hvd_ckpt.schema import Wrong
     from hvd_ckpt.snapshots.reader import SnapshotError
     from hvd_ckpt.training.trained import generate as texts
 
@@ -52,6 +53,6 @@ def generate(
             if text.startswith(shown) and not text.endswith("\ufffd"):  # the first bytes of a character
                 click.echo(text[len(shown) :], nl=False)
                 shown = text
-    except (SnapshotError, ValueError) as error:
+    except (SnapshotError, Wrong, ValueError) as error:
         raise BadArgument(str(error)) from None
     click.echo(text[len(shown) :])

@@ -115,3 +115,12 @@ def test_a_causal_model_continues_a_text_and_others_are_refused(tmp_path: Path) 
     run_of(tmp_path, "bert-tiny")
     result = command(tmp_path, "generate", "--prompt", "To")
     assert result.exit_code == 2 and "bert-tiny: it fills in tokens" in result.output
+
+
+def test_token_ids_without_a_tokenizer_leave_as_weights_alone(tmp_path: Path) -> None:
+    run_of(tmp_path, "gpt2-tiny", tokens=str(tmp_path / "ids.bin"), vocabulary=260)
+    result = command(tmp_path, "generate", "--prompt", "To")
+    assert result.exit_code == 2 and "without a tokenizer: put its tokenizer.json" in result.output
+    output = tmp_path / "model"
+    assert command(tmp_path, "export", "--format", "hf", "--output", str(output)).exit_code == 0
+    assert (output / "config.json").is_file() and not (output / "tokenizer.json").exists()
