@@ -127,8 +127,9 @@ def test_every_script_is_in_the_table_and_here():
     assert {name for name in scripts if f"`{name}`" not in table} == set()
     others = {"migrate_from_horovod.py", "slurm.sbatch", "test_memory_optimized_horovod_apex_comparison.py"}
     modules = {
+        "hugging_face_trainer.py",
         "own_data.py",
         "own_models.py",
         "own_loop.py",
-    }  # tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py
+    }  # beside this file; tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py
     assert scripts == set(SCRIPTS) | others | modules
