@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.grid import current
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.precision import GradScaler
@@ -51,6 +52,12 @@ class _LoopState(ReplicatedState):
     loop: dict[str, Any]
 
 
+class _LoopRankState(PerRankState):
+    """State of a loop of each rank; ``loader`` is None if that is the same on every rank."""
+
+    loader: dict[str, Any] | None
+
+
 class Snapshots:
     """Saves a training loop while it goes on, resumes it in the same bits, and tells when it is to stop.
 
@@ -81,7 +88,9 @@ class Snapshots:
         scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict`` that is the same on every
             rank.
         scaler: an :class:`hvd_ckpt.GradScaler`.
-        loader: an :class:`hvd_ckpt.DistributedSampler`, :class:`hvd_ckpt.DataLoader`, or any object like ``scheduler``.
+        loader: an :class:`hvd_ckpt.DistributedSampler` or :class:`hvd_ckpt.DataLoader`, from whose position any number of ranks
+            resumes; or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set of each rank's own, which
+            as many ranks resume.
         average: :class:`hvd_ckpt.AveragedWeights` of the optimizer.
         keep: number of snapshots that stay, the newest ones.
         blocking: :meth:`save` returns when the snapshot is on the disk, and nothing is copied; always so where the optimizer's
@@ -133,6 +142,7 @@ class Snapshots:
         self.written: deque[Path] = deque(maxlen=16)
         self._model, self._optimizer, self._keep = model, optimizer, keep
         self._scheduler, self._scaler, self._loader, self._average = scheduler, scaler, loader, average
+        self._same_loader = isinstance(loader, (DistributedSampler, DataLoader))  # on every rank
         sharding = getattr(optimizer, "_sharding", None)
         self._blocking = blocking or (sharding is not None and sharding.offload is not None)
         self._warn = warn or _warn
@@ -168,7 +178,7 @@ class Snapshots:
         with errors_on_all("hvd_ckpt.snapshots.read"):
             snapshot = read(path)
             try:
-                check_state(snapshot, _LoopState, PerRankState)
+                check_state(snapshot, _LoopState, _LoopRankState)
                 specs = {self._name(one.name): one.spec for one in ranges_of(self._optimizer)}
                 check_fits(snapshot, self._model, self._optimizer, specs)
                 if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
@@ -182,9 +192,12 @@ class Snapshots:
         if not self.load(snapshot, options=True):
             seed_all(seed_of_rank(0, snapshot.step))
         with errors_on_all("hvd_ckpt.snapshots.loop"):
-            for name, one in (("scheduler", self._scheduler), ("loader", self._loader)):
-                if one is not None and snapshot.replicated[name] is not None:
-                    one.load_state_dict(snapshot.replicated[name])
+            for one, state in (
+                (self._scheduler, snapshot.replicated["scheduler"]),
+                (self._loader, self._state_of_loader(snapshot)),
+            ):
+                if one is not None and state is not None:
+                    one.load_state_dict(state)
         self.loop = snapshot.replicated["loop"]
         return snapshot.step
 
@@ -208,11 +221,18 @@ class Snapshots:
                     f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
                 )
             self._resumed = True
-        own = {
-            name: None if one is None else one.state_dict()
-            for name, one in (("scheduler", self._scheduler), ("loader", self._loader))
-        }
-        self.begin(step, copy.deepcopy({**own, "loop": loop}), {})  # which the loop may change at once
+        scheduler, loader = (
+            None if one is None else copy.deepcopy(one.state_dict()) for one in (self._scheduler, self._loader)
+        )
+        self.begin(
+            step,
+            {
+                "scheduler": scheduler,
+                "loader": loader if self._same_loader else None,
+                "loop": copy.deepcopy(loop),
+            },
+            {"loader": None if self._same_loader else loader},
+        )
 
     def stop_requested(self) -> str | None:
         """Whether the run is to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else None.
@@ -349,6 +369,21 @@ class Snapshots:
             },
             "shard": self._shards.state(self._model, optimizer, average_shard),
         }
+
+    def _state_of_loader(self, snapshot: Snapshot) -> Any:
+        """The state for ``loader``: that of all ranks, or else this rank's own.
+
+        Raises:
+            SnapshotError: each rank had its own, and there are other ranks now.
+        """
+        if self._loader is None or self._same_loader:
+            return snapshot.replicated["loader"]
+        if snapshot.ranks != current().size:
+            raise SnapshotError(
+                f"The snapshot of step {snapshot.step} has a {type(self._loader).__name__}'s position on each of {snapshot.ranks} "
+                f"ranks, and there are {current().size}: resume with as many, or give an hc.DistributedSampler as loader"
+            )
+        return snapshot.per_rank["loader"]
 
     def _name(self, name: str) -> str:
         return self._shards.aliases.get(name, name)

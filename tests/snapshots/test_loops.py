@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import importlib
+import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.reader import SnapshotError, read
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -43,7 +46,7 @@ class Loop:
         self.data = TensorDataset(torch.randn(60, 8), torch.arange(60) % 4)
         torch.manual_seed(seed)
         self.sampler = hc.DistributedSampler(self.data, 5, seed=3, epochs=2)
-        self.loader = hc.DataLoader(self.data, self.sampler)
+        self.loader: Any = hc.DataLoader(self.data, self.sampler)
         self.model = nn.Sequential(
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 4)
         )
@@ -130,25 +133,82 @@ def test_a_loop_that_a_signal_stops_resumes_in_the_same_bits(folder: Path, optio
     check_same(other.results(), expected)
 
 
-STREAMING = {"every": 4, "outer": hc.Nesterov(), "fragments": 2, "delay": 3, "wire": "int8"}
+class Stream:
+    """Rows of JSON files, of which each rank reads its own as they come."""
+
+    def __init__(self, folder: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        files = [str(folder / f"{number}.jsonl") for number in range(3)]
+        rows = datasets.load_dataset(
+            "json", data_files=files, split="train", streaming=True, cache_dir=str(folder / f"cache{hc.rank()}")
+        )
+        split = importlib.import_module("datasets.distributed").split_dataset_by_node
+        rows = split(rows.shuffle(seed=1, buffer_size=1), hc.rank(), hc.size())  # the order of the files
+        self.rows = rows.with_format("torch").batch(5)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for row in self.rows:
+            yield row["x"], row["y"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.rows.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows.load_state_dict(state)
+
+
+def test_a_streaming_data_set_of_each_rank_resumes_where_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hc.rank() == 0:
+        torch.manual_seed(8)
+        for number in range(3):
+            rows = [{"x": row, "y": place % 4} for place, row in enumerate(torch.randn(40, 8).tolist())]
+            (folder / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    hc.barrier()
+
+    def streaming() -> Loop:
+        loop = Loop()
+        loop.loader = Stream(folder)
+        return loop
+
+    whole = streaming()
+    assert whole.run(folder / "whole") == (STEPS, None)
+    expected = whole.results()
+    stopped = streaming()
+    assert stopped.run(folder / "run", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)) == (4, "SIGTERM")
+    states = hc.allgather_object(stopped.loader.state_dict())
+    assert states[0] != states[1]
+    other = streaming()
+    assert other.run(folder / "run") == (STEPS, None)
+    check_same(other.results(), expected)
+
+    monkeypatch.setattr(
+        "hvd_ckpt.snapshots.snapshots.read", lambda path: dataclasses.replace(read(path), ranks=3)
+    )
+    with pytest.raises(SnapshotError, match=r"on each of 3 ranks, and there are 2: resume with as many"):
+        streaming().run(folder / "run")
+
+
+UNDER_WAY = {"every": 4, "outer": hc.Nesterov(), "fragments": 2, "delay": 3, "wire": "int8"}
 
 
 def test_a_loop_of_local_sgd_resumes_within_a_period_with_work_under_way(folder: Path) -> None:
-    whole = Loop(local=STREAMING)
+    whole = Loop(local=UNDER_WAY)
     assert whole.run(folder / "whole") == (STEPS, None)
     expected = whole.results()
     weights = hc.allgather_object(expected["3.weight"])
     assert not torch.equal(weights[0], weights[1])
 
-    stopped = Loop(local=STREAMING)
+    stopped = Loop(local=UNDER_WAY)
     # One fragment leaves after step 2 and is applied after step 5, when the other is under way.
     assert stopped.run(folder / "run", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)) == (5, "SIGTERM")
-    other = Loop(seed=7, local=STREAMING)
+    other = Loop(seed=7, local=UNDER_WAY)
     assert other.run(folder / "run") == (STEPS, None)
     check_same(other.results(), expected)
     assert other.optimizer.divergence == whole.optimizer.divergence > 0
 
-    for wrong in {}, {"local": {**STREAMING, "every": 6}}:
+    for wrong in {}, {"local": {**UNDER_WAY, "every": 6}}:
         with pytest.raises(SnapshotError, match=r"step 8 lies within a period of local SGD"):
             Loop(**wrong).run(folder / "run")
     ended = Loop(local={"every": 3, "outer": hc.Nesterov()})
