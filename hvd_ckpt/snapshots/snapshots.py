@@ -89,8 +89,8 @@ class Snapshots:
             rank.
         scaler: an :class:`hvd_ckpt.GradScaler`.
         loader: an :class:`hvd_ckpt.DistributedSampler` or :class:`hvd_ckpt.DataLoader`, from whose position any number of ranks
-            resumes; or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set of each rank's own, which
-            as many ranks resume.
+            resumes; or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set, whose state is each
+            rank's own, so that as many ranks resume as there were.
         average: :class:`hvd_ckpt.AveragedWeights` of the optimizer.
         keep: number of snapshots that stay, the newest ones.
         blocking: :meth:`save` returns when the snapshot is on the disk, and nothing is copied; always so where the optimizer's
@@ -222,7 +222,8 @@ class Snapshots:
                 )
             self._resumed = True
         scheduler, loader = (
-            None if one is None else copy.deepcopy(one.state_dict()) for one in (self._scheduler, self._loader)
+            None if one is None else copy.deepcopy(one.state_dict())
+            for one in (self._scheduler, self._loader)
         )
         self.begin(
             step,

@@ -32,6 +32,7 @@ SETTINGS_OF_DATA = {
     "vocabulary": TEXTS,
     "tokenizer": TEXTS,
     "sequence_length": TEXTS,
+    "prompt": TEXTS,
     "images": ("images",),
     "volumes": ("volumes",),
     "pixels": ("images", "volumes"),

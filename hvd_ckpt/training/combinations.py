@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvd_ckpt.named import is_named
 from hvd_ckpt.sharding import STAGES
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def check_combinations(config: Config) -> None:
         raise ValueError(
             f"patience {config.patience}: it counts evaluations, give eval_every and validation_split as well"
         )
+    if config.prompt is not None and is_named(config.model):
+        raise ValueError(f"prompt {config.prompt}: it is for models of the catalogue, leave it out")
     if config.resume is not None and config.output is not None:
         raise ValueError(f"output {config.output}: a resumed run writes to its own folder, leave it out")
     _check_local(config)

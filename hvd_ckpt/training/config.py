@@ -277,6 +277,9 @@ class Config(Strict):
     eval_batches: Count | None = Field(
         None, description="Batches of each rank in an evaluation.  [default: all validation samples]"
     )
+    prompt: Text | None = Field(
+        None, description="A text that causal language models continue at each evaluation."
+    )
     patience: Count | None = Field(
         None, description="End after this number of evaluations without a lower loss."
     )

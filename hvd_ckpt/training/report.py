@@ -359,9 +359,11 @@ class Report:
         """A context that does not count as training."""
         return self._meter.excluded()
 
-    def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
-        """Writes the result of an evaluation."""
-        self._write({"step": step, "kind": "eval", **means, "seconds": seconds})
+    def evaluation(self, step: int, means: dict[str, float], seconds: float, **sample: str) -> None:
+        """Writes the result of an evaluation, and a text that the model has made."""
+        self._write({"step": step, "kind": "eval", **means, "seconds": seconds, **sample})
+        for text in sample.values():
+            self.say(f"sample at step {step}: {text}")
 
     def draw(self) -> None:
         """Draws the loss over the steps, on rank 0."""

@@ -1,7 +1,8 @@
-"""The trained model of a run, made anew from a snapshot without the run's data: for transformers, or to generate text."""
+"""The trained model of a run, made anew from a snapshot without the run's data, for transformers; and text that models write."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.data.text import TEXTS
 from hvd_ckpt.data.tokens import BYTES, SPECIAL, read_tokenizer
+from hvd_ckpt.grid import current
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.chain import WrappedChain
 from hvd_ckpt.named import is_named
@@ -29,6 +31,9 @@ EMBEDDINGS = (
     "embedding.tokens.weight",
     "embedding.0.weight",
 )
+
+
+TOKENS_OF_SAMPLE = 64
 
 
 class Trained(NamedTuple):
@@ -53,7 +58,15 @@ def settings_of(path: Path) -> Trained:
             f"'{path}' was written by a loop of your own, which says nothing of the model: export its weights with --format "
             "safetensors or pt, and load them into your model"
         )
-    config = Config.make(state["config"])
+    return trained_on_text(Config.make(state["config"]))
+
+
+def trained_on_text(config: Config) -> Trained:
+    """A run with these settings.
+
+    Raises:
+        ConfigError: its model is one that the catalogue does not make, or not of text.
+    """
     way_out = "export its weights with --format safetensors or pt"
     if is_named(config.model):
         raise ConfigError(
@@ -75,16 +88,21 @@ def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
     Raises:
         ConfigError: they are not of this model.
     """
-    embeddings = next((weights[name] for name in EMBEDDINGS if name in weights), None)
-    if embeddings is None or embeddings.dim() != 2:
-        raise ConfigError(f"model {run.config.model}: the snapshot has no token embeddings of such a model")
-    facts = {"vocabulary": len(embeddings), "length": run.length}
     try:
+        facts = {"vocabulary": len(_embeddings(weights)), "length": run.length}
         model = catalog.find(run.config.model).build(facts, run.config.model_options)
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"model {run.config.model}: {' '.join(str(error).split())[:300]}") from None
     return model.eval()
+
+
+def _embeddings(weights: dict[str, Tensor]) -> Tensor:
+    """The weights of the token embeddings. Raises ValueError if there are none."""
+    found = next((weights[name] for name in EMBEDDINGS if name in weights), None)
+    if found is None or found.dim() != 2:
+        raise ValueError("the snapshot has no token embeddings of such a model")
+    return found
 
 
 def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
@@ -167,28 +185,81 @@ def generate(
         ConfigError: the model does not predict the next token, or the prompt has no tokens.
     """
     run = settings_of(path)
-    if run.kind != "causal":
-        raise ConfigError(
-            f"model {run.config.model}: it fills in tokens ({run.kind}) and cannot continue a text: generate takes models that "
-            "predict the next token, such as gpt2-small, gpt-lite or lstm-small"
-        )
-    tokenizer, _ = _tokenizer_of(run)
-    known = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not known:
-        raise ConfigError("--prompt: it has no tokens: give some text to continue")
+    start = Start(run, prompt)
     if not math.isfinite(temperature):
         raise ConfigError(f"--temperature {temperature}: give a number from 0")
-    model = load_model(run, whole_weights(open_snapshot(path), ema))
-    generator, made = torch.Generator().manual_seed(seed), list[int]()
-    for _ in range(tokens):
-        with torch.no_grad():
-            scores = model(torch.tensor([(known + made)[-run.length :]]))[0, -1].float()
-        if scores.isnan().any():
-            raise ConfigError(f"The model of '{path}' computes nan: choose another snapshot")
-        if top_k is not None:
-            scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
-        if temperature:
-            made.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
-        else:
-            made.append(int(scores.argmax()))
-        yield tokenizer.decode(made, skip_special_tokens=True)
+    weights = whole_weights(open_snapshot(path), ema)
+    model = load_model(run, weights)
+    if max(start.ids) >= (known := len(_embeddings(weights))):
+        raise ConfigError(
+            f"--prompt: its tokens reach {max(start.ids)}, and the model knows those below {known}: give the tokenizer that it was "
+            "trained with"
+        )
+    try:
+        yield from start.continued(model, tokens, temperature, top_k, seed)
+    except FloatingPointError:
+        raise ConfigError(f"The model of '{path}' computes nan: choose another snapshot") from None
+
+
+class Start:
+    """The start of a text, which causal language models continue.
+
+    Args:
+        run: the settings of the model.
+        prompt: the text.
+
+    Attributes:
+        ids: of its tokens.
+
+    Raises:
+        ConfigError: the model does not predict the next token, or the prompt has no tokens.
+    """
+
+    def __init__(self, run: Trained, prompt: str) -> None:
+        if run.kind != "causal":
+            raise ConfigError(
+                f"model {run.config.model}: it fills in tokens ({run.kind}) and cannot continue a text: give a model that predicts "
+                "the next token, such as gpt2-small, gpt-lite or lstm-small"
+            )
+        self._tokenizer, _ = _tokenizer_of(run)
+        self._prompt, self._length = prompt, run.length
+        self.ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not self.ids:
+            raise ConfigError("prompt: it has no tokens: give some text to continue")
+
+    def continued(
+        self, model: nn.Module, tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> Iterator[str]:
+        """Yields the text so far, after the prompt, token by token; see :func:`generate`. Collective, if forward passes are.
+
+        Raises:
+            FloatingPointError: the model computes nan.
+        """
+        generator, made, grid = torch.Generator().manual_seed(seed), list[int](), current()
+        device = next(model.parameters()).device
+        for _ in range(tokens):
+            with torch.no_grad():
+                output = model(torch.tensor([(self.ids + made)[-self._length :]], device=device))
+            scores: Any = None if output is None else output[0, -1].float().cpu()
+            if grid.stages > 1:  # of which the last has the output
+                scores = grid.gather_objects(scores)[-1]
+            if scores.isnan().any():
+                raise FloatingPointError("the scores of the next token are nan")
+            if top_k is not None:
+                scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
+            if temperature:
+                made.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
+            else:
+                made.append(int(scores.argmax()))
+            yield self._tokenizer.decode(made, skip_special_tokens=True)
+
+    def sample(self, model: nn.Module, seed: int) -> str:
+        """The prompt and 64 tokens more, drawn in the model's evaluation mode; fewer where it computes nan. Collective like
+        :meth:`continued`."""
+        text, training = "", model.training
+        model.eval()
+        with contextlib.suppress(FloatingPointError):
+            for part in self.continued(model, TOKENS_OF_SAMPLE, seed=seed):
+                text = part
+        model.train(training)
+        return self._prompt + text

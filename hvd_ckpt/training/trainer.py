@@ -63,6 +63,7 @@ from hvd_ckpt.training.resume import (
 )
 from hvd_ckpt.training.state import Progress
 from hvd_ckpt.training.summary import print_summary
+from hvd_ckpt.training.trained import Start, trained_on_text
 
 DEFAULT_STEPS = 100
 
@@ -127,6 +128,7 @@ class Trainer:
             self.sampler = DistributedSampler(train, config.batch, seed=config.seed, epochs=config.epochs)
             self.precision = precision_of(config, self.device)
             callbacks = callbacks_of(config)
+            self._prompt = None if config.prompt is None else Start(trained_on_text(config), config.prompt)
             if config.freeze is not None:
                 freeze(model, config.freeze)
             self.model = prepare_model(model, config, self.device)
@@ -343,7 +345,7 @@ class Trainer:
             self.model.micro_batches = 1  # batches are as small, and follow one another through the stages
         if self.config.replicas is not None:
             self.optimizer.replicas.average_buffers()
-        with self.optimizer.averaged() if self.config.is_local else contextlib.nullcontext():
+        with self._evaluated_weights():
             return evaluate(
                 self.model,
                 self.test,
@@ -356,6 +358,15 @@ class Trainer:
                 average=self._average,
                 parts=parts_of_rank(self.config),
             )
+
+    def sample(self) -> str:
+        """The configured prompt with what the model makes of it, the same on every rank; see :meth:`~.trained.Start.sample`."""
+        assert self._prompt is not None
+        with self._evaluated_weights(), self.precision.autocast():
+            return self._prompt.sample(self.model, self.config.seed)
+
+    def _evaluated_weights(self) -> contextlib.AbstractContextManager[Any]:
+        return self.optimizer.averaged() if self.config.is_local else contextlib.nullcontext()
 
     def state(self) -> dict[str, Any]:
         """The state that the run needs to resume, see :meth:`Snapshots.contents`.
@@ -416,7 +427,8 @@ class Trainer:
         with self.report.excluded():
             start = time.perf_counter()
             means = self._evaluation = self.evaluate()
-            self.report.evaluation(progress.step, means, time.perf_counter() - start)
+            sample = {} if self._prompt is None else {"sample": self.sample()}
+            self.report.evaluation(progress.step, means, time.perf_counter() - start, **sample)
         if due and means["loss"] < (math.inf if progress.best is None else progress.best):
             progress.best, progress.waited = means["loss"], 0
         elif due:

@@ -33,6 +33,7 @@ TEXT = "To be, or not to be: that is the question \u2014 whether 'tis nobler in 
 
 def run_of(folder: Path, name: str, options: dict[str, Any] = OPTIONS, **settings: Any) -> torch.nn.Module:
     """Writes the snapshot of a run; returns its model."""
+    folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
     config = Config(model=name, model_options=options, sequence_length=LENGTH, **settings)
     tokens = Tokens(folder / "text.txt", config.tokenizer, cache=folder / "cache")
@@ -112,8 +113,13 @@ def test_a_causal_model_continues_a_text_and_others_are_refused(tmp_path: Path) 
         for seed in "112"
     ]
     assert drawn[0] == drawn[1] != drawn[2]
-    run_of(tmp_path, "bert-tiny")
+    small = catalog.find("gpt-tiny").build({"vocabulary": 40, "length": LENGTH}, OPTIONS).state_dict()
+    config = Config(model="gpt-tiny", model_options=OPTIONS, sequence_length=LENGTH)
+    write(tmp_path / "run" / "snapshots", 4, {"config": config.as_dict(), "optimizer": {}}, {}, small)
     result = command(tmp_path, "generate", "--prompt", "To")
+    assert result.exit_code == 2 and "reach 111, and the model knows those below 40" in result.output
+    run_of(tmp_path / "masked", "bert-tiny")
+    result = command(tmp_path / "masked", "generate", "--prompt", "To")
     assert result.exit_code == 2 and "bert-tiny: it fills in tokens" in result.output
 
 

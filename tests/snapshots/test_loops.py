@@ -140,7 +140,11 @@ class Stream:
         datasets = pytest.importorskip("datasets")
         files = [str(folder / f"{number}.jsonl") for number in range(3)]
         rows = datasets.load_dataset(
-            "json", data_files=files, split="train", streaming=True, cache_dir=str(folder / f"cache{hc.rank()}")
+            "json",
+            data_files=files,
+            split="train",
+            streaming=True,
+            cache_dir=str(folder / f"cache{hc.rank()}"),
         )
         split = importlib.import_module("datasets.distributed").split_dataset_by_node
         rows = split(rows.shuffle(seed=1, buffer_size=1), hc.rank(), hc.size())  # the order of the files

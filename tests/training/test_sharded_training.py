@@ -17,6 +17,7 @@ from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.logs import read
 from hvd_ckpt.training.trainer import Outcome, Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -48,7 +49,7 @@ def trainer_of(folder: Path, **changes: Any) -> Trainer:
         "sequence_length": 16,
     }
     values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1, segments=3)
-    values.update(keep_snapshots=9, bucket_cap_mb=0.02, **changes)
+    values.update({"keep_snapshots": 9, "bucket_cap_mb": 0.02, **changes})
     if int(values.get("shard", 0)) >= 2:
         values["accumulate_locally"] = values.get("accumulate_locally", True)
     config = Config.make(values)
@@ -102,6 +103,28 @@ def test_a_run_that_changes_its_stage_at_each_step_ends_in_the_bits_of_one_that_
     if hc.rank() == 0:
         raw, ema = load_file(folder / "ours-raw"), load_file(folder / "ours")
         assert raw.keys() == ema.keys() and not any(torch.equal(raw[name], ema[name]) for name in raw)
+
+
+def test_evaluations_show_what_the_model_makes_of_a_text(shared: Path, folder: Path) -> None:
+    values: dict[str, Any] = {"steps": 4, "eval_every": 2}
+    plain = train(shared, output=str(folder / "plain"), **values)
+    runs = [
+        train(shared, output=str(folder / str(stage)), shard=stage, prompt="ABC", **values)
+        for stage in (0, 3)
+    ]
+    written = [read(run.folder / "log.jsonl") for run in runs]
+    samples, others = ([one["sample"] for one in log if one["kind"] == "eval"] for log in written)
+    assert samples == others and samples[0] != samples[1]
+    assert [one[:3] for one in samples] == ["ABC", "ABC"] and min(map(len, samples)) > 20
+    assert_same(reader.read(last(runs[0])).weights, reader.read(last(plain)).weights)
+    without = {"model_options": {}, "text": None, "sequence_length": None, "segments": None, "prompt": "AB"}
+    for changes, message in (
+        ({"model": "bert-tiny", "text": str(shared / "text.txt")}, "bert-tiny: it fills in tokens"),
+        ({"model": "resnet-20"}, "prompt AB: the model resnet-20 is trained on images"),
+        ({"model": "own:make"}, "it is for models of the catalogue"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer_of(shared, **without | changes)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

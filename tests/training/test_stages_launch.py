@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the
     "gpt2-tiny": ([*TOKENS, *SGD], ["--pipeline-schedule=interleaved"]),
     "gpt-tiny": (
         [*TOKENS, *ADAM, "--model-option=tied=false", "--model-option=dropout=0.1", "--ema=0.8",
-         f"--snapshot-every={STOPPED}", "--log-every=3", "--eval-every=2", "--clip=0.5"],
+         f"--snapshot-every={STOPPED}", "--log-every=3", "--eval-every=2", "--clip=0.5", "--prompt=ABC"],
         ["--budget=min"],
     ),
     "lstm-small": (["--sequence-length=8", "--model-option=width=16", *ADAM], []),
@@ -118,7 +118,19 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    kept = ("step", "kind", "loss", "lr", "accuracy", "dice", "perplexity", "iou", "samples", "ema_loss")
+    kept = (
+        "step",
+        "kind",
+        "loss",
+        "lr",
+        "accuracy",
+        "dice",
+        "perplexity",
+        "iou",
+        "samples",
+        "ema_loss",
+        "sample",
+    )
     return [{key: one[key] for key in kept if key in one} for one in read(run / "log.jsonl")]
 
 
