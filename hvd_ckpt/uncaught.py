@@ -18,12 +18,9 @@ import sys
 import textwrap
 import time
 import traceback
-from pathlib import Path
 from types import TracebackType
 
-import horovod
 import horovod.torch as hvd
-import torch
 
 from hvd_ckpt import watchdog
 from hvd_ckpt.hosts import host_name
@@ -33,7 +30,6 @@ JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT",
 HOLD_SECONDS = 1.0  # in which the other ranks come to the same error
 # Horovod's and Gloo's words for a rank that has ended; other errors of theirs are the script's own.
 GONE = ("has been shut down", "closed by peer", "reset by peer", "Broken pipe", "Timed out waiting")
-_LIBRARIES = tuple(str(Path(file).parent) for file in (horovod.__file__, torch.__file__, __file__))
 _held: list[socket.socket] = []
 
 
@@ -70,9 +66,8 @@ def _line_for(error: Exception, trace: TracebackType | None) -> str:
     if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
         lost = watchdog.lost_hosts()
         reason = lost or ("" if "has been shut down" in text else text)
-        return (
-            f"{_who()}: ended{_place(trace)}, because another rank has ended or gone{reason and ': '}{reason}"
-        )
+        awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))))
+        return f"{_who()}: ended, waiting for {awaited}, because another rank has ended or gone{reason and ': '}{reason}"
     if not _is_first("".join(traceback.format_exception(error))):
         return f"{_who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"
     return ""
@@ -100,9 +95,3 @@ def _who() -> str:
     if rank is None:
         rank = hvd.rank() if hvd.is_initialized() else launched_rank()
     return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"
-
-
-def _place(trace: TracebackType | None) -> str:
-    """Where the script was: the last of its own lines in the traceback."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_LIBRARIES)]
-    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

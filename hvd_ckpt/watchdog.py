@@ -2,8 +2,9 @@
 
 A rank that has died is noticed by Horovod or its launcher. One that is stopped, stuck, or on a machine that has been cut off is
 not: over MPI the others wait inside a collective for ever, over Gloo until its own time limit. A wait gives the interpreter to
-other threads, so a thread of this process can see how long it has lasted, whatever carries it: after a minute it says so, once, and
-where there is a limit it ends the process.
+other threads, so a thread of this process can see how long it has lasted, whatever carries it: after a minute, or half of a limit
+that is shorter than two, it says so, once, and at the limit it ends the process. So ranks that wait for different things have all
+said so before the first of them ends.
 
 Watched are Horovod's start and end, everything that waits for a collective (all of Horovod's calls and this library's go through
 one function), loops that poll for one, and changes of process sets. What is waited for is read from the waiting thread's stack when
@@ -19,7 +20,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -127,7 +129,8 @@ class Watchdog:
 
     def _announce(self) -> None:
         """Says what is waited for, once for each wait."""
-        for thread, wait in self._longer_than(NOTICE_SECONDS):
+        soon = NOTICE_SECONDS if self.timeout is None else min(NOTICE_SECONDS, self.timeout / 2)
+        for thread, wait in self._longer_than(soon):
             if self.announced.get(thread) != wait.since:
                 self.announced[thread] = wait.since
                 limit = (
@@ -159,7 +162,7 @@ def check_timeout(seconds: Any) -> None:
 
 
 def watch(seconds: float | None = None) -> None:
-    """Announces each wait of more than a minute, and ends this process when one lasts longer than ``seconds``.
+    """Announces each wait of more than a minute (or half of the limit), and ends this process if one is longer than ``seconds``.
 
     Args:
         seconds: the limit from now on, ``math.inf`` for no limit; None leaves it as it is. At first there is no limit.
@@ -337,15 +340,24 @@ def _noted(
 
 
 def _waited_for(thread: int) -> str:
-    """The collective that a thread waits for, its tensor, and where the user's code called it: what its stack tells.
+    """What a thread waits for, and where the user's code called it: what its stack tells."""
+    frame = sys._current_frames().get(thread)
+    return waited_for([] if frame is None else traceback.walk_stack(frame))
+
+
+def waited_for(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The collective that a stack waits for, its tensor, and where the user's code called it.
 
     A function of this library that waits may say what for in words, in a local variable ``awaited``.
+
+    Args:
+        frames: with their lines, the innermost first.
     """
     operation = tensor = place = words = ""
-    for frame in _frames(sys._current_frames().get(thread)):
+    for frame, line in frames:
         path = frame.f_code.co_filename
         if not path.startswith(_LIBRARIES):
-            place = f" at {Path(path).name}:{frame.f_lineno}"
+            place = f" at {Path(path).name}:{line}"
             break
         own_name = frame.f_code.co_name
         if path.endswith(("horovod/torch/mpi_ops.py", "horovod/torch/functions.py")) and hasattr(
@@ -359,9 +371,3 @@ def _waited_for(thread: int) -> str:
         if not words and isinstance(awaited, str):
             words = awaited
     return f"{words or (operation or 'a collective') + tensor}{place}"
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

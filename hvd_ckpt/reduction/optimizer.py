@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -257,6 +257,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         state: dict[str, Any] = self.state_dict()
         return state if all_ranks or self._process_set.rank() == 0 else None
 
+    def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
+        """A copy of ``model.state_dict()`` on the CPU, on rank 0, or on all ranks, and None elsewhere."""
+        return copied_state(model) if all_ranks or self._process_set.rank() == 0 else None
+
     @property
     def reduction_stats(self) -> ReductionStats:
         """Launches per bucket, launches during the backward pass, late gradients: since the start and in the last step."""
@@ -424,3 +428,25 @@ def live_optimizers() -> list[ReducedOptimizer]:
     """Those of this process that are in use, the oldest first."""
     _live[:] = [reference for reference in _live if reference() is not None]
     return [optimizer for reference in _live if (optimizer := reference()) is not None]
+
+
+def copied_state(model: torch.nn.Module, ready: Container[int] = ()) -> dict[str, Any]:
+    """A copy of ``model.state_dict()`` on the CPU; tensors that share memory share it in the copy.
+
+    Args:
+        ready: addresses of tensors that need no copy.
+    """
+    state: dict[str, Any] = model.state_dict()
+    copies: dict[Any, torch.Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        key: Any = name
+        if value.layout is torch.strided and value.numel():
+            key = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())
+            if value.data_ptr() in ready:
+                continue
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        state[name] = copies[key]
+    return state

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer, copied_state
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Piece
@@ -63,6 +63,22 @@ class ShardedOptimizer(ReducedOptimizer):
         with self._sharding.store.gathered():
             yield
         self._sharding.masters.follow(self._sharding.store.shards)
+
+    def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
+        """The ``state_dict()`` of the model, whole, in memory of its own on the CPU. Collective.
+
+        At stage 3 units are gathered one after the other, so a rank that does not get it holds one unit at a time.
+
+        Args:
+            model: the one that is sharded, or a module that has it as a part.
+            all_ranks: every rank gets it; else rank 0 does, and the other ranks get None.
+
+        Raises:
+            RuntimeError: at stage 3, inside a forward or backward pass.
+        """
+        here = all_ranks or self._process_set.rank() == 0
+        with self._sharding.store.collected(here) as copies:
+            return copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
 
     def unshard(self) -> None:
         """Gives the model whole parameters of its own on every rank; another optimizer can be made for it then. Collective.

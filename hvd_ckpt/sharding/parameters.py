@@ -116,6 +116,10 @@ class ShardedParameters:
         finally:
             self._passes.release()
 
+    def collected(self, here: bool) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+        """See :meth:`.passes.Passes.collected`."""
+        return self._passes.collected(here)
+
     def unshard(self) -> None:
         """Gives the model whole parameters of its own and takes all hooks off. Collective.
 

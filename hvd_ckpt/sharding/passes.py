@@ -233,6 +233,40 @@ class Passes:
         finally:
             self.reset()
 
+    @contextlib.contextmanager
+    def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
+        """Within it parameters are whole and exact, to be read, where ``here`` says so. Collective.
+
+        Units are gathered one after the other, so a rank that reads none holds one unit at a time.
+
+        Returns:
+            Copies on the CPU that the parameters are meanwhile; none inside of :meth:`summon`.
+
+        Raises:
+            RuntimeError: a forward or backward pass is running.
+        """
+        if self.busy:
+            raise RuntimeError("full_model_state_dict() does not work inside a forward or backward pass")
+        if self.summoned:
+            yield []
+            return
+        self.reset()
+        copies: list[list[torch.Tensor]] = []
+        with contextlib.ExitStack() as stack:
+            with _quietly():
+                for unit in self.units:
+                    unit.parameters.unshard(exactly=True)
+                    unit.parameters.wait_for_unshard()
+                    copies.append(unit.parameters.copied() if here else [])
+                    unit.parameters.reshard()
+            for unit, values in zip(self.units, copies):
+                stack.enter_context(unit.parameters.lent(values))
+            self.summoned += here
+            try:
+                yield [value for values in copies for value in values]
+            finally:
+                self.summoned -= here
+
     def _end_of_root(self, number: int, awaited: bool) -> None:
         """The model has run, or a module of it that has parameters of the last unit."""
         if number == 0 and not self.root.running:

@@ -8,9 +8,10 @@ same storage, and is good again once the storage is filled again. PyTorch's FSDP
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -153,10 +154,29 @@ class UnitParameters:
             self.reshard()
             raise
         self._state = _State.WHOLE
-        for member in self._members:
-            member.parameter.data = member.whole
+        self._present([member.whole for member in self._members])
+
+    def _present(self, values: Iterable[torch.Tensor]) -> None:
+        for member, value in zip(self._members, values):
+            member.parameter.data = value
             member.parameter.__class__ = member.kind
         _forget(self._identities | self._absences)
+
+    @contextlib.contextmanager
+    def lent(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within it the parameters, which are sharded, have these values, to be read: those of :meth:`copied`."""
+        assert self._state is _State.SHARDED
+        self._present(values)
+        try:
+            yield
+        finally:
+            self.make_absent()
+            self.on_missing(self._bring)
+
+    def copied(self) -> list[torch.Tensor]:
+        """Copies of the whole values, on the CPU."""
+        assert self.whole
+        return [member.whole.to("cpu", copy=True) for member in self._members]
 
     def on_missing(self, bring: Callable[[], None]) -> None:
         """Sets what is called when a recomputation is about to read parameters that are sharded."""

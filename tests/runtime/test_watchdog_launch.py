@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def jobs(folder: Path) -> Iterator[Jobs]:
     """All at once: they spend their time waiting. Over MPI, which waits for ever by itself, where it works."""
-    running = {"alone": start_ranks(2, SCRIPT, "alone")}
+    running = {case: start_ranks(2, SCRIPT, case) for case in ("alone", "unit", "gone")}
     mpi = probe("mpi").works
     running["stops"] = start_ranks(2, SCRIPT, "stops", controller="mpi" if mpi else "gloo")
     if mpi:
@@ -62,7 +62,20 @@ def test_a_wait_for_a_rank_that_does_not_come_ends(
     assert len(lines) == 1, output
     assert "HorovodInternalError" not in output
     announced = re.findall(rf"rank 0 on host \S+: still waiting, after \d+ s, for {waited_for};", output)
-    assert len(announced) == (case == "alone"), output
+    assert len(announced) == 1, output
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("unit", r"(still waiting, after|waited) \d+ s,? for the parameters of '2' \("),
+        ("gone", r"ended, waiting for the parameters of '0' \(.*\) at stalled.py:\d+, because another rank"),
+    ],
+)
+def test_a_unit_that_one_rank_alone_uses_is_named(jobs: Jobs, case: str, line: str) -> None:
+    output, _ = jobs[case].communicate(timeout=SECONDS)
+    assert jobs[case].returncode != 0
+    assert re.search(rf"rank 0 on host \S+: {line}", output), output
 
 
 def test_ranks_end_with_the_launcher_that_they_were_started_by(jobs: Jobs, folder: Path) -> None:

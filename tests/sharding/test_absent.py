@@ -81,6 +81,39 @@ def test_reading_or_writing_values_is_an_error_that_says_what_to_do(split: tuple
     train(model, optimizer)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_whole_state_of_the_model_is_one_call_and_memory_of_its_own(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale(), nn.Linear(4, 4))
+    model[3].weight = model[0].weight  # tied
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=stage
+    )
+    train(model, optimizer)
+    state = optimizer.full_model_state_dict(model)
+    assert (state is None) == (hc.rank() > 0)
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="gathered_parameters"):
+            model.state_dict()
+        assert {one.untyped_storage().nbytes() for one in model.parameters()} == {4}
+    everywhere = optimizer.full_model_state_dict(model, all_ranks=True)
+    with optimizer.gathered_parameters():
+        inside = optimizer.full_model_state_dict(model, all_ranks=True)
+        wanted = copy.deepcopy(model.state_dict())
+    train(model, optimizer)  # changes none of the copies
+    for found in (everywhere, inside) if state is None else (everywhere, inside, state):
+        assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert found["0.weight"].data_ptr() == found["3.weight"].data_ptr()
+    with optimizer.gathered_parameters():
+        assert not torch.equal(wanted["0.weight"], model[0].weight)
+        model.load_state_dict(everywhere)
+    again = optimizer.full_model_state_dict(model, all_ranks=True)
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+    model[2].register_forward_hook(lambda *_: optimizer.full_model_state_dict(model))
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="inside a forward or backward pass"):
+            model(torch.ones(2, 4))
+
+
 def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() -> None:
     model = nn.Linear(4, 4)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
