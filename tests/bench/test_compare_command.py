@@ -61,9 +61,10 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(run, 
         *(("bert", "none"), ("bert", "reentrant"), ("bert", "plan 0.5x"), ("plain", "reentrant"))
     }
     for key, one in mine.items():
+        timed = key[0] != "plain"  # a scenario is not
         assert one["right"] and one["ranks_equal"] and one["repeatable"] and one["difference"] < 1e-5
-        assert (one["runs"], one["least"], one["most"], one["same_order"]) == (3, 1, 1, True)
-        assert one["peak_bytes"] > 10_000 and one["step_seconds"] > 0
+        assert (one["runs"], one["least"], one["most"], one["same_order"]) == (2 + timed, 1, 1, True)
+        assert not timed or (one["peak_bytes"] > 10_000 and one["step_seconds"] > 0)
         twice = results[("Twice", *key)]
         assert twice["status"] == "loose"
         assert (twice["most"], twice["same_order"], twice["weights_right"]) == (2, False, True)

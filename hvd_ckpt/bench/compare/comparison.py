@@ -37,7 +37,7 @@ class Comparison:
         size: number of ranks.
         controller: ``gloo`` or ``mpi``.
         threads: CPU threads of each rank.
-        passes: timed jobs per engine, in alternating order: A B C, C B A, ... Scenarios are timed once.
+        passes: timed jobs per engine, in alternating order: A B C, C B A, ... Scenarios are not timed.
         settings: of each training run.
         timeout: seconds without a step after which a job hangs.
         folder: of the jobs and their logs.
@@ -56,9 +56,9 @@ class Comparison:
 
     @property
     def trainings(self) -> int:
-        """How many training runs the comparison takes: each cell twice to check it, and once in each timed pass."""
+        """How many training runs the comparison takes: each cell twice to check it, and real workloads once in each timed pass."""
         return sum(
-            2 + (min(self.passes, 1) if CATALOG[cell.workload].small else self.passes)
+            2 + (0 if CATALOG[cell.workload].small else self.passes)
             for engine in self.engines
             if find_engine(engine).unavailable() is None
             for cell in self._cells_of(engine)
@@ -160,13 +160,13 @@ class Comparison:
         failures: dict[str, dict[str, Failure]],
         listener: Listener,
     ) -> dict[str, list[list[Event]]]:
-        """Times each engine's cells that did not fail; returns the events of each pass. A cell that fails now has failed."""
+        """Times each engine's real workloads that did not fail; returns the events of each pass. A cell may still fail."""
         passes: dict[str, list[list[Event]]] = {engine: [] for engine in cells}
         for number, engine in alternating(list(cells), self.passes):
             left = [
                 cell
                 for cell in cells[engine]
-                if cell.key not in failures[engine] and (number == 0 or not CATALOG[cell.workload].small)
+                if cell.key not in failures[engine] and not CATALOG[cell.workload].small
             ]
             job = self._job(f"time{number + 1}-{folder_name(engine)}", engine, left)
             where = f"timing {engine}, pass {number + 1} of {self.passes}"
