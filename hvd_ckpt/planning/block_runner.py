@@ -21,11 +21,15 @@ from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 
 @dataclass
 class BlockCost:
-    """Cost of one block under one policy: bytes above its start, seconds of forward and backward together."""
+    """Cost of one block under one policy: bytes above its start, seconds of forward and backward together.
+
+    ``casts`` are held besides ``kept`` for as long as the context of the forward pass, autocast, lasts.
+    """
 
     kept: int
     forward_peak: int
     backward_peak: int
+    casts: int = 0
     seconds: float = 0.0
 
 
@@ -68,22 +72,23 @@ class BlockRunner:
             for policy in policies:
                 args, kwargs = self.inputs()
                 marks.mark("start")
-                _backward(self._forward(policy, args, kwargs, lambda: marks.mark("kept")))
+                _backward(self._forward(policy, args, kwargs, marks.mark))
                 marks.mark("end")
                 del args, kwargs
         for number in range(len(policies)):
-            start, kept, end = marks.marks[3 * number : 3 * number + 3]
+            start, ran, kept, end = marks.marks[4 * number : 4 * number + 4]
             costs.append(
                 BlockCost(
                     max(kept.bytes - start.bytes, 0),
-                    max(kept.peak_bytes - start.bytes, 0),
+                    max(ran.peak_bytes - start.bytes, 0),
                     max(end.peak_bytes - start.bytes, 0),
+                    max(ran.bytes - kept.bytes, 0),
                 )
             )
         return costs
 
-    def first_pass(self) -> tuple[int, int, float]:
-        """A forward pass that saves nothing: bytes of the output, peak bytes, seconds."""
+    def first_pass(self) -> tuple[int, int, int, float]:
+        """A forward pass that saves nothing: bytes of the output, of casts beside it, peak bytes, seconds."""
         seconds = []
         with recording_marks(self._device) as marks, torch.no_grad():
             for number in range(3):
@@ -93,12 +98,15 @@ class BlockRunner:
                 start = now(self._device)
                 with self._autocast():
                     output = self._function(*args, **kwargs)
+                    if number == 0:
+                        marks.mark("ran")
                 seconds.append(now(self._device) - start)
                 if number == 0:
                     marks.mark("output")
                 del output
-        begin, end = marks.marks[:2]
-        return max(end.bytes - begin.bytes, 0), max(end.peak_bytes - begin.bytes, 0), min(seconds)
+        begin, ran, end = marks.marks[:3]
+        casts, peak = max(ran.bytes - end.bytes, 0), max(ran.peak_bytes - begin.bytes, 0)
+        return max(end.bytes - begin.bytes, 0), casts, peak, min(seconds)
 
     def seconds(
         self, policies: Sequence[CheckpointPolicy], least: float, least_rounds: int = 3
@@ -125,11 +133,12 @@ class BlockRunner:
         policy: CheckpointPolicy,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        ready: Callable[[], None] = lambda: None,
+        mark: Callable[[str], None] = lambda name: None,
     ) -> Tensor | None:
         with torch.enable_grad(), self._autocast():
             output = policy.run(self._function, args, kwargs)
-        ready()
+            mark("ran")
+        mark("kept")
         ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         end: Tensor | None = _End.apply(*ends) if ends else None  # type: ignore[no-untyped-call]
         return end

@@ -8,7 +8,8 @@ checkpointing for heterogeneous chains", from one way to run a block to several.
 seconds. A level of a schedule, the whole chain or one segment that is being recomputed, runs its items
 forward in order and then backward in reverse order:
 
-- a :class:`Run` of a block holds ``kept`` bytes from its forward to its backward, under the choice taken;
+- a :class:`Run` of a block holds ``kept`` bytes from its forward to its backward, under the choice taken, and besides
+  ``casts`` bytes until the forward pass of the level ends;
 - a :class:`Segment` first runs its blocks forward saving nothing, holds only the output of its last block,
   and at its turn in the backward pass is recomputed as a level of its own, while the gradient of that output
   waits beside it. Segments nest.
@@ -33,6 +34,8 @@ class Choice:
         forward_peak: most bytes during its forward, above the start, its output included.
         backward_peak: most bytes during its backward, above the start of its *forward*: kept bytes, the
             incoming gradient, everything that is recomputed.
+        casts: bytes held besides until the forward pass of all blocks ends: what autocast remembers of weights, less what
+            ``kept`` has of it.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Choice:
     kept: int
     forward_peak: int
     backward_peak: int
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Block:
         forward_working: most bytes during such a forward, above the start, its output included.
         joins_next: whether this block and the next may lie in one recomputed segment. A block that joins
             neither neighbour lies in no segment.
+        casts: as those of a choice, of such a forward.
+        frame: bytes that a segment which begins here holds until it has been run backward: the state of the random numbers.
     """
 
     choices: tuple[Choice, ...]
@@ -60,6 +66,8 @@ class Block:
     forward_seconds: float
     forward_working: int
     joins_next: bool = False
+    casts: int = 0
+    frame: int = 0
 
     def with_costs(self, change: Callable[[Choice], dict[str, Any]]) -> Block:
         """The block with some costs of each choice changed."""
@@ -152,19 +160,24 @@ class _Walk:
         blocks = self.blocks
         starts = []
         held = base
+        casts = 0
         for item in items:
             starts.append(held)
             if isinstance(item, Run):
                 choice = blocks[item.block].choices[item.choice]
-                self.reach(item.block, held + waiting + max(choice.forward_peak, choice.kept))
+                self.reach(item.block, held + casts + waiting + max(choice.forward_peak, choice.kept))
                 held += choice.kept
+                casts += choice.casts
             else:
+                held += blocks[item.first].frame
                 boundary = 0  # the segment's own input is held already by the items before
                 for index in range(item.first, item.last + 1):
                     block = blocks[index]
-                    self.reach(index, held + boundary + waiting + max(block.forward_working, block.output))
+                    working = max(block.forward_working, block.output)
+                    self.reach(index, held + casts + boundary + waiting + working)
                     self.seconds += block.forward_seconds
                     boundary = block.output
+                    casts += block.casts
                 held += boundary
         between = held
         for item, start in zip(reversed(items), reversed(starts)):
@@ -173,7 +186,7 @@ class _Walk:
                 self.reach(item.block, start + choice.backward_peak)
                 self.seconds += choice.seconds
             else:
-                self.level(item.items, start, blocks[item.last].output)
+                self.level(item.items, start + blocks[item.first].frame, blocks[item.last].output)
         return between
 
     def reach(self, block: int, held: int) -> None:

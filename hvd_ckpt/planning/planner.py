@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import free_memory
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
-from hvd_ckpt.planning.chain import Block, Item, Run, Segment, Solution, bottleneck, simulate
+from hvd_ckpt.planning.cache import cached, key_of
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
 from hvd_ckpt.planning.profile import Profile, Step
 from hvd_ckpt.planning.solver import Solver
@@ -29,7 +31,7 @@ from hvd_ckpt.text import show_bytes, talking
 
 _CORRECTIONS = 5
 _NEAR = 1.06  # predicted times up to this much above the best are measured too
-_RIVALS = 4
+_RIVALS = 3  # timed once, and then the two fastest again
 _MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that takes at most so many times as long as no recomputation
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
 _FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
@@ -136,10 +138,12 @@ class Planner:
         self._say("solving")
         found = self.profile.found
         check_called(self._step.model, found)
-        chain = [
-            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak - extra})  # type: ignore[misc]
-            for block, extra in zip(self._chain, [0, *self.profile.waiting, 0])
-        ]
+
+        def alone(extra: int, choice: Choice) -> dict[str, Any]:
+            return {"backward_peak": choice.backward_peak - extra, "casts": 0}
+
+        pairs = zip(self._chain, [0, *self.profile.waiting, 0])
+        chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         planner = StagePlanner(chain, [block.modules[0] for block in found], layout, param_scale)
         make = functools.partial(self.profile.plan_of, sample=sample_shapes(*self._args))
         return plan_stages(planner, budget, self._step.device, make)
@@ -173,25 +177,20 @@ class Planner:
         first = self._within(limit)
         rivals = [first]
         if rounds:
-            longest = _NEAR * first.solution.seconds
-            near = [
-                point
-                for point in self._points
-                if point.peak < first.solution.peak
-                and point.seconds <= longest
-                and point.items != first.solution.items
-            ]
-            others = map(self._try, _evenly(near, _RIVALS - 1))
-            rivals += [tried for tried in others if limit is None or tried.peak <= limit]
+            longest, most = _NEAR * first.solution.seconds, first.solution.peak
+            near = [one for one in self._points if one.peak < most and one.seconds <= longest]
+            others = map(self._try, [*_evenly(near, _RIVALS - 1), *self._measured])
+            rivals += [one for one in others if one is not first and (limit is None or one.peak <= limit)]
         times: list[list[float]] = [[] for _ in rivals]
         self._say(f"timing {len(rivals)} plans" if len(rivals) > 1 else "timing the plan")
-        for number in range(max(rounds, 1)):
-            order = range(len(rivals)) if number % 2 else range(len(rivals) - 1, -1, -1)
-            for index in order:
+        running = list(range(len(rivals)))
+        for _ in range(max(rounds, 1)):
+            for index in running:
                 with applied(self._step.model, self._as_plan(rivals[index].solution.items)):
                     times[index].append(self._step.seconds())
-        # Whatever else the machine does makes a step slower, never faster.
-        chosen = min(range(len(rivals)), key=lambda index: min(times[index]))
+            running = sorted(running, key=lambda index: min(times[index]), reverse=True)[-2:]
+        # Other work makes a step slower, never faster.
+        chosen = min(running, key=lambda index: min(times[index]))
         return rivals[chosen], statistics.median(times[chosen])
 
     def _within(self, limit: int | None) -> _Tried:
@@ -238,27 +237,31 @@ class Planner:
         """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
         blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
         self._chain: list[Block] = self.profile.chain
+        self._measured: list[
+            Solution
+        ] = []  # no recomputation, which costs nothing beyond what it was measured to cost
         self._kept: Timeline | None = None
         everything = self.baseline
         if everything.peak_bytes > _FITS * free_memory(self._step.device):
             return
         self._say("measuring a step without recomputation")
-        self._step.run()
-        _, self._kept = self._step.peak()
-        seconds = statistics.median(self._step.seconds() for _ in range(3))
+        peak, self._kept = self._step.peak()
+        seconds = min(self._step.seconds() for _ in range(2))
         kept = sum(block.choices[0].kept for block in self._chain[1:-1])
         rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
         self._chain = [
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self._chain
         ]
+        items = tuple(Run(index, 0) for index in range(len(self._chain)))
+        self._measured = [Solution(items, *simulate(self._chain, items))]
+        self._tried[items] = _Tried(self._measured[0], peak, self._kept)
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule, once."""
         if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
             with applied(self._step.model, self._as_plan(solution.items)):
-                self._step.run()
                 self._tried[solution.items] = _Tried(solution, *self._step.peak())
         return self._tried[solution.items]
 
@@ -293,6 +296,7 @@ def plan(
     schedule: str = "1f1b",
     virtual_stages: int | None = None,
     param_scale: float = PARAM_SCALE,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
     time.
@@ -317,8 +321,7 @@ def plan(
         chunk_head: the cross entropy of a language model's head may be computed in chunks of rows (as by
             :func:`hvd_ckpt.chunked_cross_entropy`): results then equal to float32 rounding. False: they keep their bits. With
             ``stages`` it is never in chunks.
-        verbose: print progress on standard error, a line for each kind of block and one at least every 30 seconds;
-            None to begin with that once planning has taken 10 seconds. On rank 0 alone, which plans.
+        verbose: print progress on standard error, on rank 0; None to begin with that once planning has taken 10 seconds.
         stages: number of pipeline stages; the model is a chain of this library or an ``nn.Sequential``, and the blocks are its
             children. The budget is then for all memory of a stage: its parameters, gradients and optimizer state (see
             ``param_scale``), its activations, and gradients on their way between stages. ``"0.3x"`` is a part of what the largest
@@ -328,10 +331,11 @@ def plan(
             share of the budget.
         param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone: 4 for
             Adam, 3 for SGD with momentum, 2 for SGD, 2 + 2 / replicas for Adam with ``shard="optimizer"``.
+        cache: a folder for plans. One made for the same model (its code, settings and shapes), shapes of the sample, loss, options,
+            device, threads and versions is returned without a measurement (but not for ``"80%"``).
 
-    Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It
-    can be called before or after an optimizer is wrapped. Where Horovod runs on several ranks, all of them must call it:
-    rank 0 plans with the smallest budget of all, and all get its plan.
+    Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It can be
+    called before or after an optimizer is wrapped. All ranks must call it: rank 0 plans, with the smallest budget of all.
 
     Returns:
         The plan, measured, not yet applied: ``plan.apply(model)``.
@@ -351,23 +355,28 @@ def plan(
         layout = Layout.make(stages, chunks, schedule, virtual_stages)
         blocks = layout.blocks_of(model)
 
-    def make(limit: int | float | str | None) -> Plan:
-        with _talking(verbose) as say:
-            planner = Planner(
-                model,
-                *args,
-                kwargs=kwargs,
-                loss=loss,
-                blocks=blocks,
-                autocast=autocast,
-                lossy=lossy,
-                say=say,
-                budget=None if layout else limit,
-                chunk_head=chunk_head and layout is None,
-            )
-            return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
+    device = Step(model, args, kwargs or {}, loss, autocast).device
+    settings = {"autocast": autocast, "lossy": lossy, "chunk_head": chunk_head and layout is None}
 
-    return on_rank_0(make, budget, Step(model, args, kwargs or {}, loss, autocast).device)
+    def make(limit: int | float | str | None, say: Callable[[str], None]) -> Plan:
+        given: dict[str, Any] = {
+            "blocks": blocks,
+            "say": say,
+            "budget": None if layout else limit,
+            **settings,
+        }
+        planner = Planner(model, *args, kwargs=kwargs, loss=loss, **given)
+        return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
+
+    def find(limit: int | float | str | None) -> Plan:
+        with _talking(verbose) as say:
+            if cache is None or parse_budget(limit).kind == "device":  # which depends on what is free
+                return make(limit, say)
+            facts = {"budget": limit, "blocks": blocks, "layout": layout, "scale": param_scale, **settings}
+            key = key_of(model, (args, kwargs), loss, device, facts)
+            return cached(cache, key, model, functools.partial(make, limit, say), say)
+
+    return on_rank_0(find, budget, device)
 
 
 def largest_batch(
@@ -431,12 +440,10 @@ def _lossy_name(dtype: torch.dtype | None) -> str | None:
 
 
 def _evenly(points: list[Solution], count: int) -> list[Solution]:
-    if len(points) <= count:
-        return points
-    return [points[round(index * (len(points) - 1) / (count - 1))] for index in range(count)]
+    few = len(points) <= count
+    return points if few else [points[round(at * (len(points) - 1) / (count - 1))] for at in range(count)]
 
 
 def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-    if verbose is False:
-        return contextlib.nullcontext(lambda text: None)
-    return talking("plan", after=0.0 if verbose else _SILENT_SECONDS)
+    quiet = contextlib.nullcontext(lambda text: None)
+    return quiet if verbose is False else talking("plan", after=0.0 if verbose else _SILENT_SECONDS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -183,8 +182,8 @@ class Profile:
         items, chunks = tuple(range(len(self.found))), self.head_costs[-1].chunks
         with applied(self.step.model, self.plan_of(items, [0] * len(self.found), chunks)):
             self.step.run()
-            begin, _, behind = _ends(self._marked_step())
-        floor = max(begin.peak_bytes, begin.bytes + behind)
+            begin, _, forward, backward = _ends(self._marked_step())
+        floor = max(begin.peak_bytes, begin.bytes + max(forward, backward))
         if limit < floor:
             place = (
                 "before the first block"
@@ -216,7 +215,7 @@ class Profile:
             for number, cost in enumerate(costs)
             if number < 2
             or not any(
-                (other.kept, other.backward_peak) == (cost.kept, cost.backward_peak)
+                (other.kept, other.backward_peak, other.casts) == (cost.kept, cost.backward_peak, cost.casts)
                 for other in costs[1:number]
             )
         ]
@@ -224,7 +223,7 @@ class Profile:
         least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
         for cost, seconds in zip(costs, runner.seconds(policies, least)):
             cost.seconds = seconds
-        output, working, forward = runner.first_pass()
+        output, casts, working, forward = runner.first_pass()
         choices = tuple(
             Choice(
                 policy.title,
@@ -232,10 +231,14 @@ class Profile:
                 cost.kept,
                 max(cost.forward_peak, cost.kept),
                 cost.backward_peak,
+                cost.casts,
             )
             for policy, cost in zip(policies, costs)
         )
-        return policies, Block(choices, output, forward, max(working, output))
+        frame = (
+            torch.get_rng_state().nbytes if self.step.device.type == "cpu" else 0
+        )  # a GPU's is kept on the CPU
+        return policies, Block(choices, output, forward, max(working, output), casts=casts, frame=frame)
 
     def _joins(self, index: int) -> bool:
         """Whether a block and the next one are children, one after the other, of one plain ``nn.Sequential``."""
@@ -284,10 +287,11 @@ class Profile:
         costs = self.head_costs
         plan = self.plan_of(tuple(range(len(inner))), leanest, costs[-1].chunks)
         with applied(self.step.model, plan):
-            self.step.run()
             marks = self._marked_step()
-            seconds = statistics.median(self.step.seconds() for _ in range(3))
-        begin, after, behind = _ends(marks)
+            seconds = min(self.step.seconds() for _ in range(2))
+        begin, after, forward, backward = _ends(marks)
+        # Which autocast forgets before the backward pass begins, where the marks count from.
+        backward += sum(block.choices[choice].casts for block, choice in zip(inner, leanest))
         alone = sum(block.choices[choice].seconds for block, choice in zip(inner, leanest))
         if 0 < seconds < alone:  # by themselves, blocks ran slower than they do in a step
             pace = seconds / alone
@@ -306,9 +310,15 @@ class Profile:
         )
         choices = []
         for chunks, peak, alone in costs:  # measured: the last of them
-            peak = max(behind + peak - costs[-1].peak, 0)
+            forward_peak, backward_peak = (max(one + peak - costs[-1].peak, 0) for one in (forward, backward))
             choices.append(
-                Choice(f"behind {chunks}", max(rest + alone - costs[-1].seconds, 0.0), 0, peak, peak)
+                Choice(
+                    f"behind {chunks}",
+                    max(rest + alone - costs[-1].seconds, 0.0),
+                    0,
+                    forward_peak,
+                    backward_peak,
+                )
             )
         behind_block = Block(tuple(choices), 0, 0.0, 0)
         return [before_block, *inner, behind_block]
@@ -386,13 +396,16 @@ class Profile:
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 
-def _ends(marks: Marks) -> tuple[Mark, int, int]:
-    """Of a marked step: the mark before the first block, the peak of what runs before it in the backward pass, and that of head and
-    loss above what is held behind the last block."""
+def _ends(marks: Marks) -> tuple[Mark, int, int, int]:
+    """Of a marked step: the mark before the first block, the peak of what runs before it in the backward pass, and those of head
+    and loss, forward and backward, above what is held behind the last block."""
     by_name = {mark.name: mark for mark in marks.marks}
     begin, end = by_name["first block"], by_name["last block"]
-    behind = max(by_name[name].peak_bytes for name in ("loss", "gradient") if name in by_name) - end.bytes
-    return begin, by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes, max(behind, 0)
+    after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
+    forward, backward = (
+        by_name[name].peak_bytes - end.bytes if name in by_name else 0 for name in ("loss", "gradient")
+    )
+    return begin, after, max(forward, 0), backward
 
 
 def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:

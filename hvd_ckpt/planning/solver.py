@@ -13,6 +13,9 @@ on the length of the chain. Then they are thinned, which loses schedules, but th
 schedule never needs more than its point says, and the smallest peak and the fastest schedule are never lost. On small
 chains nothing is thinned; the promise is to be within 1 % of the best schedule there.
 
+What autocast remembers of weights (``casts``) is held until the forward pass ends. The program takes it for kept, which is too
+much where the peak is in the backward pass. So with casts its schedules are simulated, and chosen from by what that says.
+
 With several micro-batches in flight, as in a pipeline stage, what the others keep from their forward to their backward
 pass is part of the need. Then there are no segments, and a schedule that needs more than another at block s, but keeps
 less, is lost there, though it could need less at an earlier block. On chains with costs like measured ones the result
@@ -21,6 +24,7 @@ is within the same 1 %.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +48,7 @@ Integers = NDArray[np.int64]
 # pairs of frontiers, is this much work: a few seconds for a hundred different blocks that join.
 _POINTS = (64, 8192)
 _WORK = 4_000_000
+_SIMULATED = 1024  # schedules, where casts are held
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Solver:
         self._first_pass = [_first_pass(blocks[s : ends.stop]) for s, ends in enumerate(self._ends)]
         self._levels: dict[tuple[int, int], Frontier] = {}
         self._fill_levels()
+        self._holds_casts = any(block.casts or any(one.casts for one in block.choices) for block in blocks)
         self._whole = [_EMPTY] * (len(blocks) + 1)
         size = _size(sum(len(ends) + len(some) for ends, some in zip(self._ends, self._choices)))
         size = min(size, points or size)
@@ -94,8 +100,8 @@ class Solver:
 
     @property
     def smallest(self) -> Solution:
-        """A schedule of the smallest peak that is possible, exact to the byte."""
-        return self._solution(0)
+        """A schedule of the smallest peak that is possible, exact to the byte unless casts are held."""
+        return self._simulated[0] if self._holds_casts else self._solution(0)
 
     @property
     def fastest(self) -> Solution:
@@ -104,17 +110,35 @@ class Solver:
 
     def solve(self, budget: int) -> Solution | None:
         """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step, or None."""
+        if self._holds_casts:
+            within = [solution for solution in self._simulated if solution.peak <= budget]
+            return within[-1] if within else None
         point = int(np.searchsorted(self._whole[0].need, budget, side="right")) - 1
         return None if point < 0 else self._solution(point)
 
     def frontier(self, points: int = 32) -> list[Solution]:
         """Up to ``points`` schedules of which none beats another in both peak and seconds, from that of the smallest
         peak to the fastest, spread evenly along the curve of seconds over bytes."""
+        if self._holds_casts:
+            peaks = np.array([solution.peak for solution in self._simulated])
+            seconds = np.array([solution.seconds for solution in self._simulated])
+            return [self._simulated[point] for point in _spread(peaks, seconds, points)]
         whole = self._whole[0]
         found: list[Solution] = []
         for point in _spread(whole.need, whole.seconds, points):
             solution = self._solution(point)
             # Summed in another order, two times that differed may be equal.
+            if not found or solution.seconds < found[-1].seconds:
+                found.append(solution)
+        return found
+
+    @functools.cached_property
+    def _simulated(self) -> list[Solution]:
+        """Many of the schedules, less those that another beats when it is simulated, from the smallest peak to the fastest."""
+        count = len(self._whole[0].need)
+        points = {*range(0, count, max(count // _SIMULATED, 1)), count - 1}
+        found: list[Solution] = []
+        for solution in sorted(map(self._solution, points), key=lambda one: (one.peak, one.seconds)):
             if not found or solution.seconds < found[-1].seconds:
                 found.append(solution)
         return found
@@ -168,7 +192,13 @@ class Solver:
                 self._levels[s, t] = self._levels[first]
 
     def _level(
-        self, s: int, t: int, rest: Callable[[int], Frontier], waiting: int, size: int, in_flight: int = 1
+        self,
+        s: int,
+        t: int,
+        rest: Callable[[int], Frontier],
+        waiting: int,
+        size: int,
+        in_flight: int = 1,
     ) -> Frontier:
         """The frontier of blocks s to t while ``waiting`` bytes of gradient wait; ``rest(e)`` is that of blocks e to t."""
         parts = [
@@ -182,15 +212,18 @@ class Solver:
         """A level that starts with the segment s to e."""
         inside = self._levels[s, e]
         peaks, seconds = self._first_pass[s]
-        after = np.maximum(rest.need + self.blocks[e].output, waiting + peaks[e - s])
+        frame = self.blocks[s].frame
+        casts = sum(block.casts for block in self.blocks[s : e + 1])
+        kept = self.blocks[e].output + frame
+        after = np.maximum(rest.need + kept + casts, waiting + frame + peaks[e - s])
+        again = inside.need + frame
         # At each number of bytes that one of the two parts comes to need, both are as fast as they can be.
-        need = np.concatenate((after, inside.need))
-        need = np.sort(need[need >= max(after[0], inside.need[0])])
-        pick = np.searchsorted(inside.need, need, side="right") - 1
+        need = np.concatenate((after, again))
+        need = np.sort(need[need >= max(after[0], again[0])])
+        pick = np.searchsorted(again, need, side="right") - 1
         then = np.searchsorted(after, need, side="right") - 1
         total = inside.seconds[pick] + rest.seconds[then] + seconds[e - s]
-        kept = self.blocks[e].output + rest.kept[then]
-        return Frontier(need, total, kept, np.full(len(need), s - e - 1), pick, then)
+        return Frontier(need, total, kept + rest.kept[then], np.full(len(need), s - e - 1), pick, then)
 
 
 def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int) -> Frontier:
@@ -200,11 +233,11 @@ def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int)
     if (
         not others
     ):  # of the points of the rest that all come to need the block's own bytes, only the fastest counts
-        start = max(int(np.searchsorted(rest.need, own - choice.kept, side="right")) - 1, 0)
+        start = max(int(np.searchsorted(rest.need, own - choice.kept - choice.casts, side="right")) - 1, 0)
     then = np.arange(start, len(rest.need))
     kept = rest.kept[start:] + choice.kept
     return Frontier(
-        np.maximum(rest.need[start:] + (1 + others) * choice.kept, own + others * kept),
+        np.maximum(rest.need[start:] + (1 + others) * choice.kept + choice.casts, own + others * kept),
         rest.seconds[start:] + choice.seconds,
         kept,
         np.full(len(then), number),
@@ -263,11 +296,12 @@ def _segment_ends(blocks: Sequence[Block]) -> list[range]:
 def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
     """Peak bytes above the start, and seconds, of a first pass from the first of these blocks to each of them."""
     peaks, seconds = [0], [0.0]
-    boundary = 0
+    boundary = casts = 0
     for block in blocks:
-        peaks.append(max(peaks[-1], boundary + max(block.forward_working, block.output)))
+        peaks.append(max(peaks[-1], boundary + casts + max(block.forward_working, block.output)))
         seconds.append(seconds[-1] + block.forward_seconds)
         boundary = block.output
+        casts += block.casts
     return np.array(peaks[1:], dtype=np.int64), np.array(seconds[1:])
 
 
@@ -282,13 +316,13 @@ def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
 
 
 def _costs_of(choice: Choice) -> tuple[float, ...]:
-    return choice.seconds, choice.kept, choice.forward_peak, choice.backward_peak
+    return choice.seconds, choice.kept, choice.forward_peak, choice.backward_peak, choice.casts
 
 
 def _costs(block: Block) -> object:
     """The costs of a block, equal for blocks that are alike."""
     choices = tuple(map(_costs_of, block.choices))
-    return choices, block.output, block.forward_seconds, block.forward_working
+    return choices, block.output, block.forward_seconds, block.forward_working, block.casts, block.frame
 
 
 def _spread(need: Integers, seconds: Seconds, points: int) -> list[int]:

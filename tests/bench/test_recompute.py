@@ -119,7 +119,7 @@ def test_a_plan_stands_beside_the_method_it_was_made_for() -> None:
     assert rows["every"] == ("50.0", "0.50", "2.00 [2.00, 2.00]", BITWISE, "40.0", "0.90 [0.90, 0.90]")
     assert rows["rockmate"][3] == "does not run"
     assert any("it broke" in line for line in remarks(case))
-    assert plan_table(case).rows[0][4:] == (BITWISE, "0.80", "1.00", "2")
+    assert plan_table(case).rows[0][4:] == (BITWISE, "0.800", "1.00", "2")
     assert case.sound
     high.failure = "RuntimeError: it broke"
     assert not case.sound

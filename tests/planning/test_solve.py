@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -169,6 +170,14 @@ def test_simulate_by_hand():
     assert bottleneck(chain, [nested, Run(2, 0)]) == 1
     # What is held counts where the peaks of a choice say less.
     assert simulate([block((1.0, 9, 4, 4), joins=False)], [Run(0, 0)])[0] == 9
+    # A segment holds its frame from its first pass to the end of its backward pass.
+    framed = [dataclasses.replace(one, frame=2) for one in chain]
+    assert simulate(framed, [nested, Run(2, 0)])[0] == 2 + 12 + 4
+    assert simulate(framed, [Segment((Run(0, 0), Run(1, 0))), Run(2, 0)])[0] == 5 + 12 + 2
+    # Casts are held until the forward pass ends, and not while the last block runs backward; also those of a first pass.
+    mixed = [dataclasses.replace(one.with_costs(lambda _: {"casts": 6}), casts=6) for one in chain]
+    assert simulate(mixed, [Run(0, 0), Run(1, 0), Run(2, 0)])[0] == 5 + 7 + 12 + 8
+    assert simulate(mixed, [Segment((Run(0, 0), Run(1, 0))), Run(2, 0)])[0] == 3 + 12 + 8
 
 
 @pytest.mark.parametrize(
@@ -215,13 +224,29 @@ def test_best_of_all_schedules(blocks, choices, joined, chains):
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), blocks=st.integers(1, 12), joined=st.floats(0, 1), share=st.floats(0, 1))
-def test_a_budget_is_never_exceeded(seed, blocks, joined, share):
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(1, 12),
+    joined=st.floats(0, 1),
+    share=st.floats(0, 1),
+    casts=st.booleans(),
+)
+def test_a_budget_is_never_exceeded(seed, blocks, joined, share, casts):
     rng = random.Random(seed)
+    frame = rng.choice((0, MB // 4))
     chain = [
-        Block(one.choices, one.output, one.forward_seconds, one.forward_working, rng.random() < joined)
+        dataclasses.replace(one, frame=frame, joins_next=rng.random() < joined)
         for one in network(rng, blocks, rng.randint(1, 4), True)
     ]
+    if casts:  # the less is kept, the more of a weight's cast is held beside it
+        most = rng.randint(1, 8 * MB)
+        chain = [
+            dataclasses.replace(
+                one.with_costs(lambda way, all=one.choices[0].kept: {"casts": most * (way.kept < all)}),
+                casts=most,
+            )
+            for one in chain
+        ]
     solver = Solver(chain)
     smallest = solver.smallest.peak
     budget = int(smallest + share * (max(keep_all(chain), smallest) - smallest))
@@ -229,6 +254,11 @@ def test_a_budget_is_never_exceeded(seed, blocks, joined, share):
     assert simulate(chain, solution.items) == (solution.peak, solution.seconds)
     assert smallest <= solution.peak <= budget
     assert solver.solve(smallest - 1) is None
+    frontier = solver.frontier()
+    assert (
+        frontier == sorted(frontier, key=lambda one: (one.peak, -one.seconds))
+        and frontier[0].peak == smallest
+    )
 
 
 # --- peers and known optima ---

@@ -59,7 +59,8 @@ class Case:
     @classmethod
     def of(cls, job: RecomputeJob) -> Case:
         """The case of a job, before there are results."""
-        return cls(job.workload.title, job.name, job.size, job.size * job.workload.batch)
+        title = job.workload.title + (f", autocast to {job.autocast}" if job.autocast else "")
+        return cls(title, job.name, job.size, job.size * job.workload.batch)
 
     @property
     def keep(self) -> Entry:
@@ -103,6 +104,7 @@ class RecomputeJob(RankJob):
         families: which methods.
         budgets: of this library's plans.
         rounds: timed steps of each.
+        autocast: dtype of the autocast that forward pass and loss run under, such as ``"bfloat16"``; None for none.
     """
 
     worker = "hvd_ckpt.bench.recompute.case"
@@ -113,6 +115,7 @@ class RecomputeJob(RankJob):
     families: tuple[str, ...]
     budgets: tuple[str, ...]
     rounds: int
+    autocast: str | None = None
 
     @property
     def workload(self) -> Workload:
@@ -125,7 +128,8 @@ def run_case(
 ) -> Case:
     """Measure a workload; on several ranks all call it alike. ``listener`` hears what is done next."""
     case, workload = Case.of(job), job.workload
-    bench = Bench(workload, device, distributed=job.size > 1)
+    autocast = None if job.autocast is None else getattr(torch, job.autocast)
+    bench = Bench(workload, device, job.size > 1, autocast)
     try:
         for method in methods(workload, len(bench.model), (KEEP, *job.families)):
             listener(method.name)
@@ -164,7 +168,7 @@ def _make_plans(
     @functools.cache
     def planner() -> Planner:  # made where it is needed: on rank 0
         listener("profiling for plans")
-        return Planner(twin(bench.model), bench.inputs, loss=bench.loss)
+        return Planner(twin(bench.model), bench.inputs, loss=bench.loss, autocast=bench.autocast)
 
     made: list[tuple[object, Entry]] = []
     answers: dict[str, str] = {}

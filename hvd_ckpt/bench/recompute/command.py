@@ -39,6 +39,13 @@ SHARE = 0.8  # of the free memory that a step may take
 @count_option("--rounds", help="Timed steps of each, in turn.", default=ROUNDS, quick=QUICK_ROUNDS)
 @click.option("--np", "ranks", default="1", show_default=True, help="Numbers of ranks that train together.")
 @click.option("--batches", help="Samples of a step, over all ranks.  [default: by workload, on each rank]")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16: forward pass and loss under autocast to bfloat16.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
 @job_options
@@ -50,6 +57,7 @@ def recompute(
     rounds: int,
     ranks: str,
     batches: str | None,
+    precision: str,
     device: str,
     quick: bool,
     controller: str,
@@ -92,7 +100,14 @@ def recompute(
         "threads": str(torch.get_num_threads()),
         "rounds": str(rounds),
     }
-    settings = {"workloads": names, "methods": families, "budgets": wishes, "np": sizes, "sizes": scale}
+    settings = {
+        "workloads": names,
+        "methods": families,
+        "budgets": wishes,
+        "np": sizes,
+        "sizes": scale,
+        "precision": precision,
+    }
     plan = list(itertools.product(names, sizes, counts))
     jobs = run.jobs
     with run.progress(len(plan)) as progress:
@@ -101,7 +116,15 @@ def recompute(
             progress.start(what)
             batch = None if count is None else count // size
             job = RecomputeJob(
-                jobs / f"{name}-np{size}-{count}", size, name, scale, batch, families, wishes, rounds
+                jobs / f"{name}-np{size}-{count}",
+                size,
+                name,
+                scale,
+                batch,
+                families,
+                wishes,
+                rounds,
+                "bfloat16" if precision == "bf16" else None,
             )
             case = Case.of(job)
             if batch is not None and place.type == "cpu":

@@ -85,6 +85,7 @@ class Bench:
         workload: what is trained.
         device: where.
         distributed: whether Horovod's ranks train together, each on a batch of its own.
+        autocast: dtype of the autocast that forward pass and loss run under, if any.
 
     Attributes:
         model: the original chain; methods get twins, which share its parameters and buffers.
@@ -92,8 +93,14 @@ class Bench:
         forwards: for each entry that runs, by name, the function that runs the model.
     """
 
-    def __init__(self, workload: Workload, device: torch.device, distributed: bool = False) -> None:
-        self.workload, self.device = workload, device
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        distributed: bool = False,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.workload, self.device, self.autocast = workload, device, autocast
         self._optimizer: Any = None
         rank = 0
         torch.manual_seed(SEED)
@@ -179,7 +186,8 @@ class Bench:
             parameter.grad.zero_()
 
     def _step(self, forward: Forward) -> torch.Tensor:
-        loss = self.loss(forward(self.inputs))
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            loss = self.loss(forward(self.inputs))
         loss.backward()  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             self._optimizer.step()

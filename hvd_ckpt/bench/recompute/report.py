@@ -85,7 +85,7 @@ def plan_table(case: Case) -> Table:
             rows.append((plan.name, *"---", "none", *"--", budgets))
             continue
         seconds = plan.step_seconds()
-        of_bytes = _ratio(plan.peak_bytes, plan.predicted_bytes)
+        of_bytes = _ratio(plan.peak_bytes, plan.predicted_bytes, 3)
         of_seconds = _ratio(seconds.median if seconds else None, plan.predicted_seconds)
         rows.append((*_figures(case, plan), of_bytes, of_seconds, budgets))
     return Table(PLAN_COLUMNS, rows, left=("plan", "result"))
@@ -203,8 +203,8 @@ def _mib(entry: Entry | None) -> str:
     return "-" if entry is None or entry.peak_bytes is None else f"{entry.peak_bytes / MIB:.1f}"
 
 
-def _ratio(one: float | None, other: float | None) -> str:
-    return f"{one / other:.2f}" if one is not None and other else "-"
+def _ratio(one: float | None, other: float | None, digits: int = 2) -> str:
+    return f"{one / other:.{digits}f}" if one is not None and other else "-"
 
 
 def _spread(ratio: Quartiles | None) -> str:

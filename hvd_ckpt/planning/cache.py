@@ -1,0 +1,126 @@
+"""Plans that an earlier process made, reused where nothing has changed that they depend on.
+
+The key of a plan is a digest of the model (classes and their code, settings, shapes of parameters), shapes and dtypes of the
+sample, the code of the loss, the settings of the plan, the device and the number of threads, and the versions of PyTorch and this
+library. Values of tensors are not part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.planning.plan import Plan, PlanError
+from hvd_ckpt.recompute.calls import map_tensors
+
+
+def cached(
+    folder: str | os.PathLike[str],
+    key: str,
+    model: nn.Module,
+    make: Callable[[], Plan],
+    say: Callable[[str], None],
+) -> Plan:
+    """The plan of that key in ``folder``; else the one that ``make`` makes, which is written there.
+
+    A file that is damaged or does not fit the model is replaced.
+    """
+    path = Path(folder) / f"plan-{key}.json"
+    with contextlib.suppress(FileNotFoundError, PlanError):
+        plan = Plan.load(path)
+        plan.check(model)
+        say(f"taking the plan in {path}")
+        return plan
+    plan = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan.save(path)
+    return plan
+
+
+def key_of(
+    model: nn.Module, sample: Any, loss: Any, device: torch.device, settings: Mapping[str, Any]
+) -> str:
+    """The key of a plan, as hexadecimal digits."""
+    facts = [
+        version("hvd-ckpt"),
+        torch.__version__,
+        device.type,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        str(torch.get_num_threads()),
+        *_model(model),
+        repr(map_tensors(_shape, Tensor, sample)),
+        *_code(loss),
+        repr(sorted(settings.items())),
+    ]
+    digest = hashlib.sha256()
+    for fact in facts:
+        digest.update(re.sub(r" at 0x[0-9a-fA-F]+", "", fact).encode(errors="replace") + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {platform.processor()} {capability} {os.cpu_count()}"
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device} {tensor.requires_grad}"
+
+
+def _model(model: nn.Module) -> Iterator[str]:
+    yield repr(getattr(model, "config", None))  # of transformers
+    numbers: dict[int, int] = {}  # parameters that are tied have one
+    kinds: dict[type, None] = {}
+    for name, module in model.named_modules():
+        kinds.update(dict.fromkeys(type(module).__mro__))
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+        yield f"{name} {type(module)} {module.extra_repr()} {sorted(plain.items())}"
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{own} {numbers.setdefault(id(tensor), len(numbers))} {_shape(tensor)}"
+    for kind in kinds:
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            for value in vars(kind).values():
+                yield from _code(value)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+_DEPTH = 8  # to which values that a function refers to are followed
+
+
+def _code(value: Any, depth: int = _DEPTH) -> Iterator[str]:
+    """What tells a function, and what it refers to, from another one."""
+    if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
+        parts: tuple[Any, ...]
+        if isinstance(value, functools.partial):
+            parts = (value.func, value.args, value.keywords)
+        elif isinstance(value, types.MethodType):
+            parts = (value.__func__, value.__self__)
+        else:
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            parts = (value.__code__, cells, value.__defaults__, value.__kwdefaults__)
+        yield from _code(parts, depth)
+    elif isinstance(value, types.CodeType):
+        yield f"{value.co_code!r} {value.co_names}"
+        yield from _code(value.co_consts, depth)
+    elif isinstance(value, nn.Module):
+        yield from _model(value)
+    elif isinstance(value, Tensor):
+        yield _shape(value)
+    elif isinstance(value, (tuple, list, dict)) and depth:
+        for one in value.items() if isinstance(value, dict) else value:
+            yield from _code(one, depth - 1)
+    else:
+        yield repr(value) if isinstance(value, _PLAIN) else str(type(value))
