@@ -24,6 +24,6 @@ def test_methods_send_what_they_say(tmp_path: Path) -> None:
     sent = {one["method"]: one["sent"] for one in found}
     assert 3.6 < sent["torch-50"] / sent["int8-50"] < 4  # a byte for each value, and scales
     for one in found:
-        assert len(one["curves"][0]) == len(one["points"]) == 2 and one["rates"][0] > 0
+        assert len(one["curves"][0]) == len(one["points"]) == 3 and one["rates"][0] > 0
         assert (one["on_link"] is not None) == can_throttle()
     assert (tmp_path / "report" / "losses-np2.png").exists()

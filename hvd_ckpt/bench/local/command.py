@@ -5,6 +5,7 @@ Exit status 0 if every job ran, 1 if not, 2 for a bad argument.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ import click
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain, save_figure
-from hvd_ckpt.bench.harness.stats import alternating, quartiles_of_ratios
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, RankResult
+from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
+from hvd_ckpt.bench.local.job import METHODS, LocalJob, MethodResult, RankResult
 from hvd_ckpt.command_line import split_names
 
+FULL, QUICK = {"width": 128, "layers": 2, "length": 32}, {"width": 16, "layers": 1, "length": 16}
+BATCH, LR = 4, 1e-3
 BASE = "synchronous"
-FULL, QUICK = {"width": 128, "layers": 4, "length": 64}, {"width": 16, "layers": 1, "length": 16}
-BATCH, LR = 8, 1e-3
 LOSSES = (
     "ranks", "method", "validation loss", "spread", "to synchronous", "sent KiB a step", "of synchronous"
 )  # fmt: skip
@@ -50,7 +52,6 @@ class Case:
         rates: tokens a second, for each seed.
         sent: bytes of a rank in a step.
         on_link: tokens a second on the slow link.
-        failure: why there is no result.
     """
 
     size: int
@@ -60,15 +61,14 @@ class Case:
     rates: list[float] = field(default_factory=list)
     sent: float = 0.0
     on_link: float | None = None
-    failure: str | None = None
 
-    def add(self, job: LocalJob, ranks: Sequence[RankResult]) -> None:
+    def add(self, steps: int, ranks: Sequence[MethodResult]) -> None:
         """Adds the results of a run."""
         tokens = ranks[0].tokens
         self.curves.append(ranks[0].losses)
         self.points = [step * tokens for step in ranks[0].points]
         self.rates.append(_rate(ranks))
-        self.sent = max(rank.sent for rank in ranks) / job.steps
+        self.sent = max(rank.sent for rank in ranks) / steps
 
     @property
     def final(self) -> list[float]:
@@ -79,7 +79,7 @@ class Case:
         """The entries of the first table."""
         first = (str(self.size), METHODS[self.method].title)
         if not self.curves:
-            return (*first, "failed", *["-"] * (len(LOSSES) - 3))
+            return (*first, *["-"] * (len(LOSSES) - 2))
         mean, spread = statistics.fmean(self.final), max(self.final) - min(self.final)
         known = base if base is not None and base.curves else None
         to_base = "-" if known is None else f"{mean / statistics.fmean(known.final) - 1:+.1%}"
@@ -90,7 +90,7 @@ class Case:
         """The entries of the second table."""
         first = (str(self.size), METHODS[self.method].title)
         if not self.curves:
-            return (*first, "failed", *["-"] * (len(SPEED) - 3))
+            return (*first, *["-"] * (len(SPEED) - 2))
         ratio = None if base is None else quartiles_of_ratios(self.rates, base.rates)
         slow = None if base is None else base.on_link
         return (
@@ -102,15 +102,18 @@ class Case:
         )
 
 
-def _rate(ranks: Sequence[RankResult]) -> float:
+def _rate(ranks: Sequence[MethodResult]) -> float:
     return ranks[0].tokens * ranks[0].timed / max(rank.seconds for rank in ranks)
 
 
 @bench_command("local")
 @click.option("--np", "sizes", help="Numbers of ranks.  [default: 2,4; with --quick 2]")
-@click.option("--methods", default=",".join(METHODS), show_default=True, help="Ways to train.")
+@click.option(
+    "--methods",
+    help=f"Ways to train.  [default: {','.join(METHODS)}, without those of packages that are missing]",
+)
 @count_option("--seeds", help="Runs of each method, alternating.", default=3, quick=1)
-@count_option("--steps", help="Of each rank.", default=600, quick=20)
+@count_option("--steps", help="Of each rank.", default=800, quick=20)
 @click.option("--text", metavar="FILE", help="Training text.  [default: the source text of Python's library]")
 @click.option(
     "--link",
@@ -126,18 +129,18 @@ def _rate(ranks: Sequence[RankResult]) -> float:
 @click.option(
     "--outer-momentum",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.9,
+    default=0.7,
     show_default=True,
     help="Of DiLoCo.",
 )
 @quick_option("A tiny model and few steps: whether it works, not how good or fast it is.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one job."
+    "--timeout", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds for one job."
 )
 def local(
     run: BenchRun,
     sizes: str | None,
-    methods: str,
+    methods: str | None,
     seeds: int,
     steps: int,
     text: str | None,
@@ -154,11 +157,15 @@ def local(
     namespace of its own, so that each rank sends at the rate of a slow link.
     """
     numbers = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
-    names = split_names("--methods", methods, known=tuple(METHODS))
+    names = (
+        [name for name, one in METHODS.items() if one.of is None or find_spec(one.of) is not None]
+        if methods is None
+        else split_names("--methods", methods, known=tuple(METHODS))
+    )
     settings: dict[str, Any] = {
         "text": None if text is None else str(Path(text).resolve()),
         "steps": steps,
-        "evaluations": min(2 if quick else 12, steps),
+        "evaluations": min(2 if quick else 6, steps),
         "batch": BATCH,
         **(QUICK if quick else FULL),
         "lr": LR,
@@ -167,35 +174,35 @@ def local(
     }
     throttled = link > 0 and can_throttle()
     cases = {(size, name): Case(size, name) for size in numbers for name in names}
-    report: Report | None = None
-    jobs = [
-        *((size, seed, name) for size in numbers for seed, name in alternating(names, seeds)),
-        *((size, None, name) for size, name in itertools.product(numbers, names) if throttled),
-    ]
-    with run.progress(len(jobs)) as progress:
-        for size, seed, name in jobs:
-            case = cases[size, name]
-            on_link = seed is None
-            progress.start(
-                f"{METHODS[name].title}, {size} ranks, {f'{link} Mbit/s' if on_link else f'seed {seed}'}"
-            )
-            of_job = {**settings, **({"steps": link_steps, "evaluations": 0} if on_link else {})}
-            folder = run.jobs / f"np{size}-{name}-{'link' if on_link else seed}"
-            job = LocalJob(folder, size, name, seed=seed or 0, **of_job)
+    failures: list[str] = []
+    report = functools.partial(
+        make_report, list(cases.values()), {**settings, "seeds": seeds, "link": link}, throttled, failures
+    )
+    kinds = [*range(seeds), *([None] if throttled else [])]
+    with run.progress(len(numbers) * len(kinds)) as progress:
+        for size, seed in itertools.product(numbers, kinds):
+            progress.start(f"{size} ranks, {f'{link} Mbit/s' if seed is None else f'seed {seed}'}")
+            of_job = {
+                **settings,
+                **({"steps": link_steps, "evaluations": 0} if seed is None else {}),
+            }
+            order = tuple(names[::-1] if seed and seed % 2 else names)
+            folder = run.jobs / f"np{size}-{'link' if seed is None else seed}"
+            job = LocalJob(folder, size, order, seed=seed or 0, **of_job)
             try:
-                within = throttle(size * link) if on_link else ()
+                within = throttle(size * link) if seed is None else ()
                 ranks = run_job(job, RankResult, "gloo", timeout, threads=1, within=within)
             except JobError as error:
-                case.failure = str(error)
+                failures.append(f"{folder.name}: {error}")
                 continue
-            if on_link:
-                case.on_link = _rate(ranks)
-            else:
-                case.add(job, ranks)
-            report = make_report(list(cases.values()), {**settings, "seeds": seeds, "link": link}, throttled)
-            run.save(report)
-    report = make_report(list(cases.values()), {**settings, "seeds": seeds, "link": link}, throttled)
-    run.finish(report, success=all(case.failure is None for case in cases.values()))
+            for name in names:
+                found = [rank.methods[name] for rank in ranks]
+                if seed is None:
+                    cases[size, name].on_link = _rate(found)
+                else:
+                    cases[size, name].add(steps, found)
+            run.save(report())
+    run.finish(report(), success=not failures)
 
 
 def throttle(megabits: int) -> list[str]:
@@ -214,7 +221,9 @@ def can_throttle() -> bool:
     return subprocess.run([*throttle(100), "true"], capture_output=True, check=False).returncode == 0
 
 
-def make_report(cases: Sequence[Case], settings: dict[str, Any], throttled: bool) -> Report:
+def make_report(
+    cases: Sequence[Case], settings: dict[str, Any], throttled: bool, failures: Sequence[str]
+) -> Report:
     """The report of the cases so far."""
     base = {case.size: case for case in cases if case.method == BASE}
     link = (
@@ -241,7 +250,7 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any], throttled: bool
             ),
         ],
         [plain(case) for case in cases],
-        remarks=[f"{case.size} ranks, {case.method}: {case.failure}" for case in cases if case.failure],
+        remarks=list(failures),
         notes=NOTES,
         settings=settings,
         draw=lambda folder: draw(cases, folder),
@@ -260,11 +269,12 @@ def draw(cases: Sequence[Case], folder: Path) -> list[str]:
         figure = Figure(figsize=(6.5 * panels, 4.5))
         axes: Any = figure.subplots(1, panels, squeeze=False, sharey=True)[0]
         for number, case in enumerate(shown):
-            means = [statistics.fmean(losses) for losses in zip(*case.curves)]
+            means = [statistics.fmean(losses) for losses in zip(*case.curves)][1:]
+            points = case.points[1:]  # without the untrained model, beside which all others are alike
             style = {"label": METHODS[case.method].title, "color": f"C{number}"}
-            axes[0].plot([point / 1e6 for point in case.points], means, **style)
+            axes[0].plot([point / 1e6 for point in points], means, **style)
             if case.on_link:
-                axes[1].plot([point / case.on_link for point in case.points], means, **style)
+                axes[1].plot([point / case.on_link for point in points], means, **style)
         axes[0].set_xlabel("million tokens")
         axes[0].set_ylabel("validation loss")
         axes[0].legend(fontsize=8)

@@ -17,7 +17,7 @@ class Method:
         every: steps between two averages; 0 reduces the gradients of every step.
         outer: with Nesterov momentum, as DiLoCo.
         fragments, delay, wire: as in :func:`hvd_ckpt.LocalSGD`.
-        torch: by ``torch.distributed``'s ``PeriodicModelAverager`` over Gloo.
+        of: the package whose implementation it is, with ``torch.distributed`` over Gloo; None for this one's.
     """
 
     title: str
@@ -26,17 +26,18 @@ class Method:
     fragments: int = 1
     delay: int = 0
     wire: str = "fp32"
-    torch: bool = False
+    of: str | None = None
 
 
 METHODS: dict[str, Method] = {
     "synchronous": Method("synchronous"),
     "local-10": Method("local SGD, every 10", 10),
     "local-50": Method("local SGD, every 50", 50),
-    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", 50, torch=True),
+    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", 50, of="torch"),
     "diloco-10": Method("DiLoCo, every 10", 10, True),
     "diloco-50": Method("DiLoCo, every 50", 50, True),
     "diloco-100": Method("DiLoCo, every 100", 100, True),
+    "torchft-50": Method("DiLoCo of torchft, every 50", 50, True, of="torchft"),
     "fragments-50": Method("DiLoCo, every 50, 4 fragments, delay 5", 50, True, 4, 5),
     "int8-50": Method("DiLoCo, every 50, int8", 50, True, wire="int8"),
 }
@@ -44,14 +45,14 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class LocalJob(RankJob):
-    """One run.
+    """Runs of several methods, one after the other.
 
     Attributes:
-        method: a name in :data:`METHODS`.
+        methods: names in :data:`METHODS`, in the order in which they run.
         text: a file, or None for the source text of the Python standard library.
         seed: of weights and order of samples.
         steps: of each rank.
-        evaluations: evenly spread over the steps; 0 for none.
+        evaluations: evenly spread over the steps, besides one before the first; 0 for none.
         batch: samples of each rank in a step.
         length: tokens of a sample.
         width, layers: of the GPT.
@@ -61,7 +62,7 @@ class LocalJob(RankJob):
 
     worker: ClassVar[str] = "hvd_ckpt.bench.local.worker"
 
-    method: str
+    methods: tuple[str, ...]
     text: str | None
     seed: int
     steps: int
@@ -76,25 +77,34 @@ class LocalJob(RankJob):
 
 
 @dataclass
-class RankResult:
-    """What one rank has found.
+class MethodResult:
+    """What one rank has found out about a method.
 
     Attributes:
-        threads: CPU threads that PyTorch used.
         tokens: of all ranks in a step.
         points: steps taken at each evaluation.
         losses: over the validation split, with the mean of the ranks' weights.
         seconds: of all steps but the first ones, from a barrier to a barrier, without evaluations.
         timed: these steps.
         sent: bytes that this rank hands to the network for gradients or averages, in all steps.
-        loss: over its last batch.
     """
 
-    threads: int
     tokens: int
     points: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     timed: int = 0
     sent: int = 0
-    loss: float = 0.0
+
+
+@dataclass
+class RankResult:
+    """The results of one rank.
+
+    Attributes:
+        threads: CPU threads that PyTorch used.
+        methods: by name.
+    """
+
+    threads: int
+    methods: dict[str, MethodResult] = field(default_factory=dict)

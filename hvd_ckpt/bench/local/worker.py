@@ -1,11 +1,10 @@
-"""One rank of a job: trains a GPT on text by one method, and evaluates the mean of the ranks' weights now and then."""
+"""One rank of a job: trains a GPT on text by each method, and evaluates the mean of the ranks' weights now and then."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +12,27 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import run_rank
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, RankResult
+from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, MethodResult, RankResult
+from hvd_ckpt.bench.local.peers import add_torchft_diloco, torch_averager
+from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import DistributedSampler
+from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.optim import Schedule, build_optimizer
 
 WARM_UP = 3  # steps that are not timed
-EVALUATED = 1024  # samples, the same ones each time
+EVALUATED = 512  # samples, the same ones each time
 EVALUATION_BATCH = 32
 
 
 def measure(job: LocalJob) -> RankResult:
     """One rank's part of a job."""
     hc.init()
-    method = METHODS[job.method]
+    return RankResult(torch.get_num_threads(), {name: _train(job, METHODS[name]) for name in job.methods})
+
+
+def _train(job: LocalJob, method: Method) -> MethodResult:
     options = {"width": job.width, "layers": job.layers}
     config = Config(
         "gpt-tiny", model_options=options, text=job.text, sequence_length=job.length, seed=job.seed
@@ -35,15 +40,21 @@ def measure(job: LocalJob) -> RankResult:
     model, objective, train, test = hc.assemble(config)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer, average = _optimizer(method, job, model)
-    sampler, schedule = (
-        DistributedSampler(train, seed=job.seed),
-        Schedule("cosine", job.lr, job.steps, job.steps // 20),
-    )
+    sampler = DistributedSampler(train, seed=job.seed)
+    schedule = Schedule("cosine", job.lr, job.steps, job.steps // 20)
     count = job.batch * hc.size()
-    result = RankResult(torch.get_num_threads(), count * job.length)
+    result = MethodResult(count * job.length)
     wanted = {job.steps * (number + 1) // job.evaluations for number in range(job.evaluations)}
     warm_up = min(WARM_UP, job.steps - 1)
     start = 0.0
+
+    def look(step: int) -> None:
+        if test is not None:
+            result.points.append(step)
+            result.losses.append(_loss_of_mean(model, test, objective))
+
+    if wanted:
+        look(0)
     for step in range(job.steps):
         if step == warm_up:
             hc.barrier()
@@ -51,31 +62,18 @@ def measure(job: LocalJob) -> RankResult:
         batch = train.batch(*sampler.part(step * count, count, hc.rank(), hc.size()))
         schedule.apply(optimizer, step)
         optimizer.zero_grad()
-        loss = objective.loss(model(*batch.inputs, **batch.shared), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        objective.loss(model(*batch.inputs, **batch.shared), batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         average()
-        if step + 1 in wanted and test is not None:
+        if step + 1 in wanted:
             hc.barrier()
             if step >= warm_up:
                 result.seconds += time.perf_counter() - start
-            with _mean_of_ranks(model):
-                found = evaluate(
-                    model,
-                    test,
-                    objective,
-                    batch=EVALUATION_BATCH,
-                    batches=EVALUATED // (EVALUATION_BATCH * hc.size()),
-                    device=torch.device("cpu"),
-                    autocast=contextlib.nullcontext,
-                )
-            result.points.append(step + 1)
-            result.losses.append(found["loss"])
+            look(step + 1)
             hc.barrier()
             start = time.perf_counter()
     hc.barrier()
     result.seconds += time.perf_counter() - start
-    result.loss = float(loss)
     result.sent = _sent(method, job, model, optimizer)
     return result
 
@@ -84,8 +82,11 @@ def _optimizer(method: Method, job: LocalJob, model: nn.Module) -> tuple[Any, An
     """An optimizer, and what is called after each step."""
     bare = build_optimizer("adamw", model, job.lr, 0.01, {})
     named = model.named_parameters()
-    if method.torch:
-        return bare, _torch_averager(model, method.every, job.folder / "rendezvous")
+    if method.of == "torch":
+        return bare, torch_averager(model, method.every, job.folder / "rendezvous")
+    if method.of == "torchft":
+        add_torchft_diloco(model, bare, method.every, job.outer_lr, job.outer_momentum)
+        return bare, _nothing
     if not method.every:
         return hc.DistributedOptimizer(bare, named_parameters=named), _nothing
     outer = hc.Nesterov(job.outer_lr, job.outer_momentum) if method.outer else None
@@ -95,28 +96,31 @@ def _optimizer(method: Method, job: LocalJob, model: nn.Module) -> tuple[Any, An
     return ours, _nothing
 
 
-def _torch_averager(model: nn.Module, every: int, rendezvous: Path) -> Any:
-    """PyTorch's averages of parameters, over a group that the ranks of this machine form."""
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=hc.rank(), world_size=hc.size()
-    )
-    averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
-    return lambda: averager.average_parameters(model.parameters())
-
-
 def _nothing() -> None:
     pass
 
 
 def _sent(method: Method, job: LocalJob, model: nn.Module, optimizer: Any) -> int:
     """Counted by local SGD itself; of an allreduce the 2 (n - 1) / n of its bytes that a ring sends."""
-    if method.every and not method.torch:
+    if method.every and method.of is None:
         return sum(optimizer.traffic.sent.values())
     size = sum(one.nbytes for one in model.parameters())
     times = job.steps // method.every if method.every else job.steps
     return int(times * size * 2 * (hc.size() - 1) / hc.size())
+
+
+def _loss_of_mean(model: nn.Module, test: Dataset, objective: Objective) -> float:
+    with _mean_of_ranks(model):
+        found = evaluate(
+            model,
+            test,
+            objective,
+            batch=EVALUATION_BATCH,
+            batches=EVALUATED // (EVALUATION_BATCH * hc.size()),
+            device=torch.device("cpu"),
+            autocast=contextlib.nullcontext,
+        )
+    return found["loss"]
 
 
 @contextlib.contextmanager
