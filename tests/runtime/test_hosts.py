@@ -90,6 +90,20 @@ def final_weights(run: Path) -> str:
     ).hexdigest()
 
 
+def test_local_sgd_averages_between_hosts(hosts, text, tmp_path) -> None:
+    """Gradients are reduced within each host, here over MPI: as within groups of ranks of one host over Gloo."""
+    if not (answer := probe("mpi")).works:
+        pytest.skip(f"MPI does not work here: {answer.reason}")
+    found = []
+    for launcher, where, within in (("mpi", "a:2,b:2", "host"), ("gloo", "a:4", "[[0,1],[2,3]]")):
+        local = ["--local-steps", "8", "--outer-lr", "0.7", "--within", within]
+        words = command(launcher, where, text, tmp_path / launcher, *local)
+        words[words.index("-np") + 1] = "4"
+        end(hosts, words)
+        found.append(final_weights(tmp_path / launcher))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("launcher", "relauncher"), [("gloo", "gloo"), ("mpirun", "mpi")])
 def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one_host(
     launcher, relauncher, hosts, text, weights_of_one_host, tmp_path
