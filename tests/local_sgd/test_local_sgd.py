@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from estimates import held_bytes
 from torch import nn
 from torch.nn import functional
 
@@ -375,30 +376,28 @@ def test_traffic_is_the_periods_part_of_the_gradients() -> None:
     assert optimizer.traffic.calls["reduce_scatter"] == 2
 
 
+@pytest.mark.parametrize("within", [None, pytest.param([[0, 2], [1, 3]], marks=four)])
 @pytest.mark.parametrize("outer", [None, hc.Nesterov()])
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(outer: Any, wire: str) -> None:
-    options = {"every": 4, "outer": outer, "wire": wire, "fragments": 2, "delay": 2}
+def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
+    outer: Any, wire: str, within: list[list[int]] | None
+) -> None:
+    """A group shares the anchor."""
+    options = {"every": 4, "outer": outer, "wire": wire, "fragments": 2, "delay": 1}
+    before = held_bytes()
     model = nn.Sequential(nn.Linear(300, 256), nn.Linear(256, 200))
-    estimate = hc.estimate_memory(model, hc.size(), local=options)
-    optimizer = hc.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
-    for _ in range(7):  # each fragment has arrived once
+    estimate = hc.estimate_memory(
+        model, hc.size(), local={**options, "within": len(within[0]) if within else 1}
+    )
+    optimizer = hc.LocalSGD(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options, within=within
+    )
+    for _ in range(7):  # the last average that has left has arrived
         optimizer.step()
-    fragments = optimizer.state_dict()["local_sgd"]["fragments"]
-    held = [
-        entry.nbytes
-        for fragment in fragments
-        for run in fragment["runs"].values()
-        for entry in (
-            run["anchor"],
-            run["exact"],
-            run["rest"],
-            *(run["outer"] or {"state": {}})["state"].get(0, {}).values(),
-        )
-        if isinstance(entry, torch.Tensor)
-    ]
+    assert held_bytes() - before == pytest.approx(estimate.parameters + estimate.averages, rel=0.01)
     optimizer.step()
-    assert estimate.averages == pytest.approx(sum(held), rel=0.01)
+    optimizer.step()
+    optimizer.close()
 
 
 @several
