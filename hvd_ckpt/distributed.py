@@ -189,6 +189,7 @@ def DistributedOptimizer(
     prescale = 1.0 / gradient_predivide_factor if op == Average else 1.0
     if sharding is not None:
         shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
+    may_grow = is_elastic() and process_set is global_process_set
     if replicas is not None:
         assert model is not None
         tree = TreeCommunicator.of(replicas, process_set)
@@ -203,7 +204,7 @@ def DistributedOptimizer(
         means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
         seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
         new.replicas = Replicas(replicas, model, new._reducer, means, seed)
-    elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or is_elastic()):
+    elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or may_grow):
         new._reducer = Reducer(
             BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups),
             Communicator(

@@ -66,6 +66,7 @@ def LocalSGD(
     shard: str | int = "none",
     model: torch.nn.Module | None = None,
     process_set: Any = global_process_set,
+    elastic: bool = False,
 ) -> LocalOptimizer:
     """Wraps an optimizer so that ranks step on their own gradients, and average their parameters every so many steps.
 
@@ -94,6 +95,8 @@ def LocalSGD(
         model: the module whose buffers are averaged (and parameters split); by default the one whose ``named_parameters()`` is
             given.
         process_set: the ranks that take part; a rank outside it steps on its own.
+        elastic: in an elastic job, the program makes the optimizer anew after each change of ranks, in the function that
+            ``hc.elastic.run`` calls, with the weights of a commit that was taken when ``optimizer.settled``.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -108,7 +111,7 @@ def LocalSGD(
     named: list[tuple[str, torch.Tensor]] = []
     options: dict[str, Any] = {}
     try:
-        _check(optimizer, outer, within, process_set)
+        _check(optimizer, outer, within, process_set, elastic)
         schedule = Schedule(every, fragments, delay)
         check_moments(moments, every)
         format = wire_format(wire)
@@ -162,7 +165,7 @@ def LocalSGD(
     return new
 
 
-def _check(optimizer: object, outer: Outer | None, within: object, process_set: Any) -> None:
+def _check(optimizer: object, outer: Outer | None, within: object, process_set: Any, elastic: bool) -> None:
     """Raises ValueError or TypeError for the first argument that is wrong on this rank."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -171,11 +174,13 @@ def _check(optimizer: object, outer: Outer | None, within: object, process_set: 
             "optimizer is a DistributedOptimizer already; give LocalSGD the bare torch.optim optimizer, and within= the ranks "
             "whose gradients are to be reduced in every step"
         )
-    if is_elastic():
+    if is_elastic() and not elastic:
         raise ValueError(
-            "LocalSGD cannot be used in an elastic job: each rank has weights of its own between averages; start again from "
-            "snapshots of all ranks instead"
+            "LocalSGD in an elastic job: each rank has weights of its own between averages; commit when optimizer.settled, make "
+            "the optimizer anew after each change of ranks, and give elastic=True"
         )
+    if is_elastic() and within is not None:
+        raise ValueError(f"within={within!r}: ranks of an elastic job come and go, leave it out")
     if within is not None and process_set != global_process_set:
         raise ValueError("within works on all ranks only, not on a process set")
     if outer is not None:

@@ -32,7 +32,7 @@ class LocalOptimizer(_Base):
     _members: Any
     _added_sets: list[tuple[int, ...]]
     _worked = _stepped = False
-    can_join = False
+    can_join = outlasts_ranks = False
     has_averaged = False  # in the last step, on all ranks alike
     before_change: Callable[[], None] | None = None  # called before each change by averages
 

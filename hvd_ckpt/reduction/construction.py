@@ -145,11 +145,11 @@ def agree_at_construction(
 ) -> int:
     """Compares parameters, options and errors of all ranks; returns an identity that all ranks give this optimizer.
 
-    In an elastic job ranks do not construct at the same time, but for optimizers with logical replicas: a new worker does while the
-    others wait for it in ``state.sync()``. There the comparison is left to Horovod's own checks.
+    In an elastic job ranks do not construct at the same time, but for optimizers with logical replicas and of local SGD: a new
+    worker does while the others wait for it in ``state.sync()``. There the comparison is left to Horovod's own checks.
     """
     number = next(_constructed)
-    alone = is_elastic() and "replicas" not in options
+    alone = is_elastic() and not {"replicas", "every"} & set(options)
     if process_set is None or process_set.size() == 1 or alone:
         if error is not None:
             raise error
@@ -188,6 +188,14 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
     """Saves, restores and synchronizes a ``DistributedOptimizer`` for ``TorchState``."""
 
     value: ReducedOptimizer
+
+    def __init__(self, optimizer: ReducedOptimizer) -> None:
+        if not optimizer.outlasts_ranks:
+            raise ValueError(
+                "TorchState(optimizer=...) got an optimizer of LocalSGD, whose ranks cannot change: give the model alone, and "
+                "make the optimizer anew in the function that hc.elastic.run calls"
+            )
+        super().__init__(optimizer)
 
     def restore(self) -> None:
         self.value.reset_reduction()

@@ -57,6 +57,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     backward_passes_per_step: int
     replicas: Any = None
     can_join = True  # allreduces alone, in which ranks without data may be absent
+    outlasts_ranks = True  # of an elastic job
 
     # -------------------------------------------------------------------------------- Horovod's public methods
 

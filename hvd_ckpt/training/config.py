@@ -312,7 +312,9 @@ class Config(Strict):
     stall_timeout: Positive = Field(
         1800.0, description="Seconds that a rank waits for the others before it ends."
     )
-    commit_every: Count = Field(10, description="Steps between commits in an elastic job.")
+    commit_every: Count = Field(
+        10, description="Steps between commits in an elastic job; with local_steps each average is one."
+    )
     output: Text | None = Field(None, description="Folder of the run.  [default: runs/train-<time>]")
     dry_run: bool = Field(False, description="Print what the run is about to do, and end.")
     resume: Text | None = Field(

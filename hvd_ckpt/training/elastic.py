@@ -7,6 +7,9 @@ another number of ranks would. Each rank draws new random states, the order of g
 The batch of a rank stays, so a step has more or fewer samples than before, and the learning rate changes with it: it is multiplied
 by the number of ranks over the number with which the run began (the linear scaling rule of Goyal et al., "Accurate, Large Minibatch
 SGD", 2017). The position in the data is one number, so no sample is left out.
+
+With local SGD commits are taken after averages, where all ranks have the same weights; a step is one of each rank, so the learning
+rate stays.
 """
 
 from __future__ import annotations
@@ -103,7 +106,8 @@ def _train(state: RunState, config: Config) -> Outcome:
         print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
 
     def commit() -> None:
-        if trainer.progress.step % config.commit_every == 0:
+        due = trainer.progress.step % config.commit_every == 0
+        if trainer.optimizer.settled if config.is_local else due:
             state.commit()
 
     return trainer.run(commit)

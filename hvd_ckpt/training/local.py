@@ -24,13 +24,13 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
     """The ``LocalSGD`` of a run. Collective.
 
     Raises:
-        ConfigError: the job is elastic, or the ranks do not have such groups; on every rank alike.
+        ConfigError: the settings are not for an elastic job, or the ranks do not have such groups; on every rank alike.
     """
     assert config.local_steps is not None
-    if is_elastic():
+    if is_elastic() and (config.fragments > 1 or config.delay):
         raise ConfigError(
-            f"local_steps {config.local_steps}: ranks of an elastic job come and go, and take weights of their own with them, "
-            "leave it out"
+            f"fragments {config.fragments} and delay {config.delay}: an elastic job commits where an average has left all ranks "
+            "with the same weights, leave them out"
         )
     momentum = 0.9 if config.outer_momentum is None else config.outer_momentum
     try:
@@ -44,6 +44,7 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
             wire=config.wire,
             within=config.within,
             model=model,
+            elastic=True,
         )
     except ValueError as error:
         raise ConfigError(f"local_steps {config.local_steps}: {error}") from None

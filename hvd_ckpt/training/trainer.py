@@ -153,7 +153,7 @@ class Trainer:
             self.steps = (config.steps or DEFAULT_STEPS) if left is None else self.progress.step + left
             if config.profile is not None and first_and_last(config.profile)[0] > self.steps:
                 raise ValueError(f"profile {config.profile}: the run ends after step {self.steps}")
-            scales = is_elastic() and config.replicas is None
+            scales = is_elastic() and config.replicas is None and not config.is_local
             self.rate_scale = hvd.size() / self._first_ranks if scales else 1.0
             self.schedule = Schedule(config.schedule, config.lr * self.rate_scale, self.steps, config.warmup)
             if current().number == 0 and not config.dry_run:

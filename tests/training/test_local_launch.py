@@ -1,9 +1,10 @@
-"""``hvd-ckpt train --local-steps --max-restarts``: a rank that is killed within a period changes nothing."""
+"""``hvd-ckpt train --local-steps`` and a rank that is killed within a period: with ``--max-restarts``, and in an elastic job."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,8 +64,8 @@ SETTINGS = [
 def test_a_rank_that_is_killed_within_a_period_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     """Nor does the controller: the undisturbed run is one over MPI, where that works."""
+    monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE)
     controller = "mpi" if probe("mpi").works else "gloo"
     status, output = run_ranks(2, PROGRAM, "train", *SETTINGS, "--output=undisturbed", controller=controller)
@@ -90,3 +91,45 @@ def test_a_rank_that_is_killed_within_a_period_changes_nothing(
             assert_same_state(ends[0].per_rank[name], ends[1].per_rank[name], name)
         assert_same_state(ends[0].weights, ends[1].weights, "weights")
         assert_same_state(ends[0].replicated["optimizer"], ends[1].replicated["optimizer"], "optimizer")
+
+
+def test_an_elastic_job_goes_on_from_the_last_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODULE)
+    Path("kill").touch()
+    script = tmp_path / "discover.sh"
+    script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
+    script.chmod(0o755)
+    settings = [
+        one for one in SETTINGS if "fragments" not in one and "delay" not in one and "every" not in one
+    ]
+    settings += [
+        "--schedule=constant",
+        "--snapshot-every=5",
+        "--keep-snapshots=9",
+        "--blocking-snapshots",
+        "--log-every=5",
+    ]
+    launcher = [*HOROVODRUN, "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+    job = subprocess.run(
+        [*launcher, "--host-discovery-script", script, PROGRAM, "train", *settings, "--output=run"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "Resumes after step 5 on 1 ranks, learning rate x 1." in job.stdout  # the rank was lost in step 9
+    assert not Path("kill").exists()
+
+    shutil.copytree("run/snapshots/step-00000005", "again/snapshots/step-00000005")
+    shutil.copy("run/config.yaml", "again")
+    status, output = run_ranks(1, PROGRAM, "train", "--resume=again")
+    assert status == 0, output
+    ends = [read(Path(run, "snapshots", f"step-{STEPS:08d}"), 0) for run in ("run", "again")]
+    assert_same_state(ends[0].weights, ends[1].weights, "weights")
+    assert_same_state(ends[0].replicated["optimizer"], ends[1].replicated["optimizer"], "optimizer")
+    assert ends[0].replicated["progress"]["position"] == 4 * (2 * 5 + STEPS - 5)

@@ -246,5 +246,5 @@ def test_what_ranks_do_not_have_is_one_line_on_all(folder: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=said):
             train(folder / said[:12], **settings)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(ConfigError, match="local_steps 4: ranks of an elastic job"):
-        train(folder / "elastic", local_steps=4)
+    with pytest.raises(ConfigError, match="delay 2: an elastic job"):
+        train(folder / "elastic", local_steps=4, delay=2)
