@@ -39,9 +39,9 @@ def add_torchft_diloco(
     model: nn.Module, optimizer: torch.optim.Optimizer, every: int, lr: float, momentum: float
 ) -> None:
     """Has torchft's hooks average the model after each ``every`` steps of the optimizer; each rank is a replica group."""
-    from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
-    from torchft._torchft import LighthouseServer  # type: ignore[import-not-found]
-    from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found]
+    from torchft import Manager, ProcessGroupGloo
+    from torchft._torchft import LighthouseServer
+    from torchft.local_sgd import DiLoCo
 
     port = None
     if hc.rank() == 0:
