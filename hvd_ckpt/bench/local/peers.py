@@ -49,7 +49,8 @@ def add_torchft_diloco(
         _kept.append(server)
         port = server.address().rpartition(":")[2]
     port = hc.broadcast_object(port, root_rank=0)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    distributed: Any = torch.distributed  # whose stores have no types
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=model.load_state_dict,
