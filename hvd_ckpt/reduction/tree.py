@@ -70,12 +70,15 @@ class TreeSum(Work):
     """The sum of all ranks' ``total`` in the upper part of the tree, times ``scale``; begun at once.
 
     Args:
-        total: of this rank's subtree, 1-D and contiguous; changed.
+        total: of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
         name: the same on every rank.
         process_set: a power of two ranks.
+        keep: leave ``total`` as it is.
     """
 
-    def __init__(self, total: torch.Tensor, name: str, process_set: Any, scale: float) -> None:
+    def __init__(
+        self, total: torch.Tensor, name: str, process_set: Any, scale: float, keep: bool = False
+    ) -> None:
         self._complex, self._name, self._scale = total.is_complex(), name, scale
         self._result: torch.Tensor | None = None
         self._process_set, self._ranks = process_set, process_set.size()
@@ -83,9 +86,10 @@ class TreeSum(Work):
         self._handle: int | None = None
         self._arriving: Literal["parts of sums", "sums", "result"] = "result"
         if self._ranks == 1 or not total.numel():
-            self._result = self._finished(total)
+            self._result = self._finished(total.clone() if keep else total)
         elif self._ranks == 2:
-            self._handle = mpi_ops.allreduce_async_(carried, name=name, op=Sum, process_set=process_set)
+            allreduce = mpi_ops.allreduce_async if keep else mpi_ops.allreduce_async_
+            self._handle = allreduce(carried, name=name, op=Sum, process_set=process_set)
         elif carried.nbytes * self._ranks <= SMALL_BYTES or carried.numel() < self._ranks:
             self._arriving = "sums"
             self._handle = mpi_ops.allgather_async(carried.view(1, -1), name, process_set)
@@ -167,11 +171,14 @@ class TreeCommunicator(Communicator):
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches the sum of a bucket; ``flat`` stays as it is."""
-        total = flat.detach().to(sum_dtype(flat.dtype), copy=True)
+        what, alone = f"bucket.{bucket.position}", not self.leaves.indices
+        total = flat.detach().to(sum_dtype(flat.dtype), copy=not alone)
+        if alone:
+            return self._tree_sum(total, what, keep=True)
         with torch.no_grad():
             for entry in bucket.entries:
                 self.leaves.add_to(entry.index, view_of(total, entry))
-        return self._tree_sum(total, f"bucket.{bucket.position}")
+        return self._tree_sum(total, what)
 
     def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -193,9 +200,9 @@ class TreeCommunicator(Communicator):
         ((_, gradients),) = leaves._sums
         return self._tree_sum(gradients[0], what)
 
-    def _tree_sum(self, total: torch.Tensor, what: str) -> TreeSum:
+    def _tree_sum(self, total: torch.Tensor, what: str, keep: bool = False) -> TreeSum:
         name = f"{self.name}.{what}.{total.numel()}"
-        return TreeSum(total, name, self.process_set, 1.0 / self.replicas)
+        return TreeSum(total, name, self.process_set, 1.0 / self.replicas, keep)
 
 
 class ReplicaReducer(Reducer):
