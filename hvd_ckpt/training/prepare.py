@@ -119,7 +119,9 @@ def check_stages(model: nn.Module, config: Config) -> None:
     if config.stages == 1:
         return
     if not isinstance(model, nn.Sequential):
-        raise ConfigError(f"stages {config.stages}: this {type(model).__name__} is not a chain of blocks")
+        raise ConfigError(
+            f"stages {config.stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
+        )
     parts, each = config.stages * config.virtual_stages_of_each, config.virtual_stages_of_each
     if len(model) < parts:
         of_each = f" with {each} parts each" if each > 1 else ""

@@ -52,7 +52,8 @@ def print_summary(
         source = given or own or type(train).__name__
         samples = config.batch * (config.replicas or hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
-        owners = "on each rank" if config.replicas is None else f"of each of {config.replicas} replicas"
+        owners = "on each rank" if config.stages == 1 else "on each replica"
+        owners = owners if config.replicas is None else f"of each of {config.replicas} replicas"
         parts = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
         epochs = (steps - taken) * samples / len(train)
         lines = {

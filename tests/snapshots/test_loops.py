@@ -148,7 +148,7 @@ class Stream:
         )
         split = importlib.import_module("datasets.distributed").split_dataset_by_node
         rows = split(rows.shuffle(seed=1, buffer_size=1), hc.rank(), hc.size())  # the order of the files
-        self.rows = rows.with_format("torch").batch(5)
+        self.rows = rows.with_format("torch").repeat(2).batch(5)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for row in self.rows:
@@ -167,7 +167,7 @@ def test_a_streaming_data_set_of_each_rank_resumes_where_it_was(
     if hc.rank() == 0:
         torch.manual_seed(8)
         for number in range(3):
-            rows = [{"x": row, "y": place % 4} for place, row in enumerate(torch.randn(40, 8).tolist())]
+            rows = [{"x": row, "y": place % 4} for place, row in enumerate(torch.randn(20, 8).tolist())]
             (folder / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     hc.barrier()
 
