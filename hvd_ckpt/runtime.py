@@ -92,7 +92,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
             limit but Horovod's own; a wait of more than a minute prints one line that says what for. ``math.inf`` takes a limit
             back. Give it on every rank (it is then collective), and longer
             than ranks are ever apart: when they start, or while one validates and the others wait. It holds for a Horovod
-            that is shut down and started again; in an elastic job a start is left to Horovod's ``--elastic-timeout``.
+            that is shut down and started again; a start of an elastic job, which waits for hosts, may also last for
+            ``HOROVOD_ELASTIC_TIMEOUT`` (600) and ``HOROVOD_GLOO_TIMEOUT_SECONDS``.
         stages: pipeline stages, for :class:`hvd_ckpt.Pipeline`. The processes of the job are ``stages`` times as many as the
             replicas of each stage: process ``stage * replicas + replica``. The replicas of a stage are a Horovod world of their
             own, so that ``rank()``, ``size()`` and every collective are what a data-parallel loop expects: the replica, the

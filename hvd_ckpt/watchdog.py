@@ -44,10 +44,12 @@ _LIBRARIES = tuple(str(Path(file).parent) for file in (horovod.__file__, torch._
 
 
 class Wait(NamedTuple):
-    """Since when a thread has been waiting, on the watchdog's clock, and for what, where the stack does not tell."""
+    """Since when a thread has been waiting, on the watchdog's clock, for what, where the stack does not tell, and the seconds that
+    it may last whatever the limit is."""
 
     since: float
     what: str = ""
+    least: float = 0.0
 
 
 @dataclass
@@ -114,7 +116,10 @@ class Watchdog:
 
     def _late(self) -> tuple[int, Wait] | None:
         """A thread whose wait has lasted too long, and that wait."""
-        return None if self.timeout is None else next(self._longer_than(self.timeout), None)
+        if self.timeout is None:
+            return None
+        waits, now = self._longer_than(self.timeout), self.now()
+        return next((one for one in waits if now - one[1].since > one[1].least), None)
 
     def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
         """Threads whose waits have lasted longer, and these waits."""
@@ -136,7 +141,7 @@ class Watchdog:
                 limit = (
                     "hvd_ckpt.init(stall_timeout=...) limits it"
                     if self.timeout is None
-                    else f"the limit is {self.timeout:g} s"
+                    else f"the limit is {max(self.timeout, wait.least):g} s"
                 )
                 _say_in_background(
                     f"{_who(self.own)}: still waiting, after {self.now() - wait.since:.0f} s, for "
@@ -291,11 +296,7 @@ def _install() -> None:
     start, stop, poll = basics.init, basics.shutdown, library.horovod_torch_poll
 
     def init(*args: Any, **kwargs: Any) -> None:
-        # In an elastic job it waits for hosts, for which Horovod has a limit of its own.
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            start(*args, **kwargs)
-        else:
-            _noted(start, "Horovod to start on all ranks")(*args, **kwargs)
+        _noted(start, "Horovod to start on all ranks", least=_time_for_hosts())(*args, **kwargs)
         meet()
 
     def shutdown() -> None:
@@ -321,8 +322,22 @@ def _install() -> None:
     _dog.installed = True
 
 
+def _time_for_hosts() -> float:
+    """Seconds that the start of an elastic job may take: until it has enough hosts, and until these have found each other. A rank
+    whose peer dies meanwhile waits for it without a limit of Horovod's, and its launcher for the rank."""
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        return 0.0
+    return sum(
+        float(os.environ.get(name, default))
+        for name, default in (("HOROVOD_ELASTIC_TIMEOUT", "600"), ("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
+    )
+
+
 def _noted(
-    function: Callable[..., Any], what: str = "", forget: dict[int, Poll] | None = None
+    function: Callable[..., Any],
+    what: str = "",
+    forget: dict[int, Poll] | None = None,
+    least: float = 0.0,
 ) -> Callable[..., Any]:
     """The function, with a note in ``waits`` while it runs; ``forget``: where its first argument is struck out."""
     waits, now, thread = _dog.waits, _dog.now, threading.get_ident
@@ -330,7 +345,7 @@ def _noted(
     def call(*args: Any, **kwargs: Any) -> Any:
         if forget:
             forget.pop(args[0], None)
-        waits[thread()] = Wait(now(), what)
+        waits[thread()] = Wait(now(), what, least)
         try:
             return function(*args, **kwargs)
         finally:

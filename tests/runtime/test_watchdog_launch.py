@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,3 +96,31 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def test_the_start_of_an_elastic_job_ends_as_well() -> None:
+    """A rank whose launcher does not tell it of the others ends when the time for hosts and for their meeting is over."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        variables = {
+            **{f"HOROVOD_{name}": "0" for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")},
+            **{f"HOROVOD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE", "ELASTIC_TIMEOUT")},
+            "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_HOSTNAME": "localhost",
+            "HOROVOD_ELASTIC": "1",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(silent.getsockname()[1]),
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "1",
+        }
+        ended = subprocess.run(
+            [sys.executable, "-c", "import hvd_ckpt; hvd_ckpt.init(stall_timeout=0.5)"],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    assert ended.returncode == 1, ended.stderr
+    assert re.search(
+        r"waited [3-9]\d* s for Horovod to start on all ranks; not all ranks have come", ended.stderr
+    )
