@@ -1,9 +1,10 @@
-"""Parameters without values: those split over the ranks (stage 3), what they refuse meanwhile, and what brings values back."""
+"""Parameters without values: those split over the ranks (stage 3), what they refuse meanwhile, and what brings values back; copies
+of a model's state where it is whole."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -121,3 +122,25 @@ def present(tensor: torch.Tensor) -> torch.Tensor:
         if bring is not None:
             bring()
     return tensor
+
+
+def copied_state(model: torch.nn.Module, ready: Container[int] = ()) -> dict[str, Any]:
+    """A copy of ``model.state_dict()`` on the CPU; tensors that share memory share it in the copy.
+
+    Args:
+        ready: addresses of tensors that need no copy.
+    """
+    state: dict[str, Any] = model.state_dict()
+    copies: dict[Any, torch.Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        key: Any = name
+        if value.layout is torch.strided and value.numel():
+            key = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())
+            if value.data_ptr() in ready:
+                continue
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        state[name] = copies[key]
+    return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.communicator import adasum_step
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.stats import ReductionStats
+from hvd_ckpt.unmaterialized import copied_state
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 
@@ -429,25 +430,3 @@ def live_optimizers() -> list[ReducedOptimizer]:
     """Those of this process that are in use, the oldest first."""
     _live[:] = [reference for reference in _live if reference() is not None]
     return [optimizer for reference in _live if (optimizer := reference()) is not None]
-
-
-def copied_state(model: torch.nn.Module, ready: Container[int] = ()) -> dict[str, Any]:
-    """A copy of ``model.state_dict()`` on the CPU; tensors that share memory share it in the copy.
-
-    Args:
-        ready: addresses of tensors that need no copy.
-    """
-    state: dict[str, Any] = model.state_dict()
-    copies: dict[Any, torch.Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        key: Any = name
-        if value.layout is torch.strided and value.numel():
-            key = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())
-            if value.data_ptr() in ready:
-                continue
-        if key not in copies:
-            copies[key] = value.detach().to("cpu", copy=True)
-        state[name] = copies[key]
-    return state

@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import torch
 
-from hvd_ckpt.reduction.optimizer import ReducedOptimizer, copied_state
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import OffloadError, raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
+from hvd_ckpt.unmaterialized import copied_state
 
 
 class ShardedOptimizer(ReducedOptimizer):
