@@ -564,3 +564,24 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     with pytest.raises(ValueError, match="elastic"):
         Run()
+
+
+def test_a_loop_in_an_elastic_job_commits_the_model_at_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    run = Run(every=2, elastic=True)
+    with pytest.raises(ValueError, match="give the model alone, and make the optimizer anew"):
+        hc.elastic.TorchState(model=run.model, optimizer=run.optimizer)
+    state = hc.elastic.TorchState(model=run.model)
+    settled = []
+    for _ in range(5):
+        run.train(1)
+        settled.append(run.optimizer.settled)
+        if run.optimizer.settled:
+            state.save()
+            committed = digest(run.model)
+    assert settled == [False, True, False, True, False]
+    state.restore()
+    assert digest(run.model) == committed
+    assert_equal_on_all_ranks(run.model)
+    Run(model=run.model, every=2, elastic=True).train(2)
+    assert_equal_on_all_ranks(run.model)
