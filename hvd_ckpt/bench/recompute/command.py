@@ -29,7 +29,12 @@ SHARE = 0.8  # of the free memory that a step may take
 
 @bench_command("recompute", width=150)
 @click.option("--workloads", default=WORKLOADS, show_default=True, help="What is trained.")
-@click.option("--methods", default=METHODS, show_default=True, help="Beside no recomputation.")
+@click.option(
+    "--methods",
+    default=METHODS,
+    show_default=True,
+    help="Beside no recomputation. 'compile' is torch.compile with its activation memory budgets, about a minute to compile each.",
+)
 @click.option(
     "--budgets",
     default=BUDGETS,

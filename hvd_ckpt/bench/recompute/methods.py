@@ -25,6 +25,7 @@ from hvd_ckpt.bench.recompute.measure import Forward
 from hvd_ckpt.bench.recompute.peers import (
     Builder,
     Ckptplan,
+    build_compiled,
     build_rockmate,
     build_torch_remat,
     inner_blocks,
@@ -32,7 +33,18 @@ from hvd_ckpt.bench.recompute.peers import (
 )
 
 KEEP, OURS = "keep", "ours"
-FAMILIES = (KEEP, "sequential", "blocks", "layers", "selective", "torch_remat", "ckptplan", "rockmate", OURS)
+FAMILIES = (
+    KEEP,
+    "sequential",
+    "blocks",
+    "layers",
+    "selective",
+    "torch_remat",
+    "ckptplan",
+    "rockmate",
+    "compile",
+    OURS,
+)
 """The values of ``--methods``, in the order of the tables."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -97,6 +109,9 @@ def methods(workload: Workload, blocks: int, families: tuple[str, ...]) -> list[
             "ckptplan, least memory": ckptplan.build(None),
         },
         "rockmate": {f"rockmate, {fraction:g}x": build_rockmate(fraction) for fraction in FRACTIONS},
+        "compile": {
+            f"torch.compile, budget {budget:g}": build_compiled(budget) for budget in (1, *FRACTIONS, 0)
+        },
     }
     return [
         Method(name, family, build)

@@ -148,6 +148,25 @@ def _bytes_kept(model: nn.Sequential, inputs: torch.Tensor) -> list[int]:
     return kept
 
 
+def build_compiled(budget: float) -> Builder:
+    """``torch.compile`` with an activation memory budget: 1 for what it keeps by itself, 0 for as little as it can."""
+
+    def compile_graph(
+        graph: Any, inputs: Any
+    ) -> Any:  # its own for each budget, or one's code would serve them all
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=budget):
+            return compile_fx(graph, inputs)
+
+    def build(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
+        compiled: Forward = torch.compile(model, backend=compile_graph)
+        return compiled
+
+    return build
+
+
 def build_rockmate(fraction: float) -> Builder:
     """rockmate (Inria): rotor over blocks, an integer program within each, at a fraction of the peak."""
 
