@@ -350,6 +350,9 @@ from hvd_ckpt.sharding.estimate import (
 from hvd_ckpt.sharding.memory_estimate import (
     MemoryEstimate as MemoryEstimate,
 )
+from hvd_ckpt.sharding.offload import (
+    init_on_disk as init_on_disk,
+)
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,
 )

@@ -92,7 +92,8 @@ def DistributedOptimizer(
         units: its modules, or lists of them, whose parameters are gathered together; by default the segments that are
             recomputed, else the blocks of the model. All other parameters are a unit of their own.
         offload: ``"optimizer"`` keeps the optimizer's state (and master weights) in pinned host memory for a GPU, in
-            memory-mapped files for a CPU.
+            memory-mapped files for a CPU. ``"parameters"``, with ``shard="parameters"``, also the shards of parameters and
+            gradients: memory then holds the units that run. :func:`hvd_ckpt.init_on_disk` makes a model that is larger than memory.
         offload_folder: where these files are; by default the temporary folder.
         wire: format in which shards travel: ``"fp32"`` (as they are), ``"fp16"``, ``"bf16"``, ``"int8"``; or
             ``{"gradients": ..., "parameters": ...}``, one for each.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 5  # of timing
 MOST_RANKS = 1 << 20
-FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"))  # stage, offload
+FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"), (3, "parameters"))  # stage, offload
 WIDTH = 120  # of the tables where the output is not a terminal
 
 HELP = f"""Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
@@ -101,7 +101,9 @@ below that you give.
     metavar="STAGE",
     help="Show this in its parts: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
 )
-@click.option("--offload", type=click.Choice(["optimizer"]), help="Show it with its state offloaded.")
+@click.option(
+    "--offload", type=click.Choice(["optimizer", "parameters"]), help="Show it with this offloaded."
+)
 @click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
 @click.option("--wire", help="Format in which shards travel: fp32, fp16, bf16, int8.  [default: fp32]")
 @click.option(
@@ -389,7 +391,9 @@ class Cluster:
         table.add_column("np", justify="right", no_wrap=True)
         for stage, offload in FORMS:
             table.add_column(
-                f"shard {stage}" + (", offload" if offload else ""), justify="right", no_wrap=True
+                f"shard {stage}" + (f",\n{offload}\noffloaded" if offload else ""),
+                justify="right",
+                no_wrap=True,
             )
         for ranks in self.sizes():
             cells = []
@@ -437,4 +441,6 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
         raise BadArgument(
             f"--offload {cluster.offload}: give --shard optimizer, gradients or parameters as well"
         )
+    if cluster.offload == "parameters" and cluster.stage < 3:
+        raise BadArgument("--offload parameters: give --shard parameters as well")
     return cluster

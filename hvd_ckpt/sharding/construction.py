@@ -22,12 +22,14 @@ from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_formats
 from hvd_ckpt.sharding.layout import Layout, is_packed
-from hvd_ckpt.sharding.offload import OptimizerOffload, raised_everywhere
+from hvd_ckpt.sharding.offload import Offload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import UnitModules, find_units
+
+OFFLOADS = ("optimizer", "parameters")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ShardOptions:
         stage: 1 to 3.
         model: the module that is trained, if it is known; at stage 3 it is.
         units: at stage 3, what is gathered together; else none.
-        offload: whether the optimizer's state is kept elsewhere; ``offload_folder``: where.
+        offload: what is kept elsewhere, ``"optimizer"`` or ``"parameters"``; ``offload_folder``: where.
         gradients, parameters: the formats in which they travel.
         master_weights: whether half-precision parameters have float32 copies in the shards.
     """
@@ -46,7 +48,7 @@ class ShardOptions:
     stage: int
     model: torch.nn.Module | None
     units: Sequence[UnitModules]
-    offload: bool
+    offload: str | None
     offload_folder: Path | None
     gradients: WireFormat
     parameters: WireFormat
@@ -95,8 +97,8 @@ def check_stage(
     """
     stage = stage_of(shard)
     gradients, parameters = wire_formats(wire)
-    if offload not in (None, "optimizer"):
-        raise ValueError(f"offload must be None or 'optimizer', not {offload!r}")
+    if offload not in (None, *OFFLOADS):
+        raise ValueError(f"offload must be None, 'optimizer' or 'parameters', not {offload!r}")
     if stage == 0:
         for name, value in (
             ("offload", offload),
@@ -104,6 +106,10 @@ def check_stage(
         ):
             if value is not None:
                 raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
+    if stage < 3 and offload == "parameters":
+        raise ValueError(
+            "offload='parameters' needs shard='parameters': whole parameters stay where they are"
+        )
     if stage == 1 and gradients is not FP32:
         raise ValueError(
             f"wire={wire!r}: gradients that are not split travel in Horovod's formats; pass compression=Compression.fp16, or "
@@ -165,7 +171,7 @@ def check_shard_options(
         stage,
         found,
         find_units(found, units) if stage == 3 and found is not None else (),
-        offload is not None,
+        offload,
         None if offload_folder is None else Path(offload_folder),
         gradients,
         parameters,
@@ -211,14 +217,14 @@ def shard_optimizer(
         members,
     )
     exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
-    layout, store = _stored(named, options, exchange, bucket_cap_mb * MEBIBYTE)
     offload = None
     masters = Masters(options.master_weights, _empty, lambda _: None)
     if options.offload:
         device = named[0][1].device if named else torch.device("cpu")
-        offload = OptimizerOffload(options.offload_folder, device)
+        offload = Offload(options.offload_folder, device, options.offload == "parameters")
         masters = Masters(options.master_weights, offload.empty, offload.release)
     with contextlib.nullcontext() if offload is None else raised_everywhere(exchange):
+        layout, store = _stored(named, options, exchange, bucket_cap_mb * MEBIBYTE, offload)
         masters.add(layout.groups, store.shards)
     sharding = Sharding(options.stage, layout, exchange, store, offload, masters, bucket_cap_mb * MEBIBYTE)
     optimizer._sharding = sharding
@@ -233,15 +239,17 @@ def shard_optimizer(
     if before["state"]:
         state.load_parts(optimizer, [before])
     if options.stage > 1:
-        optimizer._reducer = ShardReducer(
-            layout,
-            exchange,
-            options.gradients,
-            1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
-            prescale,
-            optimizer.backward_passes_per_step,
-            optimizer._op,
-        )
+        with contextlib.nullcontext() if offload is None else raised_everywhere(exchange):
+            optimizer._reducer = ShardReducer(
+                layout,
+                exchange,
+                options.gradients,
+                1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
+                prescale,
+                optimizer.backward_passes_per_step,
+                optimizer._op,
+                offload if offload is not None and offload.parameters else None,
+            )
         optimizer._reducer.rename(optimizer._identity, 0)
 
 
@@ -250,7 +258,11 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def _stored(
-    named: Sequence[tuple[str, torch.Tensor]], options: ShardOptions, exchange: Exchange, cap: float
+    named: Sequence[tuple[str, torch.Tensor]],
+    options: ShardOptions,
+    exchange: Exchange,
+    cap: float,
+    offload: Offload | None,
 ) -> tuple[Layout, FlatParameters | ShardedParameters]:
     layout = Layout(exchange.ranks)
     if options.stage < 3:
@@ -258,8 +270,12 @@ def _stored(
         return layout, FlatParameters(layout, exchange, options.parameters)
     assert options.model is not None
     names = {id(parameter): name for name, parameter in named}
-    units = [
-        (unit.modules, layout.add([(names[id(one)], one) for one in unit.parameters]))
-        for unit in options.units
-    ]
-    return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters)
+    *blocks, rest = options.units
+    groups = {  # in about the order in which gradients become final, so that they leave during the first backward pass already
+        id(unit): layout.add([(names[id(one)], one) for one in unit.parameters])
+        for unit in [*reversed(blocks), rest]
+    }
+    units = [(unit.modules, groups[id(unit)]) for unit in options.units]
+    if offload is not None and not offload.parameters:
+        offload = None
+    return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters, offload)

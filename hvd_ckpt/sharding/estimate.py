@@ -197,6 +197,8 @@ class Estimator:
             group.shard_numel * sum_dtype(group.dtype).itemsize if stage >= 2 else group.nbytes
             for group in trained
         )
+        if offload == "parameters":
+            offloaded, reduced = offloaded + reduced, 0
         moments = self._passes(stage, np, trained, units, reduced, gradients, weights)
         moments += self._step(stage, trained, weights, offload, reduced)
         highest = max(moments, key=lambda moment: moment.total)
@@ -251,7 +253,10 @@ class Estimator:
         }
         offloaded = 0
         if offload:  # on CUDA devices, master weights are beside the weights
-            for part in ["optimizer_state"] + ["master_weights"] * (self.place.type != "cuda"):
+            parts = ["optimizer_state"] + ["master_weights"] * (self.place.type != "cuda")
+            for part in (
+                parts if offload == "optimizer" else ["optimizer_state", "master_weights", "parameters"]
+            ):
                 offloaded += held[part]
                 held[part] = 0
         return held, offloaded
@@ -326,7 +331,9 @@ class Estimator:
             own = [group.shard_numel if stage else group.numel for group in of_dtype]
             stepped = max(min(max(group.numels), numel) for group, numel in zip(of_dtype, own))
             each = memory.temporaries
-            if offload:  # one parameter at a time; on CUDA with the state of two
+            if offload == "parameters" and self.place.type == "cuda":  # the step is on the CPU
+                stepped = 0
+            elif offload:  # one parameter at a time; on CUDA with the state of two
                 each += 2 * memory.state if self.place.type == "cuda" else 0
             elif memory.at_once:
                 stepped = sum(own)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hvd_ckpt.reduction.communicator import GRADIENTS, Work, pauses
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.spans import span
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
@@ -62,10 +64,33 @@ class InFlight:
 
     Attributes:
         shards: sums so far, by the group's position.
+
+    Args:
+        offload: has the memory of the shards, if that is not the parameters' own; ``groups``: those that have some from the start.
+
+    Raises:
+        OffloadError: there is no room.
     """
 
-    def __init__(self, exchange: Exchange, format: WireFormat, scale: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        format: WireFormat,
+        scale: float,
+        offload: Offload | None = None,
+        groups: Sequence[Group] = (),
+    ) -> None:
         self.shards: dict[int, torch.Tensor] = {}
+        self._offload = offload
+        self._room = (
+            {}
+            if offload is None
+            else {
+                group.position: offload.empty(group.shard_numel, sum_dtype(group.dtype))
+                for group in groups
+                if group.requires_grad
+            }
+        )
         self._exchange = exchange
         self._format = format
         self._scale = scale
@@ -115,17 +140,33 @@ class InFlight:
     def _wait(self) -> None:
         launch = self._launches.popleft()
         result = launch.work.wait(GRADIENTS)
-        shard = self.shards.setdefault(launch.group.position, result)
-        if shard is not result:
-            with torch.no_grad():
-                shard.add_(result)
+        position = launch.group.position
+        with torch.no_grad():
+            if position in self.shards:
+                self.shards[position].add_(result.to(self.shards[position].device))
+            elif position in self._room:
+                self.shards[position] = self._room[position].copy_(result)
+            else:
+                self.shards[position] = result
+        self._release(position)
+
+    def _release(self, position: int) -> None:
+        if position in self._room:
+            assert self._offload is not None
+            self._offload.release(self._room[position])
+
+    def clear(self) -> None:
+        """Forgets what has arrived."""
+        for position in self.shards:
+            self._release(position)
+        self.shards.clear()
 
     def drop(self) -> None:
         """Forgets everything; what is in flight completes by itself."""
         for launch in self._launches:
             launch.work.forget()
         self._launches.clear()
-        self.shards.clear()
+        self.clear()
 
 
 def _arrives(work: Work, seconds: float) -> bool:

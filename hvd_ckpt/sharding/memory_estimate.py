@@ -42,8 +42,9 @@ class MemoryEstimate:
     Attributes:
         ranks: number of ranks.
         stage: 0 to 3, what is split over them.
-        offload: None or ``"optimizer"``.
+        offload: None, ``"optimizer"`` or ``"parameters"``.
         parameters: weights that are there all the time: all of them, or (stage 3) this rank's shard; with the padding of shards.
+            0 where they are offloaded, and so are gradients then.
         buffers: of the model, such as running statistics.
         gradients: when all of them are reduced: whole, or (stages 2 and 3) this rank's shard.
         optimizer_state: of this rank's shard; 0 where it is offloaded.
@@ -52,7 +53,7 @@ class MemoryEstimate:
         buckets: the most that communication holds: gradients waiting for their bucket, buffers on their way, and (stage 3)
             parameters that are gathered for a while.
         temporaries: the most that the optimizer's step allocates for a while.
-        offloaded: bytes of optimizer state and master weights that are kept elsewhere (pinned host memory, files).
+        offloaded: bytes that are kept elsewhere (pinned host memory, files).
         peak: the most that is held at one time. Less than the sum of all parts, which are not at their highest together.
         peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, ``"gather"`` (of stepped parameters), or ``"average"``.
         at_peak: what each part holds then; its values add up to the peak.

@@ -1,7 +1,8 @@
-"""Offload of the optimizer state: to memory-mapped files, or to pinned memory beside a CUDA device.
+"""Offload of what a rank keeps of its shards: to memory-mapped files, or to pinned memory beside a CUDA device.
 
-As in ZeRO-Offload (Ren et al., 2021), with the update where the weights are: the wrapped optimizer steps one parameter after the
-other, so the state of one is in use at a time, and the numbers are those of a step without offload.
+Of the optimizer's state, as in ZeRO-Offload (Ren et al., 2021): the wrapped optimizer steps one parameter after the other, so the
+state of one is in use at a time, and the numbers are those of a step without offload. At stage 3 also of the shards of weights and
+gradients, as in ZeRO-Infinity (Rajbhandari et al., 2021): memory holds the units that run, and what the optimizer steps.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.text import show_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs")
+_SMALL_BYTES = 64 << 10
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 Wanted = tuple[int, torch.dtype]  # number of elements, dtype
@@ -49,7 +54,7 @@ class _MappedFiles:
         kind = _filesystem(self._folder)
         if kind in _IN_MEMORY:
             warnings.warn(
-                f"the folder for offloaded optimizer state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
+                f"the folder for offloaded state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
                 f"name one on a disk (offload_folder=, hvd-ckpt train --offload-folder)",
                 stacklevel=2,
             )
@@ -100,7 +105,7 @@ class _PinnedMemory:
         except RuntimeError as error:
             size = sum(numel * dtype.itemsize for numel, dtype in wanted)
             raise OffloadError(
-                f"cannot offload optimizer state: {show_bytes(size)} of pinned memory are needed ({str(error).splitlines()[0]}): "
+                f"cannot offload: {show_bytes(size)} of pinned memory are needed ({str(error).splitlines()[0]}): "
                 f"free host memory, split over more ranks, or do not offload"
             ) from error
         self._held.update((id(tensor), tensor) for tensor in tensors)
@@ -123,9 +128,8 @@ def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
     except OSError:
         free = ""
     found = OffloadError(
-        f"cannot offload optimizer state to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or "
-        f"name another folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so the step can be taken "
-        f"again"
+        f"cannot offload to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or name another "
+        f"folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so the step can be taken again"
     )
     found.errno = error.errno
     return found
@@ -160,16 +164,49 @@ def raised_everywhere(exchange: Exchange) -> Iterator[None]:
 # ---------------------------------------------------------------------------------- the step
 
 
-class OptimizerOffload:
+@contextmanager
+def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
+    """Within it parameters of modules that are made on the CPU are in memory-mapped files, which may be larger than memory.
+
+    For a model that is then split with ``shard="parameters", offload="parameters"``: it is initialized by its own code, to the same
+    values. The files, which have no name, are gone when it has been split. Parameters below 64 KiB stay in memory.
+
+    Args:
+        folder: on a disk; by default the temporary folder.
+
+    Raises:
+        OSError: there is no room for a parameter.
+    """
+    memory = _MappedFiles(None if folder is None else Path(folder))
+
+    def move(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is None or parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+            return
+        spec = TensorSpec.of(parameter)
+        if not is_lazy(parameter) and parameter.nbytes >= _SMALL_BYTES and parameter.dtype is not torch.bool:
+            flat = memory.allocate([(spec.numel, parameter.dtype)])[0]
+            parameter.data = spec.unflatten(flat.copy_(spec.flatten(parameter)))
+            memory.advise(flat, soon=False)
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Offload:
     """Keeps the state of an optimizer in host memory, and steps the parameters one by one.
 
     Args:
         folder: on a CPU: where the files are; by default the temporary folder.
         device: of the parameters. On CUDA devices state is in pinned memory.
+        parameters: shards of weights and gradients, too, are in memory of :meth:`empty`; the step is then on the CPU.
     """
 
-    def __init__(self, folder: Path | None, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, folder: Path | None, device: torch.device, parameters: bool = False) -> None:
+        self.parameters = parameters
+        self._device = torch.device("cpu") if parameters else device
         self._memory = _PinnedMemory() if device.type == "cuda" else _MappedFiles(folder)
         self._buffers: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and name of state
         self._trials: dict[Any, dict[str, torch.dtype]] = {}
@@ -180,7 +217,7 @@ class OptimizerOffload:
         return self._memory.nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """Memory for weights that are used in the step alone. On CUDA devices these stay on the device.
+        """Memory for weights that are used in the step alone. On CUDA devices they stay there unless shards are offloaded, too.
 
         Raises:
             OffloadError: there is no room for it.
@@ -188,6 +225,10 @@ class OptimizerOffload:
         if self._device.type == "cuda":
             return torch.empty(numel, dtype=dtype, device=device or self._device)
         return self._memory.allocate([(numel, dtype)])[0]
+
+    def prefetch(self, tensor: torch.Tensor) -> None:
+        """A tensor of :meth:`empty` is used soon."""
+        self._memory.advise(tensor, soon=True)
 
     def release(self, tensor: torch.Tensor) -> None:
         """A tensor of :meth:`empty` has been used and may leave memory; its values stay."""

@@ -228,6 +228,9 @@ class ShardedOptimizer(ReducedOptimizer):
             offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
         sharding.shards_changed(self._used())
         self._consume()
+        if offload is not None and offload.parameters:
+            for shard in sharding.store.shards:
+                offload.release(shard)
         return result
 
     def _room(self) -> contextlib.AbstractContextManager[None]:

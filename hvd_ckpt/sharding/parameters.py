@@ -14,6 +14,7 @@ from torch import nn
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.passes import Passes
 from hvd_ckpt.sharding.units import check_memory
 from hvd_ckpt.sharding.unshard import UnitParameters
@@ -34,11 +35,13 @@ class ShardedParameters:
         units: modules that run one after the other, as :func:`hvd_ckpt.sharding.units.find_units` gave them, with the groups of
             their parameters; the last one is the model's own.
         exchange, format: how the ranks' shards are gathered.
+        offload: has the memory of the shards; None for memory of the parameters' device.
 
     Attributes:
         shards: by group: this rank's exact values, 1-D.
 
     Raises:
+        OffloadError: there is no room for the shards.
         ValueError: two parameters share memory; one has none.
     """
 
@@ -49,12 +52,13 @@ class ShardedParameters:
         units: Sequence[Unit],
         exchange: Exchange,
         format: WireFormat = FP32,
+        offload: Offload | None = None,
     ) -> None:
         check_memory(list(zip(layout.names, layout.parameters)))
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
         own = [
-            UnitParameters(layout, groups, exchange, format, title)
+            UnitParameters(layout, groups, exchange, format, title, offload)
             for (_, groups), title in zip(units, _titles(model, units))
         ]
         self.shards: list[torch.Tensor] = [torch.empty(0)] * len(layout.groups)

@@ -68,11 +68,11 @@ class PrefetchOrder:
     def __init__(self) -> None:
         self._learned: dict[tuple[str, int], list[int]] = {}
 
-    def next(self, current: Pass, unit: int) -> int | None:
+    def next(self, current: Pass, unit: int) -> list[int]:
         """Notes that ``unit`` is gathered now.
 
         Returns:
-            The unit that came next in the last pass, unless this pass is another one than that.
+            The two units that came next in the last pass, or what there is of them; none where this pass is another one than that.
         """
         if not current.taken:
             current.learned = self._learned.get((current.kind, unit))
@@ -81,8 +81,8 @@ class PrefetchOrder:
         learned = current.learned
         if learned is None or position >= len(learned) or learned[position] != unit:
             current.learned = None
-            return None
-        return learned[position + 1] if position + 1 < len(learned) else None
+            return []
+        return learned[position + 1 : position + 3]
 
     def end(self, finished: Pass) -> None:
         """The pass was this one."""
@@ -353,9 +353,11 @@ class Passes:
         if not parameters.unsharding:
             parameters.unshard()
         current = self._backward if _in_backward() else self._forward
-        following = None if current is None else self._order.next(current, unit.number)
-        if following is not None and self.units[following].parameters.sharded:
-            self.units[following].parameters.unshard()
+        following = [] if current is None else self._order.next(current, unit.number)
+        for ahead, number in enumerate(following):
+            later = self.units[number].parameters
+            if later.sharded:
+                later.prefetch() if ahead else later.unshard()
         try:
             parameters.wait_for_unshard()
         except RuntimeError:  # the model was converted, say: it is what it was before from here on

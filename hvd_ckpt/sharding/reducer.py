@@ -29,6 +29,7 @@ from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.schedule import Schedule
 
 USED, LATE = 1.0, 2.0
@@ -97,6 +98,7 @@ class ShardReducer(OwningReducer):
         prescale: of each rank's gradients, before the sum.
         passes: backward passes that are accumulated in full before a round.
         op: Horovod's.
+        offload: has the memory of the shards, if that is not the parameters' own.
 
     Attributes:
         stats: what was launched when; groups are named by their position in the layout.
@@ -114,6 +116,7 @@ class ShardReducer(OwningReducer):
         prescale: float,
         passes: int,
         op: int,
+        offload: Offload | None = None,
     ) -> None:
         watched = range(sys.maxsize if op == Sum and exchange.rank else 0)
         super().__init__(layout.parameters, watched)
@@ -124,7 +127,7 @@ class ShardReducer(OwningReducer):
         self._layout = layout
         self._exchange = exchange
         self._prescale = prescale
-        self._in_flight = InFlight(exchange, gradient_format, op_scale)
+        self._in_flight = InFlight(exchange, gradient_format, op_scale, offload, layout.groups)
         self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
         self._step = StepStats()
@@ -321,7 +324,7 @@ class ShardReducer(OwningReducer):
 
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
-        self._in_flight.shards.clear()
+        self._in_flight.clear()
         self.used = [False] * len(self.used)
 
     # ---------------------------------------------------------------------------------- between steps

@@ -11,7 +11,7 @@ import torch
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
-from hvd_ckpt.sharding.offload import OptimizerOffload
+from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 
 HALF = (torch.float16, torch.bfloat16)
@@ -102,7 +102,7 @@ class Sharding:
     layout: Layout
     exchange: Exchange
     store: FlatParameters | ShardedParameters
-    offload: OptimizerOffload | None
+    offload: Offload | None
     masters: Masters
     bucket_bytes: float
     groups: list[list[torch.Tensor]] = field(default_factory=list)

@@ -20,6 +20,7 @@ from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
 
@@ -48,10 +49,13 @@ class _Flat:
         whole: all ranks' values, 1-D; without memory while the unit is sharded.
     """
 
-    def __init__(self, layout: Layout, group: Group, rank: int) -> None:
+    def __init__(self, layout: Layout, group: Group, rank: int, offload: Offload | None) -> None:
         self.group = group
         self.what = f"gather.{group.position}"
-        self.shard = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
+        if offload is None:
+            self.shard = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
+        else:
+            self.shard = offload.empty(group.shard_numel, group.dtype)
         self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
         self._storage = self.whole.untyped_storage()
         self.identity = self._storage._cdata
@@ -92,20 +96,27 @@ class UnitParameters:
         groups: those of the unit.
         exchange, format: how its shards are gathered.
         title: names its modules, in messages.
+        offload: has the memory of its shards, if that is not the parameters' own.
 
     Attributes:
         shards: by group of the unit.
     """
 
     def __init__(
-        self, layout: Layout, groups: Sequence[Group], exchange: Exchange, format: WireFormat, title: str
+        self,
+        layout: Layout,
+        groups: Sequence[Group],
+        exchange: Exchange,
+        format: WireFormat,
+        title: str,
+        offload: Offload | None = None,
     ) -> None:
-        self._layout, self._exchange, self._format = layout, exchange, format
+        self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
         self._awaited = (
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
         )
-        self._flats = [_Flat(layout, group, exchange.rank) for group in groups]
+        self._flats = [_Flat(layout, group, exchange.rank, offload) for group in groups]
         self._identities = {flat.identity for flat in self._flats}
         self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
@@ -115,6 +126,7 @@ class UnitParameters:
         self._in_flight: list[Work] = []
         self._state = _State.WHOLE
         self.reshard()
+        self._release_shards()
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -139,7 +151,19 @@ class UnitParameters:
         for flat in self._flats:
             flat.allocate()
             format = FP32 if exactly else self._format
-            self._in_flight.append(self._exchange.all_gather(flat.shard, flat.whole, flat.what, format))
+            shard = flat.shard.to(flat.whole.device)
+            self._in_flight.append(self._exchange.all_gather(shard, flat.whole, flat.what, format))
+
+    def prefetch(self) -> None:
+        """The unit is gathered soon: shards that are offloaded are read."""
+        if self._offload is not None:
+            for flat in self._flats:
+                self._offload.prefetch(flat.shard)
+
+    def _release_shards(self) -> None:
+        if self._offload is not None:
+            for flat in self._flats:
+                self._offload.release(flat.shard)
 
     def wait_for_unshard(self) -> None:
         """Waits for what was launched; the parameters are whole then.
@@ -189,6 +213,7 @@ class UnitParameters:
         for work in self._in_flight:
             work.wait(self._awaited)
         self._in_flight.clear()
+        self._release_shards()
 
     def reshard(self) -> None:
         """Gives the memory back; what is on its way is waited for first, since it is written there."""
@@ -221,6 +246,7 @@ class UnitParameters:
                     member.whole.copy_(member.parameter)
             for flat in self._flats:
                 flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
+        self._release_shards()
 
     def materialize(self) -> None:
         """Makes the whole values the parameters' own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.named import is_named
+from hvd_ckpt.sharding.offload import init_on_disk
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.ending import errors_everywhere
 from hvd_ckpt.training.own import KIND, OwnModel, kind_of_data, objective_of, open_data
@@ -75,8 +77,10 @@ def assemble(config: Config) -> Assembly:
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     torch.manual_seed(config.seed)
+    on_disk = init_on_disk(config.offload_folder) if config.offload == "parameters" else nullcontext()
     try:
-        model = entry.build(facts, config.model_options)
+        with on_disk:
+            model = entry.build(facts, config.model_options)
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes that no machine has
         raise ConfigError(f"model {config.model}: {' '.join(str(error).split())}") from None
     if entry.folder is not None:

@@ -91,6 +91,10 @@ def _check_sharding(config: Config) -> None:
         raise ValueError(
             f"offload {config.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
         )
+    if config.offload == "parameters" and config.shard_stage < 3:
+        raise ValueError(
+            f"offload parameters: whole parameters stay in memory, give shard {STAGES[3]} as well"
+        )
     if config.offload_folder is not None and config.offload is None:
         raise ValueError(
             f"offload_folder {config.offload_folder}: nothing is offloaded, give offload as well"

@@ -234,8 +234,11 @@ class Config(Strict):
         description="Add a step's sharded gradients up on each rank, and send them once; needs memory for all of them.",
     )
     offload: Annotated[
-        str | None, BeforeValidator(_none), _one_of("thing to offload", "optimizer", "none")
-    ] = Field(None, description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, none.")
+        str | None, BeforeValidator(_none), _one_of("thing to offload", "optimizer", "parameters", "none")
+    ] = Field(
+        None,
+        description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none.",
+    )
     offload_folder: Text | None = Field(
         None, description="For offloaded state on a CPU.  [default: the temporary folder]"
     )

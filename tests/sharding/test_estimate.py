@@ -65,6 +65,15 @@ def test_half_precision_parameters_have_masters_where_they_are_split():
     assert offloaded.optimizer_state == offloaded.master_weights == 0
     assert offloaded.offloaded == split.optimizer_state + split.master_weights
     assert offloaded.peak < split.peak
+    third = hc.estimate_memory(model, 4, 3, precision="bf16-params")
+    most = hc.estimate_memory(model, 4, 3, "parameters", precision="bf16-params")
+    assert most.model_state == 0 and most.offloaded == third.model_state
+    assert (
+        most.peak
+        == third.peak
+        - sum(getattr(third, name) for name in ("parameters", "optimizer_state", "master_weights"))
+        - third.at_peak["gradients"]
+    )
 
 
 def test_thousands_of_ranks_take_no_memory_here_and_little_there():
@@ -119,7 +128,7 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((0,), {}, "np must be a number of ranks from 1, not 0"),
         ((2.0,), {}, "np must be"),
         ((2, 4), {}, "shard must be one of"),
-        ((2, 1, "weights"), {}, "offload must be None or 'optimizer', not 'weights'"),
+        ((2, 1, "weights"), {}, "offload must be None, 'optimizer' or 'parameters', not 'weights'"),
         ((2, 0, "optimizer"), {}, "needs shard='optimizer' or more"),
         ((2,), {"optimizer": "adamv"}, "did you mean 'adam"),
         ((2,), {"optimizer": 3}, "optimizer must be the name"),
@@ -161,7 +170,7 @@ def test_the_command_shows_stages_and_sizes_and_one_of_them_in_its_parts(run):
         "--np", "4096", "--shard", "3", "--offload", "optimizer", "--optimizer", "sgd", "--wire", "int8"
     )
     assert result.exit_code == 0, result.output
-    rows = re.findall(r"^ *(\d+) ((?: +\*? *[\d.]+ \w+){5}) *$", result.output, re.MULTILINE)
+    rows = re.findall(r"^ *(\d+) ((?: +\*? *[\d.]+ \w+){6}) *$", result.output, re.MULTILINE)
     assert [int(ranks) for ranks, _ in rows] == [1 << power for power in range(13)]
     assert rows[-1][1].split("*")[0].count("iB") == 4  # the chosen one is the fifth
     assert "shard 3 (parameters split), 4096 ranks, optimizer offloaded" in result.output

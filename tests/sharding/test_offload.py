@@ -15,7 +15,7 @@ import torch
 from forked import Case, run_forked
 from torch import nn
 
-from hvd_ckpt.sharding.offload import OffloadError, OptimizerOffload
+from hvd_ckpt.sharding.offload import Offload, OffloadError
 
 CPU = torch.device("cpu")
 SIZES = (5, 1000, 333, 1)
@@ -40,7 +40,7 @@ def adam(own: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(own, lr=0.01)
 
 
-def train(make: Make, offload: OptimizerOffload | None, steps: int = 4) -> torch.optim.Optimizer:
+def train(make: Make, offload: Offload | None, steps: int = 4) -> torch.optim.Optimizer:
     own = parameters()
     optimizer = make([{"params": own[:2]}, {"params": own[2:], "weight_decay": 0.1}])
     for step in range(steps):
@@ -77,13 +77,13 @@ def test_the_bits_are_those_without_offload(name: str, options: dict[str, Any], 
     def make(own: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(own, lr=0.01, **options)  # type: ignore[no-any-return]
 
-    offload = OptimizerOffload(tmp_path, CPU)
+    offload = Offload(tmp_path, CPU)
     assert_same(train(make, None), train(make, offload))
     assert not list(tmp_path.iterdir())
 
 
 def test_bytes_are_those_of_the_state(tmp_path: Path) -> None:
-    offload = OptimizerOffload(tmp_path, CPU)
+    offload = Offload(tmp_path, CPU)
     optimizer = train(adam, offload, steps=1)
     state = 2 * 4 * sum(SIZES)
     assert offload.bytes == state
@@ -91,11 +91,11 @@ def test_bytes_are_those_of_the_state(tmp_path: Path) -> None:
     offload.release(master)
     assert bool((master == 1.5).all()) and offload.bytes == state + 4096
     del optimizer, master
-    assert OptimizerOffload(tmp_path, CPU).bytes == 0
+    assert Offload(tmp_path, CPU).bytes == 0
 
 
 def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
-    offload = OptimizerOffload(tmp_path, CPU)
+    offload = Offload(tmp_path, CPU)
     half_way = train(adam, offload, steps=2)
     saved = copy.deepcopy(half_way.state_dict())
     weights = [piece.detach().clone() for group in half_way.param_groups for piece in group["params"]]
@@ -127,7 +127,7 @@ def test_step_hooks_run_once_and_see_everything(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.append(("before", len(o.param_groups[0]["params"]))))
     optimizer.register_step_post_hook(lambda o, *_: seen.append(("after", len(o.param_groups[0]["params"]))))
-    offload = OptimizerOffload(tmp_path, CPU)
+    offload = Offload(tmp_path, CPU)
     for step in range(2):
         set_gradients(optimizer, step)
         offload.step(optimizer, optimizer.step)
@@ -143,7 +143,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> No
     optimizer = Counting(parameters(), lr=1.0)
     set_gradients(optimizer, 0)
     with pytest.raises(ValueError, match="Counting cannot be offloaded: .*param_groups"):
-        OptimizerOffload(tmp_path, CPU).step(optimizer, optimizer.step)
+        Offload(tmp_path, CPU).step(optimizer, optimizer.step)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_a_full_disk_changes_nothing_and_the_step_can_be_tried_again(small_disk:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(60 * 1024))
     plain, full = adam(parameters()), adam(parameters())
-    offload = OptimizerOffload(small_disk, CPU)
+    offload = Offload(small_disk, CPU)
     set_gradients(plain, 0)
     set_gradients(full, 0)
     with pytest.raises(OffloadError, match=r"No space left.*KiB are needed, .* free.*offload-folder"):
@@ -178,14 +178,14 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     set_gradients(optimizer, 0)
     (tmp_path / "file").touch()
     for name, reason in (("missing", "No such file"), ("file", "Not a directory")):
-        offload = OptimizerOffload(tmp_path / name, CPU)
+        offload = Offload(tmp_path / name, CPU)
         with pytest.raises(OffloadError, match=rf"'{tmp_path / name}' \({reason}.*are needed"):
             offload.step(optimizer, optimizer.step)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
         with pytest.raises(OffloadError, match="ulimit -f"):
-            OptimizerOffload(tmp_path, CPU).reserve(optimizer)
+            Offload(tmp_path, CPU).reserve(optimizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_same(optimizer, adam(parameters()))
@@ -196,7 +196,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-from hvd_ckpt.sharding.offload import OptimizerOffload
+from hvd_ckpt.sharding.offload import Offload
 
 def held(*kinds):  # bytes of this process, by the kernel's names
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -213,7 +213,7 @@ def adam(parameters):
 """
 LARGE_STATE = """
 first = adam(made(1, 8))
-OptimizerOffload(Path(sys.argv[1]), torch.device("cpu")).step(first, first.step)  # imports what a first step imports
+Offload(Path(sys.argv[1]), torch.device("cpu")).step(first, first.step)  # imports what a first step imports
 parameters = made(48, 1 << 19)  # a state of 192 MiB
 soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
 resource.setrlimit(resource.RLIMIT_DATA, (held("VmData") + (120 << 20), hard))
@@ -225,10 +225,55 @@ except RuntimeError as error:
 del plain
 offloaded = adam(parameters)
 mapped = held("RssFile", "RssShmem")
-OptimizerOffload(Path(sys.argv[1]), torch.device("cpu")).step(offloaded, offloaded.step)
+Offload(Path(sys.argv[1]), torch.device("cpu")).step(offloaded, offloaded.step)
 print(held("RssFile", "RssShmem") - mapped < 16 << 20)
 print(all(bool((one < 1).all()) and len(offloaded.state[one]) == 3 for one in parameters))
 """
+
+
+LARGE_MODEL = """
+import ctypes
+import hvd_ckpt as hc
+
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process, where the heap would keep some of it
+
+def model(layers, width):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+
+def train(model, steps=2, **options):
+    optimizer = hc.DistributedOptimizer(adam(model.parameters()), named_parameters=model.named_parameters(), shard=3, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, next(model.parameters()).shape[1])).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+hc.init()
+folder = sys.argv[1]
+train(model(2, 8), offload="parameters", offload_folder=folder)  # starts what a first step starts
+soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (held("VmData") + (32 << 20), hard))
+try:
+    model(24, 1024)  # 96 MiB of parameters, as many of gradients, and a state of 192 MiB
+except RuntimeError as error:
+    print("can't allocate memory" in str(error))
+torch.manual_seed(0)
+with hc.init_on_disk(folder):
+    large = model(24, 1024)
+first = train(large, 1, offload="parameters", offload_folder=folder)
+resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+torch.manual_seed(0)
+print(first == train(model(24, 1024), 1))
+"""
+
+
+def test_a_model_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
+    """In a process of its own, as below."""
+    case = Case(LARGE_MODEL, {"OMP_NUM_THREADS": "1"}, (str(tmp_path),))
+    result = run_forked(IMPORTS, {"large model": case})["large model"]
+    assert result.stdout.split() == ["True"] * 2, result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
