@@ -459,7 +459,8 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.Mon
     refused("needs shard='optimizer' or more", offload="optimizer")
     refused("needs shard='optimizer' or more", wire="int8")
     refused("wire", shard=2, wire="fp7")
-    refused("offload must be None or 'optimizer'", shard=2, offload="parameters")
+    refused("offload must be None, 'optimizer' or 'parameters'", shard=2, offload="weights")
+    refused("needs shard='parameters'", shard=2, offload="parameters")
     refused("pass wire='fp16'", shard=2, compression=hc.Compression.fp16)
     refused("compression=Compression.fp16", shard=1, wire={"gradients": "fp16"})
     if hc.size() > 1:
