@@ -55,6 +55,7 @@ def DistributedOptimizer(
     master_weights: bool | None = None,
     elementwise: bool = False,
     replicas: int | None = None,
+    within: str | Sequence[Sequence[int]] | None = None,
 ) -> ReducedOptimizer:
     """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
 
@@ -104,6 +105,9 @@ def DistributedOptimizer(
         replicas: a number of logical replicas, a power of two; any smaller power of two of ranks then computes the same bits.
             Each step goes through ``optimizer.local_replicas()``. Needs the model, as ``shard="parameters"`` does, and
             ``op=Average`` over all ranks; goes with ``shard="optimizer"`` and ``"gradients"``.
+        within: with ``shard="parameters"``, groups of ranks that keep a second copy of the parameters, split over the group:
+            ``"host"``, or lists of ranks of equal size. After a step each parameter is gathered from all ranks once, and in the
+            backward pass and further passes within the group (hpZ of ZeRO++).
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -150,6 +154,8 @@ def DistributedOptimizer(
             wire,
             master_weights,
             elementwise,
+            within,
+            process_set,
         )
         if replicas is not None:
             model = model_of(named_parameters) if model is None else model

@@ -11,16 +11,14 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.distributed import DistributedOptimizer
-from hvd_ckpt.hosts import Peer
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, note_work
-from hvd_ckpt.local_sgd.process_sets import Alone, acquire, release
 from hvd_ckpt.local_sgd.runs import Outer, root_of
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, check_moments
-from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import agree_at_construction, is_elastic, name_parameters
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, ranks_of, release
 from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.construction import model_of
 from hvd_ckpt.sharding.elementwise import check_elementwise
@@ -134,12 +132,12 @@ def LocalSGD(
     if not member:
         return _local(DistributedOptimizer(optimizer, pairs, process_set=process_set), process_set)
 
-    groups = _groups(within, process_set, f"hvd_ckpt.local.{identity}.hosts")
+    groups = rank_groups(within, process_set, f"hvd_ckpt.local.{identity}.hosts")
     own = next(group for group in groups if mpi_ops.rank() in group)
     broadcast_tensors(
         _whole(named, model), root_of(process_set), f"hvd_ckpt.local.{identity}.start", process_set
     )
-    sets, added = _process_sets(groups, process_set)
+    sets, added = process_sets_of(groups, process_set)
     try:
         distributed = DistributedOptimizer(
             optimizer, pairs, process_set=sets[tuple(own)], shard=stage if len(own) > 1 else 0, model=model
@@ -149,7 +147,7 @@ def LocalSGD(
         raise
     new = _local(distributed, process_set)
     new._added_sets = added
-    positions = {rank: position for position, rank in enumerate(_ranks_of(process_set))}
+    positions = {rank: position for position, rank in enumerate(ranks_of(process_set))}
     new._averaging = Averaging(
         new,
         model,
@@ -192,52 +190,11 @@ def _check(optimizer: object, outer: Outer | None, within: object, process_set: 
         check_elementwise(made, promised=True)
 
 
-def _groups(within: str | Sequence[Sequence[int]] | None, process_set: Any, name: str) -> list[list[int]]:
-    """The groups of ranks whose gradients are reduced together. Collective.
-
-    Raises:
-        ValueError: they are not all ranks once, or of different sizes; on every rank.
-    """
-    ranks = _ranks_of(process_set)
-    if within is None:
-        return [[rank] for rank in ranks]
-    if isinstance(within, str):
-        if within != "host":
-            raise ValueError(f"within must be None, 'host' or a list of lists of ranks, not {within!r}")
-        here = Peer.here(mpi_ops.rank())
-        hosts = allgather_objects((here.host, here.addresses), process_set, name)
-        groups = [
-            [rank for rank, other in zip(ranks, hosts) if other == host] for host in dict.fromkeys(hosts)
-        ]
-    else:
-        groups = sorted(sorted(group) for group in within)
-    if sorted(rank for group in groups for rank in group) != ranks or len(set(map(len, groups))) > 1:
-        raise ValueError(
-            f"within={within!r}: groups must have each of the ranks {ranks} once and be of equal size, not {groups}"
-        )
-    return groups
-
-
-def _process_sets(
-    groups: Sequence[Sequence[int]], process_set: Any
-) -> tuple[dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
-    """The process set of each group, and those that must be released. Collective, if some are missing."""
-    if len(groups) == 1:
-        return {tuple(groups[0]): process_set}, []
-    if len(groups[0]) == 1:
-        return {tuple(group): Alone(group[0]) for group in groups}, []
-    return acquire(groups)
-
-
 def _whole(named: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | None) -> list[torch.Tensor]:
     tensors = {id(one): one for _, one in named}
     if model is not None:
         tensors.update((id(one), one) for one in (*model.parameters(), *model.buffers()))
     return list(tensors.values())
-
-
-def _ranks_of(process_set: Any) -> list[int]:
-    return list(process_set.ranks or range(process_set.size()))
 
 
 def _local(distributed: ReducedOptimizer, process_set: Any) -> LocalOptimizer:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_ckpt.local_sgd.averaging import Averaging
-from hvd_ckpt.local_sgd.process_sets import release
 from hvd_ckpt.local_sgd.runs import Segment, root_of
 from hvd_ckpt.reduction.agreement import raise_together
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.process_sets import release
 from hvd_ckpt.sharding.exchange import Traffic
 
 STATE = "local_sgd"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, Sum
+from horovod.torch.mpi_ops import Average, Sum, global_process_set, rank
 
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups
 from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
@@ -43,6 +44,7 @@ class ShardOptions:
         offload: what is kept elsewhere, ``"optimizer"`` or ``"parameters"``; ``offload_folder``: where.
         gradients, parameters: the formats in which they travel.
         master_weights: whether half-precision parameters have float32 copies in the shards.
+        within: groups of ranks that have shards of their own: None, ``"host"``, or lists of ranks.
     """
 
     stage: int
@@ -53,6 +55,7 @@ class ShardOptions:
     gradients: WireFormat
     parameters: WireFormat
     master_weights: bool
+    within: Any = None
 
     def all_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Those that are split: the optimizer's, at stage 3 all of the model's, in its order."""
@@ -77,6 +80,7 @@ class ShardOptions:
             "offload": self.offload,
             "wire": (self.gradients.name, self.parameters.name),
             "master_weights": self.master_weights,
+            "within": self.within,
             "units": self._unit_names(),
         }
 
@@ -132,6 +136,8 @@ def check_shard_options(
     wire: str | Mapping[str, str],
     master_weights: bool | None,
     elementwise: bool,
+    within: str | Sequence[Sequence[int]] | None,
+    process_set: Any,
 ) -> ShardOptions | None:
     """The options of a sharded optimizer, or None for stage 0. The arguments are those of ``DistributedOptimizer``.
 
@@ -140,7 +146,7 @@ def check_shard_options(
     """
     stage, gradients, parameters = check_stage(shard, offload, wire)
     if stage == 0:
-        for name, value in (("units", units), ("master_weights", master_weights or None)):
+        for name, value in (("units", units), ("master_weights", master_weights or None), ("within", within)):
             if value is not None:
                 raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
         return None
@@ -159,6 +165,8 @@ def check_shard_options(
         )
     if stage < 3 and units is not None:
         raise ValueError("units needs shard='parameters'")
+    if within is not None and (stage < 3 or process_set != global_process_set):
+        raise ValueError(f"within={within!r} needs shard='parameters' over all ranks")
     check_elementwise(optimizer, elementwise)
     found = model if model is not None else model_of(named_parameters)
     if model is not None and not isinstance(model, torch.nn.Module):
@@ -176,6 +184,7 @@ def check_shard_options(
         gradients,
         parameters,
         master_weights is not False,
+        within if within is None or isinstance(within, str) else [list(group) for group in within],
     )
 
 
@@ -217,6 +226,8 @@ def shard_optimizer(
         members,
     )
     exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
+    if options.within is not None:
+        _divide(exchange, options.within)
     offload = None
     masters = Masters(options.master_weights, _empty, lambda _: None)
     if options.offload:
@@ -251,6 +262,20 @@ def shard_optimizer(
                 offload if offload is not None and offload.parameters else None,
             )
         optimizer._reducer.rename(optimizer._identity, 0)
+
+
+def _divide(exchange: Exchange, within: Any) -> None:
+    """Gives the exchange the groups of ranks. Collective."""
+    groups = rank_groups(within, exchange.process_set, f"{exchange.prefix}.hosts")
+    if len(groups) == 1:
+        return  # every gather is within the group
+    if len(groups[0]) == 1:
+        raise ValueError(
+            f"within={within!r}: each group is one rank, whose copy would be the whole model: start more ranks on each host, "
+            "or leave within out"
+        )
+    sets, _ = process_sets_of(groups, exchange.process_set)
+    exchange.divide(next(one for ranks, one in sets.items() if rank() in ranks))
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -58,6 +58,7 @@ def estimate_memory(
     units: Sequence[Any] | None = None,
     device: torch.device | str | None = None,
     local: Mapping[str, Any] | None = None,
+    within: int | None = None,
 ) -> MemoryEstimate:
     """Bytes that a training step takes on each rank, without the ranks: model states, activations, buckets, and the peak.
 
@@ -81,6 +82,7 @@ def estimate_memory(
         local: arguments of :func:`hvd_ckpt.LocalSGD` that take memory: ``{"every": 100, "outer": hc.Nesterov(), "fragments": 4,
             "delay": 5, "wire": "int8", "within": 8}``, where ``within`` is the number of ranks in a group, by default 1. ``shard``
             is within a group then.
+        within: with ``shard="parameters"``, the number of ranks in a group that keeps a second copy of the parameters.
 
     Raises:
         ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
@@ -91,7 +93,7 @@ def estimate_memory(
         model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
     )
     if averages is None:
-        return estimator.estimate(np, shard, offload, wire)
+        return estimator.estimate(np, shard, offload, wire, within)
     return averages.added_to(
         estimator.estimate(averages.group, shard, offload, wire),
         estimator.trained_by_dtype(),
@@ -175,6 +177,7 @@ class Estimator:
         shard: str | int = "none",
         offload: str | None = None,
         wire: str | Mapping[str, str] = "fp32",
+        within: int | None = None,
     ) -> MemoryEstimate:
         """The estimate for so many ranks and this stage.
 
@@ -184,6 +187,10 @@ class Estimator:
         if not isinstance(np, int) or isinstance(np, bool) or np < 1:
             raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
         stage, gradients, weights = check_stage(shard, offload, wire)
+        if within is not None and (stage < 3 or not 1 < within <= np or np % within):
+            raise ValueError(
+                f"within must be a number of ranks from 2 that divides np={np}, with shard='parameters', not {within!r}"
+            )
         if stage:
             check_elementwise(self._optimizer, promised=True)
         layout, units = Layout(np), []
@@ -192,7 +199,7 @@ class Estimator:
         else:
             layout.add(list(reversed(self._parameters.items())), self._cap_bytes)
         trained = [group for group in layout.groups if group.requires_grad]
-        held, offloaded = self._held(stage, layout.groups, weights, offload)
+        held, offloaded = self._held(stage, layout.groups, weights, offload, within if within != np else None)
         reduced = sum(
             group.shard_numel * sum_dtype(group.dtype).itemsize if stage >= 2 else group.nbytes
             for group in trained
@@ -234,13 +241,19 @@ class Estimator:
         return found
 
     def _held(
-        self, stage: int, groups: Sequence[Group], weights: WireFormat, offload: str | None
+        self,
+        stage: int,
+        groups: Sequence[Group],
+        weights: WireFormat,
+        offload: str | None,
+        within: int | None = None,
     ) -> tuple[dict[str, int], int]:
         """Bytes that are there all the time, by part, and those that are offloaded."""
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
         whole = sum(group.padded * group.dtype.itemsize for group in groups)
         exact = 0 if weights is FP32 else shards
-        parameters = {0: sum(one.nbytes for one in self._parameters.values()), 3: shards}
+        secondary = whole // within if within else 0
+        parameters = {0: sum(one.nbytes for one in self._parameters.values()), 3: shards + secondary}
         held = {
             "parameters": parameters.get(stage, whole + exact),
             "buffers": self._buffers,

@@ -19,8 +19,8 @@ from hvd_ckpt.reduction.communicator import Work, wait
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
-Kind = Literal["reduce_scatter", "all_gather", "control"]
-KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "control")
+Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
+KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "control")
 
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
 
@@ -48,7 +48,7 @@ class Traffic:
     An exchange of a flat run among n ranks counts (n - 1) / n of it: what an alltoall, or a ring's reduce-scatter or allgather,
     hands to the network. What travels beneath (headers, a tree of broadcasts) is not counted. So a step of stage 3 sends each
     parameter three times: two gathers and one reduce-scatter. A control message, which every rank needs whole, counts
-    2 (n - 1) / n of it.
+    2 (n - 1) / n of it. ``gather_within`` is what stays within a group of ranks that has shards of its own.
 
     Attributes:
         sent: bytes, by kind.
@@ -71,10 +71,15 @@ class Exchange:
     Args:
         process_set: Horovod's, the ranks that take part.
         prefix: of all tensor names, unique to the optimizer and the same on every rank.
+
+    Attributes:
+        within: the exchange of this rank's group, where groups have shards of their own; it shares the traffic.
     """
 
     def __init__(self, process_set: Any, prefix: str) -> None:
         self.prefix = prefix
+        self.within: Exchange | None = None
+        self._gathers: Kind = "all_gather"
         self.ranks: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
@@ -83,6 +88,13 @@ class Exchange:
     def rename(self, prefix: str) -> None:
         """Begins new names: after an abandoned step, tensors of the old ones may still be on their way."""
         self.prefix = prefix
+        if self.within is not None:
+            self.within.prefix = f"{prefix}.within"
+
+    def divide(self, process_set: Any) -> None:
+        """Makes the exchange of this rank's group, whose process set this is."""
+        self.within = Exchange(process_set, f"{self.prefix}.within")
+        self.within.traffic, self.within._gathers = self.traffic, "gather_within"
 
     def reduce_scatter(
         self, flat: torch.Tensor, what: str, scale: float = 1.0, format: WireFormat = FP32
@@ -143,7 +155,7 @@ class Exchange:
         numel = self._shard_numel(flat)
         whole = flat.data
         own = whole[self.rank * numel : (self.rank + 1) * numel]
-        self.traffic.count("all_gather", (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
+        self.traffic.count(self._gathers, (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
         if self.ranks == 1 or numel == 0:
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)

@@ -75,6 +75,8 @@ class ShardedParameters:
         """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
         self._passes.reset()
         wanted = list(self._layout.groups if groups is None else groups)
+        for unit in self._passes.units:
+            unit.parameters.shards_changed(wanted)
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def reshard(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,17 +45,28 @@ class _Flat:
 
     Attributes:
         shard: this rank's exact values, 1-D.
+        secondary: where groups have shards of their own, this rank's part of what its group has gathered last, 1-D.
+        current: that is what would be gathered from all ranks.
         identity, absence: of the storages of ``whole`` and of the placeholders.
         whole: all ranks' values, 1-D; without memory while the unit is sharded.
     """
 
-    def __init__(self, layout: Layout, group: Group, rank: int, offload: Offload | None) -> None:
+    def __init__(self, layout: Layout, group: Group, exchange: Exchange, offload: Offload | None) -> None:
         self.group = group
+        rank, within = exchange.rank, exchange.within
         self.what = f"gather.{group.position}"
         if offload is None:
             self.shard = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
         else:
             self.shard = offload.empty(group.shard_numel, group.dtype)
+        self.secondary: torch.Tensor | None = None
+        self.current = False
+        if within is not None:
+            numel = group.padded // within.ranks
+            if offload is None:
+                self.secondary = torch.zeros(numel, dtype=group.dtype, device=group.device)
+            else:
+                self.secondary = offload.empty(numel, group.dtype)
         self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
         self._storage = self.whole.untyped_storage()
         self.identity = self._storage._cdata
@@ -94,7 +105,8 @@ class UnitParameters:
     Args:
         layout: all parameters, which still have their values.
         groups: those of the unit.
-        exchange, format: how its shards are gathered.
+        exchange, format: how its shards are gathered. Where its groups of ranks have shards of their own (hpZ of ZeRO++,
+            Wang et al., 2023), all but the first gather after a change are within the group.
         title: names its modules, in messages.
         offload: has the memory of its shards, if that is not the parameters' own.
 
@@ -116,7 +128,7 @@ class UnitParameters:
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
         )
-        self._flats = [_Flat(layout, group, exchange.rank, offload) for group in groups]
+        self._flats = [_Flat(layout, group, exchange, offload) for group in groups]
         self._identities = {flat.identity for flat in self._flats}
         self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
@@ -124,6 +136,7 @@ class UnitParameters:
         weakref.finalize(self, _forget, self._identities)
         weakref.finalize(self, _forget, self._absences)
         self._in_flight: list[Work] = []
+        self._exact = False
         self._state = _State.WHOLE
         self.reshard()
         self._release_shards()
@@ -150,9 +163,13 @@ class UnitParameters:
         self._state = _State.UNSHARDING
         for flat in self._flats:
             flat.allocate()
-            format = FP32 if exactly else self._format
-            shard = flat.shard.to(flat.whole.device)
-            self._in_flight.append(self._exchange.all_gather(shard, flat.whole, flat.what, format))
+            exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
+            if flat.current and not exactly:  # what was gathered, rounded if the format does so
+                assert exchange.within is not None and flat.secondary is not None
+                exchange, shard, format = exchange.within, flat.secondary, FP32
+            shard = shard.to(flat.whole.device)
+            self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
+        self._exact = exactly
 
     def prefetch(self) -> None:
         """The unit is gathered soon: shards that are offloaded are read."""
@@ -178,7 +195,25 @@ class UnitParameters:
             self.reshard()
             raise
         self._state = _State.WHOLE
+        self._keep_secondary()
         self._present([member.whole for member in self._members])
+
+    def _keep_secondary(self) -> None:
+        """Copies this rank's part of what was gathered, for the next gathers within its group."""
+        within = self._exchange.within
+        if within is None or self._exact:
+            return
+        for flat in self._flats:
+            if not flat.current:
+                assert flat.secondary is not None
+                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
+                flat.current = True
+
+    def shards_changed(self, groups: Collection[Group]) -> None:
+        """What was gathered of these groups before is not current any more."""
+        changed = {group.position for group in groups}
+        for flat in self._flats:
+            flat.current = flat.current and flat.group.position not in changed
 
     def _present(self, values: Iterable[torch.Tensor]) -> None:
         for member, value in zip(self._members, values):
@@ -246,6 +281,7 @@ class UnitParameters:
                     member.whole.copy_(member.parameter)
             for flat in self._flats:
                 flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
+        self.shards_changed([flat.group for flat in self._flats])
         self._release_shards()
 
     def materialize(self) -> None:

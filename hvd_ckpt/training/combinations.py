@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hvd_ckpt.training.config import Config
 
 ACROSS_RANKS = ("deferred-ranks", "synchronized")  # batch norms whose statistics are those of all ranks
-OF_LOCAL_SGD = ("outer_lr", "outer_momentum", "fragments", "delay", "within")
+OF_LOCAL_SGD = ("outer_lr", "outer_momentum", "fragments", "delay")
 
 
 def check_combinations(config: Config) -> None:
@@ -60,6 +60,10 @@ def _check_local(config: Config) -> None:
                 raise ValueError(
                     f"{name} {getattr(config, name)}: it is for local SGD, give local_steps as well"
                 )
+        if config.within is not None and (config.shard_stage < 3 or config.stages > 1):
+            raise ValueError(
+                f"within {config.within}: it is for local SGD and for shard {STAGES[3]} without stages, give one of them as well"
+            )
         return
     for name in ("fragments", "delay"):
         if getattr(config, name) > config.local_steps:

@@ -257,7 +257,8 @@ class Config(Strict):
     delay: int = Field(0, ge=0, lt=2**63, description="Steps that an average travels beside computation.")
     within: Annotated[Any, AfterValidator(_within)] = Field(
         None,
-        description="host, or groups such as [[0,1],[2,3]]: ranks whose gradients are reduced in each step.",
+        description="host, or groups such as [[0,1],[2,3]]: ranks whose gradients are reduced in each step of local SGD, or that "
+        "keep a second copy of split parameters among them.",
     )
 
     stages: Count = Field(

@@ -345,6 +345,8 @@ def distribute(
         options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
     if config.shard_stage == 3 or config.replicas is not None:
         options["model"] = model
+    if config.shard_stage == 3:
+        options["within"] = config.within
     if config.replicas is not None:
         options["replicas"] = config.replicas
     # The replicas of a stage raise together, and the stages must, too.

@@ -90,14 +90,14 @@ def final_weights(run: Path) -> str:
     ).hexdigest()
 
 
-def test_local_sgd_averages_between_hosts(hosts, text, tmp_path) -> None:
-    """Gradients are reduced within each host, here over MPI: as within groups of ranks of one host over Gloo."""
+@pytest.mark.parametrize("flags", ["--local-steps 8 --outer-lr 0.7", "--shard 3"])
+def test_groups_of_hosts_are_those_of_ranks(flags, hosts, text, tmp_path) -> None:
+    """Gradients are reduced, or parameters gathered again, within each host, here over MPI: as within groups of one host over Gloo."""
     if not (answer := probe("mpi")).works:
         pytest.skip(f"MPI does not work here: {answer.reason}")
     found = []
     for launcher, where, within in (("mpi", "a:2,b:2", "host"), ("gloo", "a:4", "[[0,1],[2,3]]")):
-        local = ["--local-steps", "8", "--outer-lr", "0.7", "--within", within]
-        words = command(launcher, where, text, tmp_path / launcher, *local)
+        words = command(launcher, where, text, tmp_path / launcher, *flags.split(), "--within", within)
         words[words.index("-np") + 1] = "4"
         end(hosts, words)
         found.append(final_weights(tmp_path / launcher))

@@ -66,6 +66,8 @@ def test_half_precision_parameters_have_masters_where_they_are_split():
     assert offloaded.offloaded == split.optimizer_state + split.master_weights
     assert offloaded.peak < split.peak
     third = hc.estimate_memory(model, 4, 3, precision="bf16-params")
+    grouped = hc.estimate_memory(model, 4, 3, precision="bf16-params", within=2)
+    assert grouped.parameters == 3 * third.parameters and grouped.peak == third.peak + 2 * third.parameters
     most = hc.estimate_memory(model, 4, 3, "parameters", precision="bf16-params")
     assert most.model_state == 0 and most.offloaded == third.model_state
     assert (

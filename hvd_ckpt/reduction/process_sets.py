@@ -1,4 +1,4 @@
-"""Process sets of the groups within which gradients are reduced: those that exist already, or new ones until they are released."""
+"""Groups of ranks, such as those of each host, and their process sets: those that exist, or new ones until they are released."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from horovod.common import process_sets
+from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import ProcessSet
+
+from hvd_ckpt.hosts import Peer
+from hvd_ckpt.reduction.agreement import allgather_objects
 
 _users: Counter[tuple[int, ...]] = Counter()  # of each process set that this module has added
 
@@ -28,6 +32,48 @@ class Alone:
 
     def rank(self) -> int:
         return 0
+
+
+def rank_groups(within: str | Sequence[Sequence[int]] | None, process_set: Any, name: str) -> list[list[int]]:
+    """Groups of ranks: those of each host, or as given; each rank alone for None. Collective.
+
+    Raises:
+        ValueError: they are not all ranks once, or of different sizes; on every rank.
+    """
+    ranks = ranks_of(process_set)
+    if within is None:
+        return [[rank] for rank in ranks]
+    if isinstance(within, str):
+        if within != "host":
+            raise ValueError(f"within must be None, 'host' or a list of lists of ranks, not {within!r}")
+        here = Peer.here(mpi_ops.rank())
+        hosts = allgather_objects((here.host, here.addresses), process_set, name)
+        groups = [
+            [rank for rank, other in zip(ranks, hosts) if other == host] for host in dict.fromkeys(hosts)
+        ]
+    else:
+        groups = sorted(sorted(group) for group in within)
+    if sorted(rank for group in groups for rank in group) != ranks or len(set(map(len, groups))) > 1:
+        raise ValueError(
+            f"within={within!r}: groups must have each of the ranks {ranks} once and be of equal size, not {groups}"
+        )
+    return groups
+
+
+def process_sets_of(
+    groups: Sequence[Sequence[int]], process_set: Any
+) -> tuple[dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
+    """The process set of each group, and those that must be released. Collective, if some are missing."""
+    if len(groups) == 1:
+        return {tuple(groups[0]): process_set}, []
+    if len(groups[0]) == 1:
+        return {tuple(group): Alone(group[0]) for group in groups}, []
+    return acquire(groups)
+
+
+def ranks_of(process_set: Any) -> list[int]:
+    """The ranks of a process set, in order."""
+    return list(process_set.ranks or range(process_set.size()))
 
 
 def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
@@ -77,6 +123,6 @@ def _added(ranks: tuple[int, ...]) -> Any:
         return process_sets.add_process_set(list(ranks))
     except Exception as error:
         raise ValueError(
-            f"LocalSGD(within=...) needs a process set of ranks {list(ranks)}: give it to hc.init(process_sets=[...]), or set "
+            f"within=... needs a process set of ranks {list(ranks)}: give it to hc.init(process_sets=[...]), or set "
             f"HOROVOD_DYNAMIC_PROCESS_SETS=1 ({error})"
         ) from error
