@@ -92,7 +92,7 @@ def final_weights(run: Path) -> str:
 
 @pytest.mark.parametrize("flags", ["--local-steps 8 --outer-lr 0.7", "--shard 3"])
 def test_groups_of_hosts_are_those_of_ranks(flags, hosts, text, tmp_path) -> None:
-    """Gradients are reduced, or parameters gathered again, within each host, here over MPI: as within groups of one host over Gloo."""
+    """Gradients are reduced, or parameters gathered again, within each host, here over MPI: as within groups of ranks over Gloo."""
     if not (answer := probe("mpi")).works:
         pytest.skip(f"MPI does not work here: {answer.reason}")
     found = []
