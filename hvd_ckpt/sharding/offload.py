@@ -180,10 +180,10 @@ def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
     memory = _MappedFiles(None if folder is None else Path(folder))
 
     def move(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is None or parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+        if parameter is None or is_lazy(parameter) or parameter.device.type != "cpu":
             return
-        spec = TensorSpec.of(parameter)
-        if not is_lazy(parameter) and parameter.nbytes >= _SMALL_BYTES and parameter.dtype is not torch.bool:
+        if parameter.layout is torch.strided and parameter.nbytes >= _SMALL_BYTES:
+            spec = TensorSpec.of(parameter)
             flat = memory.allocate([(spec.numel, parameter.dtype)])[0]
             parameter.data = spec.unflatten(flat.copy_(spec.flatten(parameter)))
             memory.advise(flat, soon=False)

@@ -24,12 +24,13 @@ NOBODY = "none"
 RANKS, QUICK_RANKS = 4, 2
 ROUNDS, QUICK_ROUNDS = 5, 2
 STEPS, QUICK_STEPS = 300, 10
+SEEDS, QUICK_SEEDS = 5, 2
 PASSES, QUICK_PASSES = 4, 2
 VOCABULARY = 320  # bytes, and a separator of files; a multiple of 64
 # Sizes of the model; micro-batches of a step; MiB of a bucket.
 FULL = ({"width": 256, "layers": 6, "heads": 8, "length": 128}, PASSES, 4.0)
 QUICK = ({"width": 64, "layers": 2, "heads": 2, "length": 32}, QUICK_PASSES, 0.25)
-FOR_WIRE = ({"width": 128, "layers": 4, "heads": 4, "length": 64}, 1, 1.0)
+FOR_WIRE = ({"width": 96, "layers": 3, "heads": 4, "length": 64, "batch": 8}, 1, 1.0)
 
 
 @bench_command("shard", width=200)
@@ -52,6 +53,7 @@ FOR_WIRE = ({"width": 128, "layers": 4, "heads": 4, "length": 64}, 1, 1.0)
     "--wire", is_flag=True, help="Train with each wire format instead, and compare losses, errors and bytes."
 )
 @count_option("--steps", help="With --wire: of each run.", default=STEPS, quick=QUICK_STEPS)
+@count_option("--seeds", help="With --wire: runs of each format.", default=SEEDS, quick=QUICK_SEEDS)
 @click.option(
     "--chart",
     metavar="FILE",
@@ -70,6 +72,7 @@ def shard(
     text: str | None,
     wire: bool,
     steps: int,
+    seeds: int,
     chart: Path | None,
     quick: bool,
     controller: str,
@@ -88,7 +91,9 @@ def shard(
     chosen = [int(name) for name in split_names("--stages", stages, ("0", "1", "2", "3"))]
     beside = () if peers == NOBODY else split_names("--peers", peers, PEERS.split(","))
     sizes, passes, bucket_mb = QUICK if quick else FOR_WIRE if wire else FULL
-    training = Training(Gpt(batch=1, vocabulary=VOCABULARY, **sizes), accumulate or passes, bucket_mb, text)
+    training = Training(
+        Gpt(vocabulary=VOCABULARY, **{"batch": 1, **sizes}), accumulate or passes, bucket_mb, text
+    )
     if chart is not None and not chart.parent.is_dir():
         raise BadArgument(f"--chart: there is no folder '{chart.parent}'")
     carrier = check_controller(controller)
@@ -100,11 +105,11 @@ def shard(
         **machine_facts(),
         "ranks": f"{ranks} over {carrier}",
         "sizes": ", ".join(f"{name} {value}" for name, value in sizes.items()),
-        "step": f"{training.passes} micro-batches of 1 sample on each rank; buckets of {bucket_mb:g} MiB",
+        "step": f"{training.passes} micro-batches of {training.model.batch} samples on each rank; buckets of {bucket_mb:g} MiB",
     }
     how = {"controller": carrier, "timeout": timeout, "threads": threads_per_rank(ranks)}
     if wire:
-        _wire(run, ranks, training, steps, facts, how)
+        _wire(run, ranks, training, steps, seeds, facts, how)
     _stages(run, ranks, training, configurations(chosen, beside), rounds, quick, chart, facts, how)
 
 
@@ -169,16 +174,22 @@ def _stages(
 
 
 def _wire(
-    run: BenchRun, size: int, training: Training, steps: int, facts: dict[str, str], how: dict[str, Any]
+    run: BenchRun,
+    size: int,
+    training: Training,
+    steps: int,
+    seeds: int,
+    facts: dict[str, str],
+    how: dict[str, Any],
 ) -> None:
     """Train in each wire format."""
     from hvd_ckpt.bench.shard.wire import FORMATS, STAGES, Run, WireJob, wire_table
 
-    report = Report("Wire formats", facts, [])
+    report = Report("Wire formats", {**facts, "steps of a run": str(steps)}, [])
     with run.progress(1) as progress:
-        progress.start(f"{len(FORMATS) * len(STAGES)} runs")
+        progress.start(f"{len(FORMATS) * len(STAGES) * seeds} runs")
         try:
-            runs = run_job(WireJob(run.jobs / "wire", size, training, steps), list[Run], **how)[0]
+            runs = run_job(WireJob(run.jobs / "wire", size, training, steps, seeds), list[Run], **how)[0]
             report.tables, report.results = [wire_table(runs)], runs
         except JobError as error:
             report.remarks.append(f"no result: {error}")

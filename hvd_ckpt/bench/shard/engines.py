@@ -25,28 +25,28 @@ MIB = 1 << 20
 Adam = torch.optim.Adam
 
 
-def build(training: Training) -> Chain:
+def build(training: Training, seed: int = SEED) -> Chain:
     """The model at the start, the same on every rank and for every configuration."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     return training.model.chain()
 
 
 def loss(model: nn.Module, sample: Tensor) -> Tensor:
-    """The cross-entropy of each next token of a sample (1, length + 1)."""
+    """The cross-entropy of each next token of samples (batch, length + 1)."""
     scores = model(sample[:, :-1])
     return functional.cross_entropy(scores.flatten(0, 1), sample[:, 1:].flatten())
 
 
 class Samples:
-    """Windows of a text, dealt to steps, micro-batches and ranks in turn.
+    """Windows of a text, dealt to steps, micro-batches and ranks in turn; each seed begins elsewhere.
 
     Raises:
         ValueError: the text cannot be read, or is shorter than a sample.
     """
 
-    def __init__(self, training: Training, rank: int, ranks: int) -> None:
-        self._array = Tokens(training.text).array
-        self._length, self._passes = training.model.length, training.passes
+    def __init__(self, training: Training, rank: int, ranks: int, seed: int = SEED) -> None:
+        self._array, self._seed = Tokens(training.text).array, seed
+        self._length, self._passes, self._batch = training.model.length, training.passes, training.model.batch
         self._rank, self._ranks = rank, ranks
         self._windows = (len(self._array) - 1) // self._length
         if self._windows < 1:
@@ -55,14 +55,16 @@ class Samples:
             )
 
     def step(self, number: int) -> list[Tensor]:
-        """This rank's samples of a step."""
+        """This rank's micro-batches of a step."""
         first = number * self._passes
-        return [self.sample((first + each) * self._ranks + self._rank) for each in range(self._passes)]
+        return [self.micro_batch((first + each) * self._ranks + self._rank) for each in range(self._passes)]
 
-    def sample(self, number: int) -> Tensor:
-        """Tokens (1, length + 1); neighbours in number are far apart in the text."""
-        start = number * STRIDE % self._windows * self._length
-        return torch.from_numpy(self._array[start : start + self._length + 1].astype("int64"))[None]
+    def micro_batch(self, number: int) -> Tensor:
+        """Tokens (batch, length + 1); neighbours in number are far apart in the text."""
+        numbers = range(number * self._batch, (number + 1) * self._batch)
+        starts = [(self._seed + each * STRIDE) % self._windows * self._length for each in numbers]
+        windows = [self._array[start : start + self._length + 1].astype("int64") for start in starts]
+        return torch.stack([torch.from_numpy(window) for window in windows])
 
 
 class Tensors(NamedTuple):

@@ -32,21 +32,23 @@ class WireJob(RankJob):
     Attributes:
         training: the model and its steps.
         steps: of each run.
+        seeds: so many runs of each format, each from other weights and on other samples.
     """
 
     worker = "hvd_ckpt.bench.shard.wire"
 
     training: Training
     steps: int
+    seeds: int
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, on one rank.
+    """The runs of a format, on one rank.
 
     Attributes:
         stage, format: what was split, and the wire format of gradients and parameters.
-        losses: of each step, the mean over all ranks; None where it was not finite.
+        losses: of each seed the mean over all ranks and the last steps; None where one was not finite.
         sent: bytes that a rank sent in the last step, by the library's own count.
         gradient_error, weight_error: what the format changes of the first gradient and of the weights at the start: the root of
             the mean square, as a part of that of all values.
@@ -59,12 +61,10 @@ class Run:
     gradient_error: float
     weight_error: float
 
-    @property
-    def final(self) -> float | None:
-        """The mean loss of the last steps."""
-        last = self.losses[-LAST:]
-        finite = [loss for loss in last if loss is not None]
-        return statistics.fmean(finite) if len(finite) == len(last) else None
+    def against(self, exact: Run) -> list[float]:
+        """Differences of the losses to those of another run, seed by seed."""
+        pairs = zip(self.losses, exact.losses)
+        return [one - other for one, other in pairs if one is not None and other is not None]
 
 
 def wire_table(runs: Sequence[Run]) -> Table:
@@ -72,43 +72,57 @@ def wire_table(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, ...]] = []
     for run in runs:
         exact = next(one for one in runs if (one.stage, one.format) == (run.stage, FORMATS[0]))
-        final = "not finite" if run.final is None else f"{run.final:.4f}"
-        to_fp32 = "-" if run.final is None or exact.final is None else f"{run.final - exact.final:+.4f}"
+        finite = [loss for loss in run.losses if loss is not None]
+        final = _spread(finite, "") if len(finite) == len(run.losses) else "not finite"
+        to_fp32 = _spread(run.against(exact), "+")
         errors = (f"{run.gradient_error:.1e}", f"{run.weight_error:.1e}")
         of_fp32 = f"{run.sent / exact.sent:.3f}" if exact.sent else "-"
         rows.append((str(run.stage), run.format, final, to_fp32, *errors, f"{run.sent / MIB:.2f}", of_fp32))
     columns = (
         "stage", "format", "final loss", "to fp32", "error of gradients", "error of weights", "MiB a step", "of fp32"
     )  # fmt: skip
-    return Table(columns, rows, f"Wire formats: loss after {len(runs[0].losses)} steps", left=columns[:2])
+    title = f"Wire formats: mean and standard deviation over {len(runs[0].losses)} seeds"
+    return Table(columns, rows, title, left=columns[:2])
+
+
+def _spread(values: Sequence[float], sign: str) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.4f}{spread}"
 
 
 def measure(job: WireJob) -> list[Run]:
     """One rank's part of a job."""
     hc.init()
-    samples = Samples(job.training, hc.rank(), hc.size())
     runs = []
     for stage in STAGES:
         for name in FORMATS:
-            gradient_error, weight_error = _errors(job, samples, name)
-            session = Ours(
-                build(job.training), Configuration(OURS, stage), job.training, job.folder, wire=name
-            )
             losses, sent = [], 0
-            for number in range(job.steps):
-                before = session.sent()
-                losses.append(session.step(samples.step(number)))
-                sent = session.sent() - before
+            for seed in range(job.seeds):
+                samples = Samples(job.training, hc.rank(), hc.size(), seed)
+                session = Ours(
+                    build(job.training, seed), Configuration(OURS, stage), job.training, job.folder, wire=name
+                )
+                for number in range(job.steps):
+                    before = session.sent()
+                    losses.append(session.step(samples.step(number)))
+                    sent = session.sent() - before
             every = torch.tensor(losses, dtype=torch.float64)
-            means = hc.allreduce(every, name=f"losses.{stage}.{name}").tolist()
+            means = (
+                hc.allreduce(every, name=f"losses.{stage}.{name}")
+                .view(job.seeds, -1)[:, -LAST:]
+                .mean(1)
+                .tolist()
+            )
             finite = [mean if math.isfinite(mean) else None for mean in means]
-            runs.append(Run(stage, name, finite, sent, gradient_error, weight_error))
+            runs.append(Run(stage, name, finite, sent, *_errors(job, name)))
     return runs
 
 
-def _errors(job: WireJob, samples: Samples, name: str) -> tuple[float, float]:
+def _errors(job: WireJob, name: str) -> tuple[float, float]:
     model = build(job.training)
-    loss(model, samples.sample(0)).backward()  # type: ignore[no-untyped-call]
+    loss(model, Samples(job.training, hc.rank(), hc.size()).micro_batch(0)).backward()  # type: ignore[no-untyped-call]
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     return _error(gradients, name), _error([one.detach() for one in model.parameters()], name)
 

@@ -48,7 +48,7 @@ class Bench:
         if recompute not in self._activations:
             model = build(self.job.training)
             model.checkpoint_interval = int(recompute)
-            sample = self.samples.sample(0)
+            sample = self.samples.micro_batch(0)
             loss(model, sample).backward()  # type: ignore[no-untyped-call]
             memory = measure_peak(lambda: loss(model, sample).backward())  # type: ignore[no-untyped-call]
             self._activations[recompute] = memory.peak_bytes
