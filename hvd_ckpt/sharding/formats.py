@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 BLOCK = 256  # elements of an int8 block
-_LEVELS = 127.0
 _SLICE = 1 << 17  # elements for each thread; what is worked on at a time stays in its core's cache
 _ROW_BYTES = 8  # rows are a whole number of these, so that one begins where any dtype may
 
@@ -103,14 +102,17 @@ class _Narrowed(WireFormat):
 
 
 class _Blockwise(WireFormat):
-    """One byte an element, and one float32 scale for each block: its largest magnitude, over 127.
+    """8 or 4 bits an element, and one float32 scale for each block: its largest magnitude, over the largest level (127 or 7).
 
-    A row is the scales, then the elements. Elements are rounded to the nearest level. A block with an inf or a nan is all nan when
-    decoded, so that whoever looks for one finds it. Magnitudes below 1e-38 may become zero.
+    A row is the scales, then the elements, those of 4 bits two in a byte. Elements are rounded to the nearest level. A block with
+    an inf or a nan is all nan when decoded, so that whoever looks for one finds it. Magnitudes below 1e-38 may become zero.
     """
 
-    name = "int8"
-    bytes_per_element = 1.0 + 4.0 / BLOCK
+    def __init__(self, name: str, bits: int, block: int) -> None:
+        self.name = name
+        self.bytes_per_element = bits / 8 + 4.0 / block
+        self._packs, self._block = 8 // bits, block
+        self._largest = float(2 ** (bits - 1) - 1)
 
     def changes(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point
@@ -118,7 +120,7 @@ class _Blockwise(WireFormat):
     def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
         if not self.changes(dtype):
             return numel * dtype.itemsize
-        return -(-(4 * -(-numel // BLOCK) + numel) // _ROW_BYTES) * _ROW_BYTES
+        return -(-(4 * -(-numel // self._block) - (-numel // self._packs)) // _ROW_BYTES) * _ROW_BYTES
 
     def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
         if not self.changes(flat.dtype):
@@ -130,8 +132,14 @@ class _Blockwise(WireFormat):
         for part, row in zip(parts, wire):
             scales, levels = self._fields(row, numel)
             for start, stop in _slices(part):
-                blocks = slice(start // BLOCK, -(-stop // BLOCK))
-                _quantize(part[start:stop], scales[blocks], levels[start:stop], scratch[: stop - start])
+                own = scales[start // self._block : -(-stop // self._block)]
+                if self._packs == 1:
+                    self._quantize(part[start:stop], own, levels[start:stop], scratch[: stop - start])
+                    continue
+                unpacked = torch.zeros(-((start - stop) // 2) * 2, dtype=torch.int8, device=flat.device)
+                self._quantize(part[start:stop], own, unpacked[: stop - start], scratch[: stop - start])
+                above, below = unpacked.add_(8).view(torch.uint8).view(-1, 2).unbind(1)
+                torch.bitwise_or(above << 4, below, out=levels[start // 2 : -(-stop // 2)].view(torch.uint8))
         return wire
 
     def _piece(
@@ -140,35 +148,38 @@ class _Blockwise(WireFormat):
         if row.dtype is not torch.uint8:
             return super()._piece(row, numel, start, stop, space)
         scales, levels = self._fields(row, numel)
-        scales = scales[start // BLOCK : -(-stop // BLOCK)]
-        space.copy_(levels[start:stop])
-        whole = space.numel() // BLOCK * BLOCK
-        space[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK, None])
-        space[whole:].mul_(scales[whole // BLOCK :])
+        block = self._block
+        scales = scales[start // block : -(-stop // block)]
+        if self._packs == 1:
+            space.copy_(levels[start:stop])
+        else:
+            pairs = levels[start // 2 : -(-stop // 2)].view(torch.uint8)
+            space.copy_(torch.stack((pairs >> 4, pairs & 15), 1).view(-1)[: stop - start]).sub_(8)
+        whole = space.numel() // block * block
+        space[:whole].view(-1, block).mul_(scales[: whole // block, None])
+        space[whole:].mul_(scales[whole // block :])
         return space
 
-    @staticmethod
-    def _fields(row: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fields(self, row: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales and the levels of a row, as views."""
-        edge = 4 * -(-numel // BLOCK)
-        return row[:edge].view(torch.float32), row[edge : edge + numel].view(torch.int8)
+        edge = 4 * -(-numel // self._block)
+        return row[:edge].view(torch.float32), row[edge : edge - (-numel // self._packs)].view(torch.int8)
 
-
-def _quantize(
-    values: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor, scratch: torch.Tensor
-) -> None:
-    """Writes the ``levels`` of some ``values`` and the ``scales`` of their blocks, the last of which may be short."""
-    values = values.float()
-    whole = values.numel() // BLOCK * BLOCK
-    for elements, width in ((slice(0, whole), BLOCK), (slice(whole, None), values.numel() - whole)):
-        if width:
-            blocks, magnitudes = values[elements].view(-1, width), scratch[elements].view(-1, width)
-            own = scales[elements.start // BLOCK :][: len(blocks)]
-            torch.amax(torch.abs(blocks, out=magnitudes), dim=1, out=own)
-            own.div_(_LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
-            nearest = torch.mul(blocks, own.reciprocal()[:, None], out=magnitudes).round_()
-            levels[elements].view(-1, width).copy_(nearest)
-            own.masked_fill_(own.isinf(), math.nan)
+    def _quantize(
+        self, values: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """Writes the ``levels`` of some ``values`` and the ``scales`` of their blocks, the last of which may be short."""
+        values, block = values.float(), self._block
+        whole = values.numel() // block * block
+        for elements, width in ((slice(0, whole), block), (slice(whole, None), values.numel() - whole)):
+            if width:
+                blocks, magnitudes = values[elements].view(-1, width), scratch[elements].view(-1, width)
+                own = scales[elements.start // block :][: len(blocks)]
+                torch.amax(torch.abs(blocks, out=magnitudes), dim=1, out=own)
+                own.div_(self._largest).clamp_(min=torch.finfo(torch.float32).tiny)
+                nearest = torch.mul(blocks, own.reciprocal()[:, None], out=magnitudes).round_()
+                levels[elements].view(-1, width).copy_(nearest)
+                own.masked_fill_(own.isinf(), math.nan)
 
 
 def _slice_numel(tensor: torch.Tensor) -> int:
@@ -187,9 +198,10 @@ def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 FP32 = WireFormat()
 FP16 = _Narrowed("fp16", torch.float16)
 BF16 = _Narrowed("bf16", torch.bfloat16)
-INT8 = _Blockwise()
+INT8 = _Blockwise("int8", 8, BLOCK)
+INT4 = _Blockwise("int4", 4, 64)
 
-WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8)}
+WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8, INT4)}
 
 
 def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:

@@ -138,7 +138,7 @@ def test_shard_trains_in_every_wire_format(command: Command, text: str) -> None:
     status, output, report = command("shard", *options, "--text", text)
     assert status == 0, output
     assert [(run["stage"], run["format"]) for run in report["results"]] == [
-        (stage, name) for stage in (2, 3) for name in ("fp32", "fp16", "bf16", "int8")
+        (stage, name) for stage in (2, 3) for name in ("fp32", "fp16", "bf16", "int8", "int4")
     ]
     assert all(
         run["sent"] > 0 and len(run["losses"]) == 2 and None not in run["losses"] for run in report["results"]

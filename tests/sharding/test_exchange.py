@@ -93,10 +93,11 @@ def test_traffic_counts_what_an_exchange_must_send(exchange: Exchange) -> None:
     exchange.reduce_scatter(flat, "sum", 1.0, INT8).wait()
     exchange.all_gather(own(flat, exchange), flat, "whole").wait()
     exchange.all_gather(own(flat, exchange).clone(), flat, "whole", BF16).wait()
-    assert exchange.traffic.calls == {"reduce_scatter": 1, "all_gather": 2, "control": 0}
+    assert exchange.traffic.calls == {"reduce_scatter": 1, "all_gather": 2, "gather_within": 0, "control": 0}
     assert exchange.traffic.sent == {
         "reduce_scatter": others * 520,
         "all_gather": others * (2048 + 1024),
+        "gather_within": 0,
         "control": 0,
     }
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hvd_ckpt.sharding import formats
-from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat, wire_format
+from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT4, INT8, WireFormat, wire_format
 
-LOSSY = [FP16, BF16, INT8]
+LOSSY = [FP16, BF16, INT8, INT4]
 
 
 def relative_error(rounded: torch.Tensor, exact: torch.Tensor) -> float:
@@ -18,7 +18,9 @@ def relative_error(rounded: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("format", "bound"), [(FP32, 0.0), (FP16, 3e-4), (BF16, 2e-3), (INT8, 8e-3)], ids=lambda value: str(value)
+    ("format", "bound"),
+    [(FP32, 0.0), (FP16, 3e-4), (BF16, 2e-3), (INT8, 8e-3), (INT4, 0.12)],
+    ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_format_has_its_error_and_its_bytes(
@@ -34,7 +36,7 @@ def test_each_format_has_its_error_and_its_bytes(
         assert wire.nbytes == 2**14 * format.bytes_per_element
 
 
-@pytest.mark.parametrize("numel", [1, 64, 255, 257, 2**18 + 321])
+@pytest.mark.parametrize("numel", [1, 64, 65, 255, 257, 2**18 + 321])
 def test_a_row_is_decoded_without_the_others_and_whatever_its_length(numel: int) -> None:
     formats_rows = torch.randn(3 * numel)
     formats_rows[numel : 2 * numel] *= 1e4
@@ -43,7 +45,8 @@ def test_a_row_is_decoded_without_the_others_and_whatever_its_length(numel: int)
         for wire, values in zip(format.encode(formats_rows, 3), formats_rows.view(3, -1)):
             format.decode(wire[None], decoded)
             assert torch.equal(decoded, format.rounded(values))
-            assert float((decoded - values).abs().max() / values.abs().max()) <= 0.5 / 127 * (1 + 1e-5)
+            levels = 7 if format is INT4 else 127
+            assert float((decoded - values).abs().max() / values.abs().max()) <= 0.5 / levels * (1 + 1e-5)
 
 
 def test_8_bit_blocks_do_not_share_a_scale() -> None:
@@ -89,7 +92,13 @@ def test_rows_are_added_in_float32_and_in_their_order() -> None:
 
 
 def test_a_format_is_found_by_name() -> None:
-    assert [wire_format(name) for name in ("fp32", "fp16", "bf16", "int8")] == [FP32, FP16, BF16, INT8]
-    for unknown in ("int4", None, ["fp32"]):
-        with pytest.raises(ValueError, match=r"unknown wire format .*'fp32', 'fp16', 'bf16', 'int8'"):
+    assert [wire_format(name) for name in ("fp32", "fp16", "bf16", "int8", "int4")] == [
+        FP32,
+        FP16,
+        BF16,
+        INT8,
+        INT4,
+    ]
+    for unknown in ("int2", None, ["fp32"]):
+        with pytest.raises(ValueError, match=r"unknown wire format .*'fp32', 'fp16', 'bf16', 'int8', 'int4'"):
             wire_format(unknown)  # type: ignore[arg-type]

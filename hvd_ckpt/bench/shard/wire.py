@@ -19,7 +19,7 @@ from hvd_ckpt.bench.shard.engines import Ours, Samples, build, loss
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
 from hvd_ckpt.sharding.formats import wire_format
 
-FORMATS = ("fp32", "fp16", "bf16", "int8")
+FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 STAGES = (2, 3)
 LAST = 20  # steps whose mean loss is the final one
 MIB = 1 << 20
