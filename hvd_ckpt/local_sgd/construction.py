@@ -22,7 +22,7 @@ from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, ranks_
 from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.construction import model_of
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import wire_format
+from hvd_ckpt.sharding.formats import INT4, wire_format
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ def LocalSGD(
         schedule = Schedule(every, fragments, delay)
         check_moments(moments, every)
         format = wire_format(wire)
+        if format is INT4:
+            raise ValueError(
+                "wire='int4' is for sharded gradients: give 'int8' or a wider format for averages"
+            )
         stage = stage_of(shard)
         named, _ = name_parameters(optimizer, pairs)
         assign_fragments([name for name, _ in named], fragments)

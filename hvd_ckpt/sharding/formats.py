@@ -2,7 +2,8 @@
 
 Horovod carries bytes; it adds nothing here. Each rank encodes its chunks, one for each rank; whoever receives a chunk decodes it
 and adds in float32, in rank order, so sums are rounded once per addition and repeat bit for bit. ``int8`` is the blockwise
-format of ZeRO++ (Wang et al. 2023), of both its parameter gathers (qwZ) and its gradients through an alltoall (qgZ).
+format of ZeRO++ (Wang et al. 2023), of both its parameter gathers (qwZ) and its gradients through an alltoall (qgZ), and ``int4`` the
+same for gradients in half the bytes.
 """
 
 from __future__ import annotations
@@ -207,17 +208,23 @@ WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8, INT4)
 def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:
     """The formats of gradients and of parameters, as ``DistributedOptimizer(wire=)`` has them: one name, or one for each.
 
+    ``"int4"`` is for gradients; by itself it stands for parameters in ``"int8"``, as in ZeRO++.
+
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a name is unknown, or parameters are to travel in 4 bits.
     """
     if not isinstance(wire, Mapping):
-        return wire_format(wire), wire_format(wire)
+        gradients = wire_format(wire)
+        return gradients, INT8 if gradients is INT4 else gradients
     unknown = set(wire) - {"gradients", "parameters"}
     if unknown:
         raise ValueError(
             f"wire has formats for 'gradients' and 'parameters', not for {sorted(map(str, unknown))}"
         )
-    return wire_format(wire.get("gradients", "fp32")), wire_format(wire.get("parameters", "fp32"))
+    parameters = wire_format(wire.get("parameters", "fp32"))
+    if parameters is INT4:
+        raise ValueError("wire={'parameters': 'int4'}: 4 bits are for gradients; give 'int8' for parameters")
+    return wire_format(wire.get("gradients", "fp32")), parameters
 
 
 def wire_format(name: str) -> WireFormat:

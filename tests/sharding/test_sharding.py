@@ -459,6 +459,7 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.Mon
     refused("needs shard='optimizer' or more", offload="optimizer")
     refused("needs shard='optimizer' or more", wire="int8")
     refused("wire", shard=2, wire="fp7")
+    refused("give 'int8' for parameters", shard=3, wire={"parameters": "int4"})
     refused("offload must be None, 'optimizer' or 'parameters'", shard=2, offload="weights")
     refused("needs shard='parameters'", shard=2, offload="parameters")
     refused("pass wire='fp16'", shard=2, compression=hc.Compression.fp16)

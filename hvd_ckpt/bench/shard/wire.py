@@ -47,7 +47,7 @@ class Run:
     """The runs of a format, on one rank.
 
     Attributes:
-        stage, format: what was split, and the wire format of gradients and parameters.
+        stage, format: what was split, and the ``wire`` of gradients and parameters.
         losses: of each seed the mean over all ranks and the last steps; None where one was not finite.
         sent: bytes that a rank sent in the last step, by the library's own count.
         gradient_error, weight_error: what the format changes of the first gradient and of the weights at the start: the root of
