@@ -2,8 +2,8 @@
 
 Horovod carries bytes; it adds nothing here. Each rank encodes its chunks, one for each rank; whoever receives a chunk decodes it
 and adds in float32, in rank order, so sums are rounded once per addition and repeat bit for bit. ``int8`` is the blockwise
-format of ZeRO++ (Wang et al. 2023), of both its parameter gathers (qwZ) and its gradients through an alltoall (qgZ), and ``int4`` the
-same for gradients in half the bytes.
+format of ZeRO++ (Wang et al. 2023), of its parameter gathers (qwZ) and of its gradients through an alltoall (qgZ); ``int4`` is for
+gradients, in half the bytes.
 """
 
 from __future__ import annotations
