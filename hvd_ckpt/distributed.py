@@ -96,8 +96,8 @@ def DistributedOptimizer(
             memory-mapped files for a CPU. ``"parameters"``, with ``shard="parameters"``, also the shards of parameters and
             gradients: memory then holds the units that run. :func:`hvd_ckpt.init_on_disk` makes a model that is larger than memory.
         offload_folder: where these files are; by default the temporary folder.
-        wire: format in which shards travel: ``"fp32"`` (as they are), ``"fp16"``, ``"bf16"``, ``"int8"``; or
-            ``{"gradients": ..., "parameters": ...}``, one for each.
+        wire: format in which shards travel: ``"fp32"`` (as they are), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"int4"`` (gradients in
+            4 bits, parameters in 8); or ``{"gradients": ..., "parameters": ...}``, one for each.
         master_weights: keep float32 copies of half-precision parameters in the shards and step those; by default where there
             are any.
         elementwise: promises that an optimizer which is not one of torch.optim's own updates each element from its value,

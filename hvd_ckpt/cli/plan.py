@@ -105,7 +105,7 @@ below that you give.
     "--offload", type=click.Choice(["optimizer", "parameters"]), help="Show it with this offloaded."
 )
 @click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
-@click.option("--wire", help="Format in which shards travel: fp32, fp16, bf16, int8.  [default: fp32]")
+@click.option("--wire", help="Format in which shards travel: fp32, fp16, bf16, int8, int4.  [default: fp32]")
 @click.option(
     "--stages",
     type=click.IntRange(1, MOST_RANKS),

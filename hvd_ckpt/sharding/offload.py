@@ -156,12 +156,9 @@ def raised_everywhere(exchange: Exchange) -> Iterator[None]:
         error = found
     if exchange.maximum(torch.tensor([float(error is not None)]), "room")[0] > 0:
         raise error or OffloadError(
-            "another rank cannot offload its part of the optimizer's state: its message says why; nothing has changed, so the "
+            "another rank cannot offload its part: its message says why; nothing has changed, so the "
             "step can be taken again"
         )
-
-
-# ---------------------------------------------------------------------------------- the step
 
 
 @contextmanager

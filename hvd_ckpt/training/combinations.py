@@ -75,6 +75,7 @@ def _check_local(config: Config) -> None:
             f"outer_momentum {config.outer_momentum}: it is the outer optimizer's, give outer_lr as well"
         )
     for name, wrong, reason in (
+        ("wire", config.wire == "int4", "it is for sharded gradients, give int8"),
         ("shard", config.shard_stage > 0, "each rank steps on weights of its own, leave it out"),
         ("stages", config.stages > 1, "each rank steps on a whole model, leave it out"),
         ("replicas", config.replicas is not None, "ranks that step on their own have no bits in common, leave it out"),

@@ -225,9 +225,10 @@ class Config(Strict):
     shard: Annotated[str, BeforeValidator(_stage)] = Field(
         "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
     )
-    wire: Annotated[str, _one_of("wire format", "fp32", "fp16", "bf16", "int8")] = Field(
+    wire: Annotated[str, _one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")] = Field(
         "fp32",
-        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8.",
+        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8; int4 for "
+        "gradients alone.",
     )
     accumulate_locally: bool = Field(
         False,

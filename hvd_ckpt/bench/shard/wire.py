@@ -17,7 +17,7 @@ from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
 from hvd_ckpt.bench.harness.report import Table
 from hvd_ckpt.bench.shard.engines import Ours, Samples, build, loss
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
-from hvd_ckpt.sharding.formats import wire_format
+from hvd_ckpt.sharding.formats import WireFormat, wire_formats
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 STAGES = (2, 3)
@@ -124,13 +124,13 @@ def _errors(job: WireJob, name: str) -> tuple[float, float]:
     model = build(job.training)
     loss(model, Samples(job.training, hc.rank(), hc.size()).micro_batch(0)).backward()  # type: ignore[no-untyped-call]
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
-    return _error(gradients, name), _error([one.detach() for one in model.parameters()], name)
+    formats = wire_formats(name)
+    return _error(gradients, formats[0]), _error([one.detach() for one in model.parameters()], formats[1])
 
 
-def _error(tensors: Sequence[torch.Tensor], name: str) -> float:
+def _error(tensors: Sequence[torch.Tensor], format: WireFormat) -> float:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    rounded = wire_format(name).rounded(flat.clone())
-    return float((rounded - flat).norm() / flat.norm())
+    return float((format.rounded(flat.clone()) - flat).norm() / flat.norm())
 
 
 if __name__ == "__main__":
