@@ -24,10 +24,11 @@ from hvd_ckpt.local_sgd.runs import (
     split_into_runs,
 )
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, block_of
-from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
 from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.offload import Offload, OffloadError
 from hvd_ckpt.sharding.state import COUNTERS
 
 MOMENT = "moment."
@@ -36,6 +37,7 @@ FRESH_FRAGMENT: dict[str, Any] = {
     "sent_at": None,
     "gathering": False,
     "weight": 0.0,
+    "moved": 0.0,
     "marks": (0, 0.0),
     "squares": 0.0,
     "runs": {},
@@ -55,17 +57,21 @@ class Fragment:
         sent_at: the step after which the average under way has left; None if nothing is under way.
         gathering: its rows have been added up.
         weight: of this rank in it.
+        moved: what this rank had moved from the anchor, squared.
         marks: this rank's steps and tokens until then.
-        squares: the sum over all ranks of what they had moved from the anchor, squared, in the last average.
+        squares: the sum of what all ranks had moved in the last average.
+        weights, distances: of all ranks, on their way.
     """
 
     runs: list[tuple[ValueRun | IntegerRun, int]] = field(default_factory=list)
     sent_at: int | None = None
     gathering: bool = False
     weight: float = 0.0
+    moved: float = 0.0
     marks: tuple[int, float] = (0, 0.0)
     squares: float = 0.0
-    control: Work | None = None
+    weights: Work | None = None
+    distances: Work | None = None
 
     def under_way(self) -> list[ValueRun | IntegerRun]:
         return [run for run, _ in self.runs if run.sent is not None]
@@ -81,6 +87,7 @@ class Averaging:
         groups: positions of ranks in it, whose gradients are reduced together; of equal size.
         prefix: of tensor names, the same on every rank and this optimizer's alone.
         schedule, moments, outer, wire: as in :func:`.construction.LocalSGD`.
+        offload: makes what has the state that is kept between averages, one for each run; None: it is beside the parameters.
 
     Attributes:
         step: calls of ``optimizer.step()`` so far.
@@ -100,13 +107,14 @@ class Averaging:
         moments: Moments,
         outer: Outer | None,
         wire: WireFormat,
+        offload: Callable[[torch.device], Offload] | None = None,
     ) -> None:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
         self._optimizer = weakref.ref(optimizer)
         self._members, self._groups, self._prefix = members, groups, prefix
-        self._moments, self._outer, self._wire = moments, outer, wire
+        self._moments, self._outer, self._wire, self._offload = moments, outer, wire, offload
         own = next(group for group in groups if members.rank() in group)
         column = [group[own.index(members.rank())] for group in groups]
         everyone = range(members.size())
@@ -135,17 +143,35 @@ class Averaging:
         at_its_end = self.schedule.fragments == 1 and self.step % self.schedule.every == 0
         return at_its_end and self.fragments[0].sent_at is None
 
+    @property
+    def is_offloaded(self) -> bool:
+        return self._offload is not None
+
     # ------------------------------------------------------------------------------------------ what is averaged
 
     def add_parameters(self, segments: Iterable[Segment]) -> None:
-        """Adds parameters; those that are new in a run that has begun go to the last fragment."""
+        """Adds parameters; those that are new in a run that has begun go to the last fragment. Collective.
+
+        Raises:
+            OffloadError, ValueError: this rank cannot offload its part.
+            FailedElsewhere: another rank cannot.
+        """
         placed = [(self._fragment_of.setdefault(one.name, len(self.fragments) - 1), one) for one in segments]
         self._batches.append(placed)
         if len(self._groups) > 1 or self._outer is not None:
-            make = functools.partial(WeightRun, outer=self._outer, wire=self._wire)
-            self._add("weights", placed, make, self._place)
+            error: Exception | None = None
+            try:
+                self._add("weights", placed, self._weight_run, self._place)
+            except (OffloadError, ValueError) as found:
+                error = found
+            if self._offload is not None:
+                raise_together(error, self._members, f"{self._place.exchange.prefix}.room")
         for name in self._moment_names:
             self._add_moment(name, placed)
+
+    def _weight_run(self, name: str, segments: Sequence[Segment], place: Place) -> WeightRun:
+        offload = None if self._offload is None else self._offload(segments[0].kind[1])
+        return WeightRun(name, segments, place, self._outer, self._wire, offload)
 
     def _add_buffers(self, model: torch.nn.Module) -> None:
         fragment_of_block = {block_of(name): number for name, number in self._fragment_of.items()}
@@ -248,10 +274,10 @@ class Averaging:
             self._apply(fragment)
         for number in self.schedule.leaving(self.step):
             fragment = self.fragments[number]
-            self._send(number, fragment)
-            if self.schedule.delay == 0:
-                self._combine(fragment)
-                self._apply(fragment)
+            if self.schedule.delay:
+                self._send(number, fragment)
+            else:
+                self._average(number, fragment)
                 arrived.append(fragment)
         return bool(arrived)
 
@@ -259,47 +285,77 @@ class Averaging:
         assert fragment.sent_at is not None
         return self.step - fragment.sent_at
 
+    def _average(self, number: int, fragment: Fragment) -> None:
+        """An average without delay: two runs are under way at a time, one on its way to be added up, one being gathered."""
+        runs = self._due(number, fragment)
+        for place in range(len(runs) + 2):
+            if place >= 2:
+                runs[place - 2].apply(delayed=False)
+            if 1 <= place <= len(runs):
+                runs[place - 1].combine(self._shares(fragment, runs[place - 1]))
+            if place < len(runs):
+                runs[place].send()
+                fragment.moved += runs[place].squares()
+        self._send_distances(number, fragment)
+        self._end(fragment)
+
     def _send(self, number: int, fragment: Fragment) -> None:
+        for run in self._due(number, fragment):
+            run.send()
+            fragment.moved += run.squares()
+        self._send_distances(number, fragment)
+
+    def _due(self, number: int, fragment: Fragment) -> list[ValueRun | IntegerRun]:
+        """Begins an average: what this rank counts for leaves. Returns what is averaged."""
         if self._moments == "average" and not self._moment_names and len(self._groups) > 1:
             self._find_moments()
         steps, tokens = fragment.marks
         fragment.weight = self.tokens - tokens if self.tokens > tokens else float(self._worked - steps)
         fragment.marks = (self._worked, self.tokens)
-        fragment.sent_at = self.step
+        fragment.sent_at, fragment.moved = self.step, 0.0
+        self._send_weights(number, fragment)
         turn = self.schedule.turn(number, self.step)
-        for run, period in fragment.runs:
-            if turn % period == 0:
-                run.send()
-        self._send_control(number, fragment)
+        return [run for run, period in fragment.runs if turn % period == 0]
 
-    def _send_control(self, number: int, fragment: Fragment) -> None:
-        """Every rank's weight, and the square of what it has moved: 16 bytes."""
-        own = torch.tensor(
-            [[fragment.weight, sum(run.squares() for run in fragment.under_way())]], dtype=torch.float64
-        )
-        ranks = self._members.size()
+    def _send_weights(self, number: int, fragment: Fragment) -> None:
+        fragment.weights = self._numbers(f"{number}.weights", fragment.weight)
+
+    def _send_distances(self, number: int, fragment: Fragment) -> None:
+        fragment.distances = self._numbers(f"{number}.distances", fragment.moved)
+
+    def _numbers(self, what: str, own: float) -> Work:
+        """Begins to gather a number [1] of each rank; 8 bytes."""
+        value, ranks = torch.tensor([own], dtype=torch.float64), self._members.size()
         if ranks == 1:
-            fragment.control = Work((), lambda _: own)
-            return
-        self.traffic.count("control", (ranks - 1) * own.nbytes)
-        name = f"{self._place.exchange.prefix}.{number}.control"
-        handle = mpi_ops.allgather_async(own, name, self._members)
-        fragment.control = Work([(name, handle)], lambda results: results[0])
+            return Work((), lambda _: value)
+        self.traffic.count("control", (ranks - 1) * value.nbytes)
+        name = f"{self._place.exchange.prefix}.{what}"
+        handle = mpi_ops.allgather_async(value, name, self._members)
+        return Work([(name, handle)], lambda results: results[0])
+
+    def _shares(self, fragment: Fragment, run: ValueRun | IntegerRun) -> list[float]:
+        assert fragment.weights is not None
+        weights: list[float] = fragment.weights.wait(AVERAGES).tolist()
+        of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
+        return _shares(weights if run.place is self._everyone else of_groups)
 
     def _combine(self, fragment: Fragment) -> None:
-        assert fragment.control is not None
-        table = fragment.control.wait(AVERAGES)
-        fragment.squares = float(table[:, 1].sum())
-        weights: list[float] = table[:, 0].tolist()
-        of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
         for run in fragment.under_way():
-            run.combine(_shares(weights if run.place is self._everyone else of_groups))
-        fragment.gathering, fragment.control = True, None
+            run.combine(self._shares(fragment, run))
+        fragment.gathering = True
 
     def _apply(self, fragment: Fragment) -> None:
         for run in fragment.under_way():
-            run.apply(self.schedule.delay > 0)
-        fragment.sent_at, fragment.gathering = None, False
+            run.apply(delayed=True)
+        self._end(fragment)
+
+    def _end(self, fragment: Fragment) -> None:
+        assert fragment.distances is not None
+        fragment.squares = float(fragment.distances.wait(AVERAGES).sum())
+        if fragment.weights is not None:
+            fragment.weights.wait(AVERAGES)
+        fragment.sent_at = fragment.weights = fragment.distances = None
+        fragment.gathering = False
 
     @torch.no_grad()
     def take_means(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -337,6 +393,7 @@ class Averaging:
                     "sent_at": one.sent_at,
                     "gathering": one.gathering,
                     "weight": one.weight,
+                    "moved": one.moved,
                     "marks": one.marks,
                     "squares": one.squares,
                     "runs": {run.name: run.state_dict() for run, _ in one.runs},
@@ -368,8 +425,9 @@ class Averaging:
         for fragment in self.fragments:
             for run, _ in fragment.runs:
                 run.abandon()
-            if fragment.control is not None:
-                fragment.control.forget()
+            for work in (fragment.weights, fragment.distances):
+                if work is not None:
+                    work.forget()
         self._generation += 1
         self._rename()
         if state is None:
@@ -379,13 +437,16 @@ class Averaging:
         self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])
         for number, (fragment, saved) in enumerate(zip(self.fragments, state["fragments"])):
             fragment.sent_at, fragment.gathering = saved["sent_at"], saved["gathering"]
-            fragment.weight, fragment.squares = saved["weight"], saved["squares"]
-            fragment.marks, fragment.control = saved["marks"], None
+            fragment.weight, fragment.moved = saved["weight"], saved["moved"]
+            fragment.marks, fragment.squares = saved["marks"], saved["squares"]
+            fragment.weights = fragment.distances = None
             for run, _ in fragment.runs:
                 run.load_state_dict(saved["runs"].get(run.name, NOTHING))
                 run.resend()
-            if fragment.sent_at is not None and not fragment.gathering:
-                self._send_control(number, fragment)
+            if fragment.sent_at is not None:
+                if not fragment.gathering:
+                    self._send_weights(number, fragment)
+                self._send_distances(number, fragment)
 
     def _key(self) -> dict[str, Any]:
         return {

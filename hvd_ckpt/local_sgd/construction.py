@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,10 @@ from hvd_ckpt.reduction.construction import agree_at_construction, is_elastic, n
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, ranks_of, release
 from hvd_ckpt.sharding import stage_of
-from hvd_ckpt.sharding.construction import model_of
+from hvd_ckpt.sharding.construction import check_stage, model_of
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import INT4, wire_format
+from hvd_ckpt.sharding.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def LocalSGD(
     model: torch.nn.Module | None = None,
     process_set: Any = global_process_set,
     elastic: bool = False,
+    offload: str | None = None,
+    offload_folder: str | Path | None = None,
 ) -> LocalOptimizer:
     """Wraps an optimizer so that ranks step on their own gradients, and average their parameters every so many steps.
 
@@ -95,12 +99,17 @@ def LocalSGD(
         process_set: the ranks that take part; a rank outside it steps on its own.
         elastic: in an elastic job, the program makes the optimizer anew after each change of ranks, in the function that
             ``hc.elastic.run`` calls, with the weights of a commit that was taken when ``optimizer.settled``.
+        offload: ``"optimizer"`` keeps what averages need between them (anchor, exact values, the outer optimizer's state, what a
+            lossy wire has rounded away) in memory-mapped files for a CPU, in pinned host memory for a GPU, where the outer step is
+            then on the CPU. With ``shard`` also what it says for :func:`DistributedOptimizer`, of the group.
+        offload_folder: where these files are; by default the temporary folder.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
 
     Raises:
         ValueError: arguments are wrong, or differ between ranks; on every rank.
+        OSError: there is no room for what is offloaded; on the other ranks a ValueError that names this one.
     """
     member = bool(process_set.included())
     model = model_of(named_parameters) if model is None else model
@@ -117,7 +126,9 @@ def LocalSGD(
             raise ValueError(
                 "wire='int4' is for sharded gradients: give 'int8' or a wider format for averages"
             )
-        stage = stage_of(shard)
+        stage = check_stage(shard, offload if stage_of(shard) else None, "fp32")[0]
+        if not stage and offload not in (None, "optimizer"):
+            raise ValueError(f"offload must be None or 'optimizer' without shard, not {offload!r}")
         named, _ = name_parameters(optimizer, pairs)
         assign_fragments([name for name, _ in named], fragments)
         options = {
@@ -127,6 +138,7 @@ def LocalSGD(
             "moments": dict(moments) if isinstance(moments, Mapping) else moments,
             "wire": wire,
             "shard": stage,
+            "offload": offload,
             "outer": repr(outer) if isinstance(outer, Nesterov) else type(outer).__name__,
             "within": within if within is None or isinstance(within, str) else [list(one) for one in within],
         }
@@ -142,27 +154,32 @@ def LocalSGD(
         _whole(named, model), root_of(process_set), f"hvd_ckpt.local.{identity}.start", process_set
     )
     sets, added = process_sets_of(groups, process_set)
+    positions = {rank: position for position, rank in enumerate(ranks_of(process_set))}
+    folder = None if offload_folder is None else Path(offload_folder)
     try:
+        split: dict[str, Any] = {}
+        if stage and len(own) > 1:
+            split = {"shard": stage, "offload": offload, "offload_folder": folder}
         distributed = DistributedOptimizer(
-            optimizer, pairs, process_set=sets[tuple(own)], shard=stage if len(own) > 1 else 0, model=model
+            optimizer, pairs, process_set=sets[tuple(own)], model=model, **split
+        )
+        new = _local(distributed, process_set)
+        new._added_sets = added
+        new._averaging = Averaging(
+            new,
+            model,
+            process_set,
+            [[positions[rank] for rank in group] for group in groups],
+            f"hvd_ckpt.local.{identity}",
+            schedule,
+            moments,
+            outer,
+            format,
+            (lambda device: Offload(folder, device, parameters=True)) if offload else None,
         )
     except Exception:  # raised on all ranks
         release(added)
         raise
-    new = _local(distributed, process_set)
-    new._added_sets = added
-    positions = {rank: position for position, rank in enumerate(ranks_of(process_set))}
-    new._averaging = Averaging(
-        new,
-        model,
-        process_set,
-        [[positions[rank] for rank in group] for group in groups],
-        f"hvd_ckpt.local.{identity}",
-        schedule,
-        moments,
-        outer,
-        format,
-    )
     new.register_step_post_hook(note_work)
     return new
 

@@ -90,6 +90,10 @@ class LocalOptimizer(_Base):
                     tensor.copy_(before)
             self._share_pieces(bool(kept))
 
+    @property
+    def is_offloaded(self) -> bool:
+        return super().is_offloaded or (self._averaging is not None and self._averaging.is_offloaded)
+
     # -------------------------------------------------------------------------------- steps
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -16,14 +16,16 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
-from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.layout import ALIGNMENT
+from hvd_ckpt.sharding.memory_estimate import RUN_BYTES
+from hvd_ckpt.sharding.offload import Offload
 
-BUCKET_BYTES = 64 * MEBIBYTE
 AVERAGES = "the averages of all ranks (each must call optimizer.step() equally often)"
+
+_CHUNK = 1 << 20  # elements, where a copy of all would be too much
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,11 +69,11 @@ class Segment:
 
 
 def split_into_runs(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Segments of one kind each, of up to ``BUCKET_BYTES`` (one may be larger by itself); the same on every rank."""
+    """Segments of one kind each, of up to ``RUN_BYTES`` (one may be larger by itself); the same on every rank."""
     open_runs: dict[Any, list[Segment]] = {}
     for segment in segments:
         own = open_runs.setdefault(segment.kind, [])
-        if own and sum(one.nbytes for one in own) + segment.nbytes > BUCKET_BYTES:
+        if own and sum(one.nbytes for one in own) + segment.nbytes > RUN_BYTES:
             yield open_runs.pop(segment.kind)
             open_runs[segment.kind] = [segment]
         else:
@@ -230,13 +232,23 @@ class WeightRun(ValueRun):
     Args:
         outer: makes the outer optimizer; None: the anchor moves by the mean change.
         wire: format in which changes travel; what it rounds away is added to the next change.
+        offload: has what is kept between averages; the outer step is then on the CPU. None: beside the parameters.
 
     Attributes:
         anchor: this rank's part, as all ranks have it since the last average; None before the first step.
+
+    Raises:
+        OffloadError, ValueError: it cannot be offloaded.
     """
 
     def __init__(
-        self, name: str, segments: Sequence[Segment], place: Place, outer: Outer | None, wire: WireFormat
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        place: Place,
+        outer: Outer | None,
+        wire: WireFormat,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(name, segments, place)
         self.anchor: torch.Tensor | None = None
@@ -244,40 +256,61 @@ class WeightRun(ValueRun):
         self.format = wire if self._lossy else FP32
         self._make_outer = outer
         self._outer: torch.optim.Optimizer | None = None
-        self._exact: torch.nn.Parameter | None = (
-            None  # this rank's row; the anchor is rounded where the wire is
-        )
+        home = self.device if offload is None else torch.device("cpu")
+        # this rank's row; the anchor is rounded where the wire is
+        self._exact = torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device=home))
         self._rest: torch.Tensor | None = None  # what the wire has rounded away so far, of this rank's part
+        self._offload = offload
+        self._room: dict[str, torch.Tensor] = {}
+        if offload is not None:
+            sizes = {"anchor": self.part_numel, "exact": self.row_numel}
+            if self._lossy:
+                sizes["rest"] = self.part_numel
+            self._room = {what: offload.empty(numel, self.dtype) for what, numel in sizes.items()}
+            self._exact.data = self._room["exact"]
+            if outer is not None:
+                offload.reserve(outer([self._exact]))
 
     def begin(self) -> None:
         if self.anchor is None:
             self._begin_at(self._read())
 
     def _begin_at(self, anchor: torch.Tensor) -> None:
-        self.anchor = anchor
-        self._exact = torch.nn.Parameter(self._own_row(anchor).clone())
+        self.anchor = self._keep("anchor", anchor)
+        self._exact.data = self._keep("exact", self._own_row(anchor).clone())
         if self._make_outer is not None:
             self._outer = self._make_outer([self._exact])
         if self._lossy:
-            self._rest = torch.zeros_like(anchor)
+            self._rest = self._keep("rest", torch.zeros_like(anchor))
+
+    def send(self) -> None:
+        if self._offload is not None:
+            for kept in self._room.values():
+                self._offload.prefetch(kept)
+        super().send()
 
     def squares(self) -> float:
         if self.sent is None:
             return 0.0
-        return float(torch.linalg.vector_norm(self._change(), dtype=torch.float64)) ** 2
+        assert self.anchor is not None
+        parts = zip(torch.split(self.anchor, _CHUNK), torch.split(self.sent, _CHUNK))
+        moved = [torch.linalg.vector_norm(self._here(a) - b, dtype=torch.float64) for a, b in parts]
+        return float(torch.stack(moved).square().sum())
 
     def apply(self, delayed: bool) -> None:
         assert self._work is not None and self.anchor is not None and self.sent is not None
         arrived = self._work.wait(AVERAGES)
+        anchor = self._here(self.anchor)
         if self._lossy:
-            self.anchor.add_(arrived)
+            anchor.add_(arrived)
         else:
-            self.anchor.copy_(arrived)
-        self._write(self.anchor - self.sent if delayed else self.anchor, add=delayed)
+            anchor.copy_(arrived)
+        self._write(anchor - self.sent if delayed else anchor, add=delayed)
+        self.anchor = self._keep("anchor", anchor)
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        exact = None if self._exact is None else self._exact.detach()
+        exact = None if self.anchor is None else self._exact.detach()
         outer = None if self._outer is None else self._outer.state_dict()
         return {
             "sent": self.sent,
@@ -296,10 +329,10 @@ class WeightRun(ValueRun):
         if anchor is None or exact is None:
             return
         self._begin_at(anchor)
-        assert self._exact is not None
-        self._exact.data = exact
-        if self._lossy:
-            self._rest = self._loaded(state["rest"], self.part_numel)
+        self._exact.data = self._keep("exact", exact)
+        rest = self._loaded(state["rest"], self.part_numel) if self._lossy else None
+        if rest is not None:
+            self._rest = self._keep("rest", rest)
         if self._outer is not None and state["outer"] is not None:
             (made,) = self._outer.state_dict()["param_groups"]
             self._outer.load_state_dict(
@@ -309,34 +342,51 @@ class WeightRun(ValueRun):
 
     def _change(self) -> torch.Tensor:
         assert self.anchor is not None and self.sent is not None
-        return self.anchor - self.sent
+        return self._here(self.anchor) - self.sent
 
     def _message(self) -> torch.Tensor:
         change = self._change()
-        return change if self._rest is None else change.add_(self._rest)
+        return change if self._rest is None else change.add_(self._here(self._rest))
 
     def _combined(self, mean: torch.Tensor) -> None:
-        assert self._exact is not None
         if self._rest is not None:
             message = self._message()
             travelled = torch.empty_like(message)
             self.format.decode(self.format.encode(message, self.place.exchange.ranks), travelled)
-            self._rest = message.sub_(travelled)
+            self._rest = self._keep("rest", message.sub_(travelled))
+        exact, mean = self._exact.data, mean.to(self._exact.device)
         if self._outer is None:
-            self._exact.data.sub_(mean)
+            exact.sub_(mean)
         else:
-            before = self._exact.detach().clone()
+            frozen = [(start, stop, exact[start:stop] - mean[start:stop]) for start, stop in self._frozen()]
             self._exact.grad = mean
-            self._outer.step()
+            if self._offload is None:
+                self._outer.step()
+            else:
+                self._offload.step(self._outer, self._outer.step)
             self._exact.grad = None
-            for start, stop in self._frozen():
-                self._exact.data[start:stop] = before[start:stop] - mean[start:stop]
-        self.row = self._exact.detach()
+            for start, stop, values in frozen:
+                exact[start:stop] = values
+        self.row = self._keep("exact", exact)
 
     def _outgoing(self) -> torch.Tensor:
-        assert self._exact is not None and self.anchor is not None
-        exact = self._exact.detach()
-        return exact - self._own_row(self.anchor) if self._lossy else exact
+        assert self.anchor is not None
+        exact = self._here(self._exact.data)
+        return exact - self._here(self._own_row(self.anchor)) if self._lossy else exact
+
+    def _here(self, kept: torch.Tensor) -> torch.Tensor:
+        """What is kept between averages, on the device of the parameters."""
+        return kept.to(self.device)
+
+    def _keep(self, what: str, value: torch.Tensor) -> torch.Tensor:
+        """The same values where they are kept until the next average, which may leave memory there."""
+        if self._offload is None:
+            return value
+        kept = self._room[what]
+        if kept.data_ptr() != value.data_ptr():
+            kept.copy_(value)
+        self._offload.release(kept)
+        return kept
 
     def _own_row(self, part: torch.Tensor) -> torch.Tensor:
         start = self.place.exchange.rank * self.row_numel

@@ -249,6 +249,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """0: nothing is split over the ranks."""
         return 0
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether some state is kept in files or host memory."""
+        return False
+
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
         """Within it every parameter is whole, as it always is where nothing is split."""

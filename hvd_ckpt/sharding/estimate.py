@@ -24,13 +24,14 @@ from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.profile import Step
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
-from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
+from hvd_ckpt.sharding.memory_estimate import RUN_BYTES, LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.unmaterialized import is_absent
@@ -81,14 +82,16 @@ def estimate_memory(
         device: where the sample's step is run and the optimizer is tried out; by default where the model is.
         local: arguments of :func:`hvd_ckpt.LocalSGD` that take memory: ``{"every": 100, "outer": hc.Nesterov(), "fragments": 4,
             "delay": 5, "wire": "int8", "within": 8}``, where ``within`` is the number of ranks in a group, by default 1. ``shard``
-            is within a group then.
+            is within a group then, and ``offload="optimizer"`` also offloads what is kept between averages.
         within: with ``shard="parameters"``, the number of ranks in a group that keeps a second copy of the parameters.
 
     Raises:
         ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
     """
+    averages = None if local is None else LocalMemory.make(np, local, offload is not None)
+    if averages is not None and offload == "optimizer" and not stage_of(shard):
+        offload = None
     check_stage(shard, offload, wire)
-    averages = None if local is None else LocalMemory.make(np, local)
     estimator = Estimator(
         model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
     )
@@ -97,6 +100,7 @@ def estimate_memory(
     return averages.added_to(
         estimator.estimate(averages.group, shard, offload, wire),
         estimator.trained_by_dtype(),
+        estimator.largest_run(),
         estimator.place,
     )
 
@@ -239,6 +243,10 @@ class Estimator:
             if one.requires_grad:
                 found[one.dtype] = found.get(one.dtype, 0) + one.numel()
         return found
+
+    def largest_run(self) -> int:
+        """Bytes of the most that local SGD averages together."""
+        return max(RUN_BYTES, max(one.nbytes for one in self._parameters.values()))
 
     def _held(
         self,

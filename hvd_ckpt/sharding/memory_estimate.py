@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_format
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory
@@ -60,7 +61,7 @@ class MemoryEstimate:
         recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
             alltoalls until they are copied): what :func:`hvd_ckpt.memory.recording_peak` sees on a CPU.
         averages: of local SGD, between averages: the anchor, the exact values and outer optimizer's state of this rank's part, and
-            what a lossy wire has rounded away.
+            what a lossy wire has rounded away. 0 where they are offloaded.
     """
 
     ranks: int
@@ -115,6 +116,7 @@ class MemoryEstimate:
         return self.table()
 
 
+RUN_BYTES = 32 * MEBIBYTE  # of the parameters that local SGD averages together; one may be larger by itself
 DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None, "wire": "fp32"}
 
 
@@ -129,6 +131,7 @@ class LocalMemory:
         wire: format in which changes travel.
         at_once: the most of the model whose averages are under way at a time, while the next steps compute.
         fragments: into which the model is split.
+        offload: what is kept between averages is in files.
     """
 
     ranks: int
@@ -137,9 +140,10 @@ class LocalMemory:
     wire: WireFormat
     at_once: float
     fragments: int
+    offload: bool
 
     @classmethod
-    def make(cls, ranks: int, options: Mapping[str, Any]) -> LocalMemory:
+    def make(cls, ranks: int, options: Mapping[str, Any], offload: bool) -> LocalMemory:
         """From arguments of ``LocalSGD``.
 
         Raises:
@@ -163,15 +167,16 @@ class LocalMemory:
         if ranks % group:
             raise ValueError(f"local: within={group} does not divide np={ranks}")
         at_once = min(fragments, -(-delay * fragments // every)) / fragments
-        return cls(ranks, group, given["outer"], wire_format(given["wire"]), at_once, fragments)
+        return cls(ranks, group, given["outer"], wire_format(given["wire"]), at_once, fragments, offload)
 
     def added_to(
-        self, step: MemoryEstimate, trained: Mapping[torch.dtype, int], device: torch.device
+        self, step: MemoryEstimate, trained: Mapping[torch.dtype, int], largest: int, device: torch.device
     ) -> MemoryEstimate:
         """The estimate of a step within a group, with the averages.
 
         Args:
             trained: elements of parameters that are trained, by their dtype.
+            largest: bytes of the largest run of them that is averaged at a time.
             device: where the outer optimizer is tried out.
         """
         held = under_way = 0.0
@@ -184,18 +189,24 @@ class LocalMemory:
                 held += numel / self.ranks * (kind.itemsize + self._state(kind, device))
             if self.ranks > self.group:  # as it left, what is sent, and what has arrived
                 under_way += own * kind.itemsize + 2 * wire.row_bytes(round(own), kind)
-        travelling, averaged = round(under_way * self.at_once), round(under_way / self.fragments)
+        part = 1 / self.fragments
+        if not self.at_once:  # run after run, two at a time
+            whole = sum(dtype.itemsize * numel for dtype, numel in trained.items())
+            part = min(part, 2 * largest / whole)
+        travelling, averaged = round(under_way * self.at_once), round(under_way * part)
         computing = {**step.at_peak, "buckets": step.at_peak["buckets"] + travelling}
         at_average = {**step.at_peak, "activations": 0, "temporaries": 0, "buckets": averaged}
         at_average["gradients"] = step.gradients
         phase, at_peak = max(
             ((step.peak_phase, computing), ("average", at_average)), key=lambda one: sum(one[1].values())
         )
-        own = round(held)
+        own, elsewhere = (0, round(held)) if self.offload else (round(held), 0)
         return dataclasses.replace(
             step,
             ranks=self.ranks,
             averages=own,
+            offload=step.offload or ("optimizer" if self.offload else None),
+            offloaded=step.offloaded + elsewhere,
             buckets=max(step.buckets + travelling, averaged),
             peak=sum(at_peak.values()) + own,
             peak_phase=phase,

@@ -45,6 +45,10 @@ class ShardedOptimizer(ReducedOptimizer):
         return self._sharding.stage
 
     @property
+    def is_offloaded(self) -> bool:
+        return self._sharding.offload is not None
+
+    @property
     def pieces(self) -> list[Piece]:
         """The parts of the parameters that this rank holds and updates, in the order of ``param_groups``."""
         return self._sharding.pieces

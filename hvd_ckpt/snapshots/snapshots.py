@@ -143,8 +143,7 @@ class Snapshots:
         self._model, self._optimizer, self._keep = model, optimizer, keep
         self._scheduler, self._scaler, self._loader, self._average = scheduler, scaler, loader, average
         self._same_loader = isinstance(loader, (DistributedSampler, DataLoader))  # on every rank
-        sharding = getattr(optimizer, "_sharding", None)
-        self._blocking = blocking or (sharding is not None and sharding.offload is not None)
+        self._blocking = blocking or optimizer.is_offloaded
         self._warn = warn or _warn
         self._shards = RunShards(model, optimizer)
         self.loop: dict[str, Any] = {}

@@ -113,6 +113,7 @@ class _Fragment(Strict):
     gathering: bool
     weight: Weight
     marks: tuple[Count, Weight]
+    moved: Weight
     squares: Weight
     runs: dict[str, _Run]
 

@@ -77,6 +77,7 @@ def _check_local(config: Config) -> None:
     for name, wrong, reason in (
         ("wire", config.wire == "int4", "it is for sharded gradients, give int8"),
         ("shard", config.shard_stage > 0, "each rank steps on weights of its own, leave it out"),
+        ("offload", config.offload == "parameters", "each rank steps on whole parameters, give optimizer"),
         ("stages", config.stages > 1, "each rank steps on a whole model, leave it out"),
         ("replicas", config.replicas is not None, "ranks that step on their own have no bits in common, leave it out"),
         ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),
@@ -92,9 +93,9 @@ def _check_local(config: Config) -> None:
 
 def _check_sharding(config: Config) -> None:
     needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-    if config.offload is not None and not config.shard_stage:
+    if config.offload is not None and not config.shard_stage and config.local_steps is None:
         raise ValueError(
-            f"offload {config.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
+            f"offload {config.offload}: it is for sharded runs and local SGD, give shard {STAGES[1]} or more, or local_steps"
         )
     if config.offload == "parameters" and config.shard_stage < 3:
         raise ValueError(

@@ -45,8 +45,10 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
             within=config.within,
             model=model,
             elastic=True,
+            offload=config.offload,
+            offload_folder=config.offload_folder,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"local_steps {config.local_steps}: {error}") from None
 
 

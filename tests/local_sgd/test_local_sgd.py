@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,28 @@ def test_repeated_recomputed_and_resumed_runs_end_in_the_same_bits() -> None:
     assert Run(model=make_model(checkpoint=True), **FULL).train(11, uneven=True).hash() == want
     for done in (3, 5, 6, 9):
         assert Run(**FULL).load(states[done - 1]).train(11 - done, uneven=True).hash() == want, done
+
+
+@pytest.mark.parametrize("outer", [None, hc.Nesterov(), functools.partial(torch.optim.Adagrad, lr=0.1)])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_offload_changes_no_bit(tmp_path: Path, outer: Any, delay: int) -> None:
+    options = {"every": 3, "outer": outer, "delay": delay, "wire": "int8", "fragments": 2}
+    offloaded = Run(**options, offload="optimizer", offload_folder=tmp_path)
+    plain = Run(**options)
+    state = offloaded.train(4).state()
+    assert plain.train(4).hash() == offloaded.hash()
+    want = plain.train(5).hash()
+    assert offloaded.train(5).hash() == want
+    assert Run(**options, offload="optimizer").load(state).train(5).hash() == want
+    assert Run(**options).load(state).train(5).hash() == want
+    assert offloaded.load(state).train(5).hash() == want
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_to_offload_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "none" if hc.rank() == 0 else tmp_path
+    with pytest.raises((OSError, ValueError), match="cannot offload to the folder .*none"):
+        Run(every=2, outer=hc.Nesterov(), offload="optimizer", offload_folder=folder)
 
 
 # ---------------------------------------------------------------------------------------------------------- a reference
@@ -379,25 +402,50 @@ def test_traffic_is_the_periods_part_of_the_gradients() -> None:
 @pytest.mark.parametrize("within", [None, pytest.param([[0, 2], [1, 3]], marks=four)])
 @pytest.mark.parametrize("outer", [None, hc.Nesterov()])
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("offload", [None, "optimizer"])
 def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
-    outer: Any, wire: str, within: list[list[int]] | None
+    outer: Any, wire: str, within: list[list[int]] | None, offload: str | None
 ) -> None:
     """A group shares the anchor."""
     options = {"every": 4, "outer": outer, "wire": wire, "fragments": 2, "delay": 1}
     before = held_bytes()
     model = nn.Sequential(nn.Linear(300, 256), nn.Linear(256, 200))
     estimate = hc.estimate_memory(
-        model, hc.size(), local={**options, "within": len(within[0]) if within else 1}
+        model, hc.size(), offload=offload, local={**options, "within": len(within[0]) if within else 1}
     )
+    assert (estimate.averages == 0) == (estimate.offloaded > 0 or (hc.size() == 1 and outer is None))
     optimizer = hc.LocalSGD(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options, within=within
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        **options,
+        within=within,
+        offload=offload,
     )
     for _ in range(7):  # the last average that has left has arrived
         optimizer.step()
-    assert held_bytes() - before == pytest.approx(estimate.parameters + estimate.averages, rel=0.01)
+    kept = estimate.averages + estimate.offloaded
+    assert held_bytes() - before == pytest.approx(estimate.parameters + kept, rel=0.01)
     optimizer.step()
     optimizer.step()
     optimizer.close()
+
+
+@pytest.mark.ranks(gloo=(2,))
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_an_average_holds_a_few_runs_at_a_time(offload: str | None) -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))  # 16 MiB each
+    options = {"every": 1, "outer": hc.Nesterov()}
+    estimate = hc.estimate_memory(model, 2, offload=offload, optimizer=SGD(model.parameters()), local=options)
+    optimizer = hc.LocalSGD(SGD(model.parameters()), model.named_parameters(), **options, offload=offload)
+    with hc.memory.recording_peak() as recorded:
+        optimizer.step()
+    assert (recorded.held_bytes < 1 << 20) == (offload is not None)
+    with hc.memory.recording_peak() as recorded:
+        optimizer.step()
+    assert estimate.peak_phase == "average" and estimate.at_peak["buckets"] == pytest.approx(
+        192 << 20, rel=0.01
+    )
+    assert recorded.peak_bytes < 384 << 20  # all at once: 768
 
 
 @several
