@@ -32,7 +32,7 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
         options: of ``DistributedOptimizer``.
     """
     args = sample if isinstance(sample, tuple) else (sample,)
-    before = held_bytes()
+    before = memory_of_tensors()
     model = make()
     optimizer = hc.DistributedOptimizer(
         torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters(), **options
@@ -46,14 +46,19 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
 
     for _ in range(STEPS - 1):
         take()
-    held = held_bytes() - before
+    held = bytes_since(before)
     with recording_peak() as memory:
         take()
     return max(hc.allgather_object(held + memory.peak_bytes, name="peak"))
 
 
-def held_bytes() -> int:
-    """Bytes of the memory of all tensors that Python knows."""
+def bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of the memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile."""
+    return sum(memory.nbytes() for address, memory in memory_of_tensors().items() if address not in before)
+
+
+def memory_of_tensors() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors that Python knows, by address."""
     gc.collect()
     found = {}
     for tensor in gc.get_objects():
@@ -63,8 +68,8 @@ def held_bytes() -> int:
             and tensor.layout is torch.strided
         ):
             memory = tensor.untyped_storage()
-            found[memory.data_ptr()] = memory.nbytes()
-    return sum(found.values())
+            found[memory.data_ptr()] = memory
+    return found
 
 
 @click.command()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from estimates import held_bytes
+from estimates import bytes_since, memory_of_tensors
 from torch import nn
 from torch.nn import functional
 
@@ -408,7 +408,7 @@ def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
 ) -> None:
     """A group shares the anchor."""
     options = {"every": 4, "outer": outer, "wire": wire, "fragments": 2, "delay": 1}
-    before = held_bytes()
+    before = memory_of_tensors()
     model = nn.Sequential(nn.Linear(300, 256), nn.Linear(256, 200))
     estimate = hc.estimate_memory(
         model, hc.size(), offload=offload, local={**options, "within": len(within[0]) if within else 1}
@@ -424,7 +424,7 @@ def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
     for _ in range(7):  # the last average that has left has arrived
         optimizer.step()
     kept = estimate.averages + estimate.offloaded
-    assert held_bytes() - before == pytest.approx(estimate.parameters + kept, rel=0.01)
+    assert bytes_since(before) == pytest.approx(estimate.parameters + kept, rel=0.01)
     optimizer.step()
     optimizer.step()
     optimizer.close()
