@@ -40,6 +40,7 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         num_replicas, rank: by default the ranks of the job, of one pipeline stage, and this one.
         seed: of the order, from 0 to 2**63 - 1.
         epochs: the number of epochs; None for a sequence without an end.
+        shuffle: random order; False for the order of the data set, in every epoch.
 
     Attributes:
         position: samples that all ranks together have consumed.
@@ -58,6 +59,7 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         rank: int | None = None,
         seed: int = 0,
         epochs: int | None = None,
+        shuffle: bool = True,
     ) -> None:
         samples = dataset if isinstance(dataset, int) else len(dataset)
         if samples < 1:
@@ -73,6 +75,7 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         self.batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
         self.length = None if epochs is None else samples * epochs
         self.position = 0
+        self._shuffle = shuffle
         self._cached: tuple[int, NDArray[numpy.integer]] | None = None
 
     @property
@@ -106,7 +109,8 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what it is a position in."""
-        return {"position": self.position, "samples": self.samples, "seed": self.seed}
+        of_order = {"samples": self.samples, "seed": self.seed, "shuffle": int(self._shuffle)}
+        return {"position": self.position, **of_order}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues from a position, with any number of ranks.
@@ -114,11 +118,11 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         Raises:
             ValueError: it is in another number of samples, or in another order.
         """
-        for name, here in (("samples", self.samples), ("seed", self.seed)):
-            if state[name] != here:
+        for name, here in self.state_dict().items():
+            if name != "position" and state.get(name, here) != here:
                 raise ValueError(
-                    f"DistributedSampler: the state is of {name} {state[name]!r}, and here it is {here}: give the same data and "
-                    "seed"
+                    f"DistributedSampler: the state is of {name} {state[name]!r}, and here it is {here}: give the same data, seed "
+                    "and shuffle"
                 )
         self.position = state["position"]
 
@@ -137,8 +141,8 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         end = position + count if self.length is None else min(position + count, self.length)
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
-        found = numpy.empty_like(offsets)
-        for epoch in numpy.unique(epochs):
+        found = offsets
+        for epoch in numpy.unique(epochs) if self._shuffle else ():
             here = epochs == epoch
             found[here] = self._permutation(int(epoch))[offsets[here]]
         return found.tolist(), epochs.tolist()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import numpy
 from torch import Tensor, nn
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate
 
 from hvd_ckpt.data.dataset import Dataset, Purpose, generator, validation_size
 from hvd_ckpt.models.catalog import FACTS
@@ -19,6 +22,7 @@ from hvd_ckpt.text import unknown
 from hvd_ckpt.training.config import Config, ConfigError
 
 KIND = "own"  # of data that --data names
+ENDLESS = 1 << 62  # samples, more than any run takes
 
 
 class OwnModel:
@@ -80,10 +84,84 @@ class Samples:
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         """The samples with these numbers, the same ones in each epoch."""
-        inputs, targets, *shared = default_collate([self._samples[index] for index in indices])
-        return Batch(
-            tuple(inputs) if isinstance(inputs, list) else (inputs,), targets, shared[0] if shared else {}
-        )
+        return _collated([self._samples[index] for index in indices])
+
+
+def _collated(samples: list[Any]) -> Batch:
+    inputs, targets, *shared = default_collate(samples)
+    return Batch(
+        tuple(inputs) if isinstance(inputs, list) else (inputs,), targets, shared[0] if shared else {}
+    )
+
+
+class Stream:
+    """An iterable of samples, pass after pass, numbered in the order in which they come; there are ``ENDLESS``.
+
+    Every rank reads all of it and makes batches of its own samples, so the position is one number, and any number of ranks resumes
+    from it. Samples from the lowest number of a batch on are kept until a batch is past them. Before each pass ``set_epoch`` of the
+    iterable is called with its number, if there is such a method.
+
+    Args:
+        source: iterates over the same samples each time, given the pass.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.seek(0, 0)
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
+        """The samples with these numbers. What has been dropped is read again, from the beginning of its pass.
+
+        Raises:
+            ValueError: a pass has no samples.
+        """
+        first, last = min(indices), max(indices)
+        if first < self._first:
+            self.seek(*self.pass_of(first))
+        while self._first + len(self._kept) <= last:
+            self._kept.append(self._read())
+            self._drop(first)
+        self._drop(first)
+        return _collated([self._kept[index - first] for index in indices])
+
+    def pass_of(self, index: int) -> tuple[int, int]:
+        """The pass of a sample that has been read since :meth:`seek`, else the first one; and the number of its first sample."""
+        return next((one for one in reversed(self._passes) if one[1] <= index), (0, 0))
+
+    def seek(self, number: int, first: int) -> None:
+        """Continues with a pass, and the number of its first sample."""
+        self._passes = [(number, first)]
+        self._first, self._kept = first, deque[Any]()
+        self._iterator = self._pass(number)
+
+    def _pass(self, number: int) -> Iterator[Any]:
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(number)
+        return iter(self._source)
+
+    def _read(self) -> Any:
+        for sample in self._iterator:
+            return sample
+        (number, first), index = self._passes[-1], self._first + len(self._kept)
+        if index == first:
+            raise ValueError(f"pass {number} over the stream has no samples")
+        self._passes.append((number + 1, index))
+        self._iterator = self._pass(number + 1)
+        return self._read()
+
+    def _drop(self, first: int) -> None:
+        while self._kept and self._first < first:
+            self._kept.popleft()
+            self._first += 1
+
+
+def is_stream(samples: Any) -> bool:
+    """Whether samples have no numbers, but come one after the other."""
+    numbered = hasattr(samples, "__len__") and (hasattr(samples, "__getitem__") or hasattr(samples, "batch"))
+    return isinstance(samples, IterableDataset) or (not numbered and hasattr(samples, "__iter__"))
 
 
 def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
@@ -97,14 +175,25 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     made = import_named("data", name)()
     train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for one in (train, test):
-        if one is not None and not (
-            hasattr(one, "__len__") and (hasattr(one, "__getitem__") or hasattr(one, "batch"))
-        ):
+        numbered = hasattr(one, "__len__") and (hasattr(one, "__getitem__") or hasattr(one, "batch"))
+        if one is not None and not numbered and not is_stream(one):
             raise ValueError(
                 f"data: {name} returned {type(made).__name__}, and must return a data set with a length and numbered samples, or "
-                "two, to train and to evaluate on"
+                "one to iterate over, or two, to train and to evaluate on"
+            )
+        if one is not None and is_stream(one) and iter(one) is one:
+            raise ValueError(
+                f"data: {name} returned a {type(one).__name__}, which can be read once; return an object whose __iter__ begins anew"
             )
     facts = {fact: getattr(train, fact) for fact in FACTS if hasattr(train, fact)}
+    if is_stream(test):
+        test = _beginning(config, test)
+    if is_stream(train):
+        if config.epochs is not None:
+            raise ValueError(
+                f"epochs {config.epochs}: {name} returned a stream, which has no length, give steps"
+            )
+        train = Stream(train)
     if test is None and (count := validation_size(len(train), config.validation_split)):
         if hasattr(train, "batch"):
             raise ValueError(f"data: {name} returned one data set, give a second one or validation_split 0")
@@ -121,6 +210,15 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
             f"tensors: {type(error).__name__}: {reason}"
         ) from None
     return samples, evaluated, facts
+
+
+def _beginning(config: Config, stream: Any) -> list[Any]:
+    """The samples of a stream that are evaluated."""
+    if config.eval_batches is None:
+        raise ValueError(f"data: {config.data} returned a stream to evaluate on, give eval_batches")
+    return list(
+        itertools.islice(stream, config.eval_batches * config.batch * (config.replicas or hvd.size()))
+    )
 
 
 def kind_of_data(config: Config) -> str:

@@ -43,7 +43,8 @@ class Progress(Strict):
 
     Attributes:
         step: optimizer steps taken.
-        position: samples of the stream that are used up.
+        position: samples that are used up.
+        epoch, epoch_start: of a stream of the user's own, a pass to continue with, and the position at which it begins.
         best: the lowest loss of an evaluation that was due.
         waited: evaluations since then.
         pending_evaluation: whether the run was stopped where an evaluation is due, which comes first when it resumes.
@@ -53,6 +54,8 @@ class Progress(Strict):
 
     step: Count = 0
     position: Count = 0
+    epoch: Count = 0
+    epoch_start: Count = 0
     best: Annotated[float, NUMBER] | None = None
     waited: Count = 0
     pending_evaluation: bool = False

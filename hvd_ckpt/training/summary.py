@@ -15,6 +15,7 @@ from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.text import show_bytes
 from hvd_ckpt.training.config import Config
+from hvd_ckpt.training.own import Stream
 
 DEFAULT_DATA = {
     "tokens": "the standard library's source",
@@ -55,12 +56,14 @@ def print_summary(
         owners = "on each rank" if config.stages == 1 else "on each replica"
         owners = owners if config.replicas is None else f"of each of {config.replicas} replicas"
         parts = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
-        epochs = (steps - taken) * samples / len(train)
+        known = None if isinstance(train, Stream) else len(train)
+        epochs = "" if known is None else f" ({(steps - taken) * samples / known:.3g} epochs)"
+        amount = "a stream" if known is None else f"{known:,} samples"
         lines = {
             "model": f"{config.model}: {count:,} parameters, {show_bytes(size)}; {config.precision}",
-            "data": f"{source}: {len(train):,} samples to train on, {len(test or ()):,} to evaluate on",
+            "data": f"{source}: {amount} to train on, {len(test or ()):,} to evaluate on",
             "step": f"{config.batch} samples {owners}{parts}: {samples:,} samples{each}",
-            "steps": f"{steps - taken:,} ({epochs:.3g} epochs); {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
+            "steps": f"{steps - taken:,}{epochs}; {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
             "memory": _recomputation(config)
             + ("" if not config.shard_stage else f"; sharded: {config.shard}"),
             "ranks": f"{_ranks(config)} over {controller()}, on {device}, CPU threads of each: {torch.get_num_threads()}",

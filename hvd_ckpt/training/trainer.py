@@ -42,6 +42,7 @@ from hvd_ckpt.training.ending import (
 )
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.optim import Schedule, build_optimizer, freeze
+from hvd_ckpt.training.own import Stream
 from hvd_ckpt.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
 from hvd_ckpt.training.prepare import (
     choose_plan,
@@ -125,7 +126,13 @@ class Trainer:
         # Model and optimizer of one rank
         with errors_everywhere("hvd_ckpt.train.settings"):
             self.device = device_of(config)
-            self.sampler = DistributedSampler(train, config.batch, seed=config.seed, epochs=config.epochs)
+            self.sampler = DistributedSampler(
+                train,
+                config.batch,
+                seed=config.seed,
+                epochs=config.epochs,
+                shuffle=not isinstance(train, Stream),
+            )
             self.precision = precision_of(config, self.device)
             callbacks = callbacks_of(config)
             self._prompt = None if config.prompt is None else Start(trained_on_text(config), config.prompt)
@@ -250,6 +257,8 @@ class Trainer:
             SnapshotError: the last snapshot could not be written; on every rank. Earlier ones are a warning.
         """
         config, progress, own = self.config, self.progress, parts_of_rank(self.config)
+        if isinstance(self.train, Stream):
+            self.train.seek(progress.epoch, progress.epoch_start)
         loader = Loader(
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
         )
@@ -264,6 +273,9 @@ class Trainer:
                 accumulated = self.step(parts)
                 progress.step += 1
                 progress.position = loader.position
+                if isinstance(self.train, Stream):  # all ranks have read what the first has
+                    first = progress.position - own * hvd.size()
+                    progress.epoch, progress.epoch_start = self.train.pass_of(first)
                 last = progress.step == self.steps
                 units = sum(self.objective.units(batch) for batch, samples in parts if samples)
                 self.report.add(progress.step, accumulated, units)

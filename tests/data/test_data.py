@@ -483,7 +483,7 @@ def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks() -> None:
         assert other.position == 38 and list(other) == []
     assert sorted(number for one in seen for number in one) == sorted(order[18:38])
     for wrong in ({"seed": 5}, {"samples": 21}):
-        assert "give the same data and seed" in message(
+        assert "give the same data, seed and shuffle" in message(
             ValueError, lambda wrong=wrong: sampler(1, 0).load_state_dict({**state, **wrong})
         )
 
