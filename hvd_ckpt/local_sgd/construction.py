@@ -19,7 +19,13 @@ from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, che
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import agree_at_construction, is_elastic, name_parameters
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, ranks_of, release
+from hvd_ckpt.reduction.process_sets import (
+    check_within,
+    process_sets_of,
+    rank_groups,
+    ranks_of,
+    release,
+)
 from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.construction import check_stage, model_of
 from hvd_ckpt.sharding.elementwise import check_elementwise
@@ -140,7 +146,7 @@ def LocalSGD(
             "shard": stage,
             "offload": offload,
             "outer": repr(outer) if isinstance(outer, Nesterov) else type(outer).__name__,
-            "within": within if within is None or isinstance(within, str) else [list(one) for one in within],
+            "within": check_within(within),
         }
     except Exception as exception:  # whatever it is, this rank must not miss the comparison below
         error, named = exception, []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -219,9 +220,10 @@ class Planner:
             found = self._try(self._solver.smallest)
             if found.peak > limit:
                 place = self._place(bottleneck(self._chain, found.solution.items))
+                share = math.ceil(100 * found.peak / self.baseline.peak_bytes) / 100
                 raise BudgetError(
                     f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(found.peak)}, set by "
-                    f"{place}. Give a larger budget or a smaller batch.",
+                    f"{place}. Give a larger budget, from {share:g}x or 'min', or a smaller batch.",
                     found.peak,
                 )
         return found

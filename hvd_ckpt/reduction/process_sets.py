@@ -34,6 +34,25 @@ class Alone:
         return 0
 
 
+def check_within(within: Any) -> str | list[list[int]] | None:
+    """The argument ``within`` as None, text or lists.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if within is None or within == "host":
+        return within  # type: ignore[no-any-return]
+    try:
+        groups = [list(group) for group in within]
+    except TypeError:
+        groups = []
+    if isinstance(within, str) or not groups or any(type(rank) is not int for one in groups for rank in one):
+        raise ValueError(
+            f"within must be None, 'host' or a list of lists of ranks, such as [[0, 1], [2, 3]], not {within!r}"
+        )
+    return groups
+
+
 def rank_groups(within: str | Sequence[Sequence[int]] | None, process_set: Any, name: str) -> list[list[int]]:
     """Groups of ranks: those of each host, or as given; each rank alone for None. Collective.
 
@@ -44,8 +63,6 @@ def rank_groups(within: str | Sequence[Sequence[int]] | None, process_set: Any, 
     if within is None:
         return [[rank] for rank in ranks]
     if isinstance(within, str):
-        if within != "host":
-            raise ValueError(f"within must be None, 'host' or a list of lists of ranks, not {within!r}")
         here = Peer.here(mpi_ops.rank())
         hosts = allgather_objects((here.host, here.addresses), process_set, name)
         groups = [

@@ -16,7 +16,7 @@ from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups
+from hvd_ckpt.reduction.process_sets import check_within, process_sets_of, rank_groups
 from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
@@ -184,7 +184,7 @@ def check_shard_options(
         gradients,
         parameters,
         master_weights is not False,
-        within if within is None or isinstance(within, str) else [list(group) for group in within],
+        check_within(within),
     )
 
 
@@ -234,8 +234,9 @@ def shard_optimizer(
         device = named[0][1].device if named else torch.device("cpu")
         offload = Offload(options.offload_folder, device, options.offload == "parameters")
         masters = Masters(options.master_weights, offload.empty, offload.release)
+    shards = offload if offload is not None and offload.parameters else None  # has those of parameters, too
     with contextlib.nullcontext() if offload is None else raised_everywhere(exchange):
-        layout, store = _stored(named, options, exchange, bucket_cap_mb * MEBIBYTE, offload)
+        layout, store = _stored(named, options, exchange, bucket_cap_mb * MEBIBYTE, shards)
         masters.add(layout.groups, store.shards)
     sharding = Sharding(options.stage, layout, exchange, store, offload, masters, bucket_cap_mb * MEBIBYTE)
     optimizer._sharding = sharding
@@ -259,7 +260,7 @@ def shard_optimizer(
                 prescale,
                 optimizer.backward_passes_per_step,
                 optimizer._op,
-                offload if offload is not None and offload.parameters else None,
+                shards,
             )
         optimizer._reducer.rename(optimizer._identity, 0)
 
@@ -301,6 +302,4 @@ def _stored(
         for unit in [*reversed(blocks), rest]
     }
     units = [(unit.modules, groups[id(unit)]) for unit in options.units]
-    if offload is not None and not offload.parameters:
-        offload = None
     return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters, offload)

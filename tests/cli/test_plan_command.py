@@ -188,6 +188,8 @@ def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(run, quic
     assert nearest is not None and int(nearest[1]) == Plan.load("unmet/plan.json").measured.peak_bytes
     last = result.output.splitlines()[-1]
     assert "--budget 0.05x: No plan stays within a budget of" in last and "the smallest peak is" in last
+    share = re.search(r"Give a larger budget, from (0\.\d+)x or .min.", last)
+    assert share is not None and 0.05 < float(share[1]) < 1
     # Which plans are tried depends on times, so the smallest peak differs a little between two calls.
     met = run("--budget", str(int(nearest[1]) * 11 // 10), "--output", "met")
     assert met.exit_code == 0, met.output

@@ -589,6 +589,8 @@ def test_a_process_set_that_is_there_is_used_and_left() -> None:
         ({"moments": "global"}, "global"),
         ({"wire": "int4"}, "int4"),
         ({"within": "rack"}, "rack"),
+        ({"within": 5}, "lists of ranks, such as .* not 5"),
+        ({"within": [["0"]]}, "lists of ranks"),
         ({"within": [[0], [0]]}, "each of the ranks"),
         ({"outer": 0.7}, "0.7"),
         ({"outer": torch.optim.LBFGS}, "LBFGS"),

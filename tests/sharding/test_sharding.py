@@ -643,6 +643,8 @@ def test_groups_that_serve_nothing() -> None:
         wrapped(shard=2, within="host")
     for within, message in (
         ("rack", "'rack'"),
+        (5, "not 5"),
+        ([0, 1], "lists of ranks"),
         ([[0], [1]], "each group is one rank"),
         ([[0]], "each of the ranks"),
     ):
