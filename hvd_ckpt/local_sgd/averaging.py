@@ -337,7 +337,7 @@ class Averaging:
         assert fragment.weights is not None
         weights: list[float] = fragment.weights.wait(AVERAGES).tolist()
         of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
-        return _shares(weights if run.place is self._everyone else of_groups)
+        return _parts_of_one(weights if run.place is self._everyone else of_groups)
 
     def _combine(self, fragment: Fragment) -> None:
         for run in fragment.under_way():
@@ -373,7 +373,7 @@ class Averaging:
             kept += [(value, value.clone()) for value in own]
             mean = ValueRun(f"means.{run.name}", run.segments, run.place)
             mean.send()
-            mean.combine(_shares([1.0] * run.place.exchange.ranks))
+            mean.combine(_parts_of_one([1.0] * run.place.exchange.ranks))
             mean.apply(False)
         return kept
 
@@ -465,7 +465,7 @@ class Averaging:
             self._group.rename(f"{prefix}.group")
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
+def _parts_of_one(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     return [weight / total if total else 1.0 / len(weights) for weight in weights]
 

@@ -482,7 +482,8 @@ def test_a_sampler_resumes_at_its_position_on_any_number_of_ranks() -> None:
         seen.append([number for batch in other for number in batch])
         assert other.position == 38 and list(other) == []
     assert sorted(number for one in seen for number in one) == sorted(order[18:38])
-    for wrong in ({"seed": 5}, {"samples": 21}):
+    assert sampler(1, 0, shuffle=False).part(15, 10, 0, 1) == ([*range(15, 20), *range(5)], [0] * 5 + [1] * 5)
+    for wrong in ({"seed": 5}, {"samples": 21}, {"shuffle": 0}):
         assert "give the same data, seed and shuffle" in message(
             ValueError, lambda wrong=wrong: sampler(1, 0).load_state_dict({**state, **wrong})
         )
