@@ -162,8 +162,11 @@ def test_repeated_recomputed_and_resumed_runs_end_in_the_same_bits() -> None:
         assert Run(**FULL).load(states[done - 1]).train(11 - done, uneven=True).hash() == want, done
 
 
-@pytest.mark.parametrize("outer", [None, hc.Nesterov(), functools.partial(torch.optim.Adagrad, lr=0.1)])
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize(
+    ("outer", "delay"),
+    [(None, 2), (hc.Nesterov(), 0), (functools.partial(torch.optim.Adagrad, lr=0.1), 2)],
+    ids=["plain", "Nesterov", "Adagrad"],
+)
 def test_offload_changes_no_bit(tmp_path: Path, outer: Any, delay: int) -> None:
     options = {"every": 3, "outer": outer, "delay": delay, "wire": "int8", "fragments": 2}
     offloaded = Run(**options, offload="optimizer", offload_folder=tmp_path)
@@ -401,8 +404,7 @@ def test_traffic_is_the_periods_part_of_the_gradients() -> None:
 
 @pytest.mark.parametrize("within", [None, pytest.param([[0, 2], [1, 3]], marks=four)])
 @pytest.mark.parametrize("outer", [None, hc.Nesterov()])
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
-@pytest.mark.parametrize("offload", [None, "optimizer"])
+@pytest.mark.parametrize(("wire", "offload"), [("fp32", None), ("int8", None), ("int8", "optimizer")])
 def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
     outer: Any, wire: str, within: list[list[int]] | None, offload: str | None
 ) -> None:
