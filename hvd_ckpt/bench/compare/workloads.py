@@ -23,8 +23,6 @@ from hvd_ckpt.data.text import MaskedText
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.objectives import IGNORED, Batch
 
-SCALES = ("quick", "default", "full")
-
 
 @dataclass
 class Step:
