@@ -347,11 +347,11 @@ from hvd_ckpt.sharding.clipping import (
 from hvd_ckpt.sharding.estimate import (
     estimate_memory as estimate_memory,
 )
+from hvd_ckpt.sharding.host_memory import (
+    init_on_disk as init_on_disk,
+)
 from hvd_ckpt.sharding.memory_estimate import (
     MemoryEstimate as MemoryEstimate,
-)
-from hvd_ckpt.sharding.offload import (
-    init_on_disk as init_on_disk,
 )
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,

@@ -28,7 +28,8 @@ from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.offload import Offload, OffloadError
+from hvd_ckpt.sharding.host_memory import OffloadError
+from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.state import COUNTERS
 
 MOMENT = "moment."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.reduction.process_sets import check_within, process_sets_of, rank_groups
+from hvd_ckpt.reduction.process_sets import check_within, process_sets_of, rank_groups, release
 from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
@@ -226,8 +225,7 @@ def shard_optimizer(
         members,
     )
     exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
-    if options.within is not None:
-        _divide(exchange, options.within)
+    added = [] if options.within is None else _divide(exchange, options.within)
     offload = None
     masters = Masters(options.master_weights, _empty, lambda _: None)
     if options.offload:
@@ -235,48 +233,59 @@ def shard_optimizer(
         offload = Offload(options.offload_folder, device, options.offload == "parameters")
         masters = Masters(options.master_weights, offload.empty, offload.release)
     shards = offload if offload is not None and offload.parameters else None  # has those of parameters, too
-    with contextlib.nullcontext() if offload is None else raised_everywhere(exchange):
-        layout, store = _stored(named, options, exchange, bucket_cap_mb * MEBIBYTE, shards)
-        masters.add(layout.groups, store.shards)
-    sharding = Sharding(options.stage, layout, exchange, store, offload, masters, bucket_cap_mb * MEBIBYTE)
+    cap, whole = bucket_cap_mb * MEBIBYTE, [group["params"] for group in optimizer.param_groups]
+    try:
+        with raised_everywhere(exchange, offload):
+            layout, store = _stored(named, options, exchange, cap, shards, deferred=offload is not None)
+            masters.add(layout.groups, store.shards)
+            sharding = Sharding(
+                options.stage, layout, exchange, store, offload, masters, cap, added_sets=added
+            )
+            for group in optimizer.param_groups:
+                group["params"] = sharding.add_param_group(group["params"])
+            if offload is not None:
+                offload.reserve(optimizer)
+            if options.stage > 1:
+                optimizer._reducer = ShardReducer(
+                    layout,
+                    exchange,
+                    options.gradients,
+                    1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
+                    prescale,
+                    optimizer.backward_passes_per_step,
+                    optimizer._op,
+                    shards,
+                )
+    except Exception:  # raised on all ranks; the model is as it was
+        for group, parameters in zip(optimizer.param_groups, whole):
+            group["params"] = parameters
+        release(added)
+        raise
     optimizer._sharding = sharding
+    if offload is not None and isinstance(store, ShardedParameters):
+        store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
         store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
-    for group in optimizer.param_groups:
-        group["params"] = sharding.add_param_group(group["params"])
-    if offload is not None:
-        with raised_everywhere(exchange):
-            offload.reserve(optimizer)
     optimizer.state.clear()
     if before["state"]:
         state.load_parts(optimizer, [before])
     if options.stage > 1:
-        with contextlib.nullcontext() if offload is None else raised_everywhere(exchange):
-            optimizer._reducer = ShardReducer(
-                layout,
-                exchange,
-                options.gradients,
-                1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
-                prescale,
-                optimizer.backward_passes_per_step,
-                optimizer._op,
-                shards,
-            )
         optimizer._reducer.rename(optimizer._identity, 0)
 
 
-def _divide(exchange: Exchange, within: Any) -> None:
-    """Gives the exchange the groups of ranks. Collective."""
+def _divide(exchange: Exchange, within: Any) -> list[tuple[int, ...]]:
+    """Gives the exchange the groups of ranks; returns the process sets that were added. Collective."""
     groups = rank_groups(within, exchange.process_set, f"{exchange.prefix}.hosts")
     if len(groups) == 1:
-        return  # every gather is within the group
+        return []  # every gather is within the group
     if len(groups[0]) == 1:
         raise ValueError(
             f"within={within!r}: each group is one rank, whose copy would be the whole model: start more ranks on each host, "
             "or leave within out"
         )
-    sets, _ = process_sets_of(groups, exchange.process_set)
+    sets, added = process_sets_of(groups, exchange.process_set)
     exchange.divide(next(one for ranks, one in sets.items() if rank() in ranks))
+    return added
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -289,6 +298,7 @@ def _stored(
     exchange: Exchange,
     cap: float,
     offload: Offload | None,
+    deferred: bool,
 ) -> tuple[Layout, FlatParameters | ShardedParameters]:
     layout = Layout(exchange.ranks)
     if options.stage < 3:
@@ -302,4 +312,5 @@ def _stored(
         for unit in [*reversed(blocks), rest]
     }
     units = [(unit.modules, groups[id(unit)]) for unit in options.units]
-    return layout, ShardedParameters(options.model, layout, units, exchange, options.parameters, offload)
+    store = ShardedParameters(options.model, layout, units, exchange, options.parameters, offload, deferred)
+    return layout, store

@@ -92,6 +92,8 @@ def estimate_memory(
     if averages is not None and offload == "optimizer" and not stage_of(shard):
         offload = None
     check_stage(shard, offload, wire)
+    if averages is not None and within is not None:
+        raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
     estimator = Estimator(
         model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
     )

@@ -114,8 +114,10 @@ class Exchange:
             real = self.reduce_scatter(torch.view_as_real(flat).view(-1), what, scale, format)
             return real.then(lambda result: torch.view_as_complex(result.view(-1, 2)))
         numel = self._shard_numel(flat)
-        wire = format.encode(flat, self.ranks)
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
+        if numel == 0:
+            return Work((), lambda _: out)
+        wire = format.encode(flat, self.ranks)
         self.traffic.count("reduce_scatter", (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
 
         def add(results: list[Any]) -> torch.Tensor:
@@ -123,7 +125,7 @@ class Exchange:
             format.sum(rows, out, scale)
             return out
 
-        if self.ranks == 1 or numel == 0:
+        if self.ranks == 1:
             return Work((), add)
         message = _carried(wire.view(-1))
         name = self._name("reduce_scatter", what, flat.numel())

@@ -8,147 +8,31 @@ gradients, as in ZeRO-Infinity (Rajbhandari et al., 2021): memory holds the unit
 from __future__ import annotations
 
 import copy
-import errno
-import mmap
-import os
-import tempfile
-import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError, PinnedMemory
 
-_IN_MEMORY = ("tmpfs", "ramfs")
-_SMALL_BYTES = 64 << 10
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-Wanted = tuple[int, torch.dtype]  # number of elements, dtype
-
-
-class OffloadError(OSError):
-    """Not enough room for the offloaded state. Nothing has changed: with more room the same step can be taken."""
-
-
-class _MappedFiles:
-    """Files of a folder, mapped into memory, one per tensor.
-
-    A mapped page that nobody has touched lately can leave memory at any time, so the files may be larger than it. They have no
-    name: when the process ends, however it ends, they are gone.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
-        self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
-        kind = _filesystem(self._folder)
-        if kind in _IN_MEMORY:
-            warnings.warn(
-                f"the folder for offloaded state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
-                f"name one on a disk (offload_folder=, hvd-ckpt train --offload-folder)",
-                stacklevel=2,
-            )
-
-    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """1-D tensors of zeros: all of them or none.
-
-        Raises:
-            OffloadError: there is no room for them.
-        """
-        try:
-            return [self._mapped(numel, dtype) for numel, dtype in wanted]
-        except OSError as error:
-            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
-            raise _no_room(self._folder, size, error) from error
-
-    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros, whose room on the disk is taken before any is written: running out later would kill the process."""
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
-            memory = mmap.mmap(file.fileno(), numel * dtype.itemsize)
-        tensor = torch.frombuffer(memory, dtype=dtype)
-        self._maps[tensor.data_ptr()] = memory
-        return tensor
-
-    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
-        """The tensor is used soon, or may leave memory with its values kept."""
-        memory = self._maps.get(tensor.data_ptr())
-        if memory is not None:  # shared pages: they stay in the page cache, or in the file
-            memory.madvise(mmap.MADV_WILLNEED if soon else mmap.MADV_DONTNEED)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(memory) for memory in self._maps.values())
-
-
-class _PinnedMemory:
-    """Page-locked memory, which a CUDA device copies from and to beside its other work; used as :class:`_MappedFiles`."""
-
-    def __init__(self) -> None:
-        self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        try:
-            tensors = [torch.zeros(numel, dtype=dtype, pin_memory=True) for numel, dtype in wanted]
-        except RuntimeError as error:
-            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
-            raise OffloadError(
-                f"cannot offload: {show_bytes(size)} of pinned memory are needed ({str(error).splitlines()[0]}): "
-                f"free host memory, split over more ranks, or do not offload"
-            ) from error
-        self._held.update((id(tensor), tensor) for tensor in tensors)
-        return tensors
-
-    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
-        pass
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._held.values())
-
-
-def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
-    reason = error.strerror or str(error)
-    if error.errno == errno.EFBIG:
-        reason = "the limit on the size of a file, ulimit -f, is lower"
-    try:
-        free = f", {show_bytes(psutil.disk_usage(str(folder)).free)} are free"
-    except OSError:
-        free = ""
-    found = OffloadError(
-        f"cannot offload to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or name another "
-        f"folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so the step can be taken again"
-    )
-    found.errno = error.errno
-    return found
-
-
-def _filesystem(folder: Path) -> str:
-    """The kind of file system that a folder is on; empty if it is unknown."""
-    path = Path(os.path.realpath(folder))
-    around = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
-    return max(around, key=lambda one: len(one.mountpoint)).fstype if around else ""
 
 
 @contextmanager
-def raised_everywhere(exchange: Exchange) -> Iterator[None]:
-    """Makes an OffloadError of one rank an error on every rank. Collective.
+def raised_everywhere(exchange: Exchange, offload: Offload | None) -> Iterator[None]:
+    """Makes an OffloadError of one rank an error on every rank, where anything is offloaded. Collective.
 
     Raises:
         OffloadError, ValueError: the rank's own, or an OffloadError that points to the other rank.
     """
+    if offload is None:
+        yield
+        return
     error: Exception | None = None
     try:
         yield
@@ -156,40 +40,8 @@ def raised_everywhere(exchange: Exchange) -> Iterator[None]:
         error = found
     if exchange.maximum(torch.tensor([float(error is not None)]), "room")[0] > 0:
         raise error or OffloadError(
-            "another rank cannot offload its part: its message says why; nothing has changed, so the "
-            "step can be taken again"
+            "another rank cannot offload its part: its message says why; nothing has changed, so you can try again"
         )
-
-
-@contextmanager
-def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
-    """Within it parameters of modules that are made on the CPU are in memory-mapped files, which may be larger than memory.
-
-    For a model that is then split with ``shard="parameters", offload="parameters"``: it is initialized by its own code, to the same
-    values. The files, which have no name, are gone when it has been split. Parameters below 64 KiB stay in memory.
-
-    Args:
-        folder: on a disk; by default the temporary folder.
-
-    Raises:
-        OSError: there is no room for a parameter.
-    """
-    memory = _MappedFiles(None if folder is None else Path(folder))
-
-    def move(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is None or is_lazy(parameter) or parameter.device.type != "cpu":
-            return
-        if parameter.layout is torch.strided and parameter.nbytes >= _SMALL_BYTES:
-            spec = TensorSpec.of(parameter)
-            flat = memory.allocate([(spec.numel, parameter.dtype)])[0]
-            parameter.data = spec.unflatten(flat.copy_(spec.flatten(parameter)))
-            memory.advise(flat, soon=False)
-
-    handle = register_module_parameter_registration_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class Offload:
@@ -204,7 +56,7 @@ class Offload:
     def __init__(self, folder: Path | None, device: torch.device, parameters: bool = False) -> None:
         self.parameters = parameters
         self._device = torch.device("cpu") if parameters else device
-        self._memory = _PinnedMemory() if device.type == "cuda" else _MappedFiles(folder)
+        self._memory = PinnedMemory() if device.type == "cuda" else MappedFiles(folder)
         self._buffers: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter and name of state
         self._trials: dict[Any, dict[str, torch.dtype]] = {}
 

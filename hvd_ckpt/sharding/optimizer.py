@@ -16,10 +16,12 @@ from typing import Any, cast
 import torch
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.process_sets import release
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
+from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Piece
-from hvd_ckpt.sharding.offload import OffloadError, raised_everywhere
+from hvd_ckpt.sharding.offload import raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
 from hvd_ckpt.unmaterialized import copied_state
@@ -95,6 +97,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         sharding, reducer = self._sharding, self._reducer
         sharding.store.unshard()
+        release(sharding.added_sets)
         if reducer is not None:
             reducer.abandon()
         self._reducer = None
@@ -224,12 +227,17 @@ class ShardedOptimizer(ReducedOptimizer):
                 sharding.take_whole_gradients()
             else:
                 closure = self._then_take(closure)
-        if offload is None:
-            result = ReducedOptimizer._local_step(self, closure, *args, **kwargs)
-        else:  # every gradient must be there before the first parameter is stepped
-            with torch.enable_grad():
-                result = None if closure is None else closure()
-            offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
+        try:
+            if offload is None:
+                result = ReducedOptimizer._local_step(self, closure, *args, **kwargs)
+            else:  # every gradient must be there before the first parameter is stepped
+                with torch.enable_grad():
+                    result = None if closure is None else closure()
+                offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
+        except BaseException:  # of a hook, say, which may come after the update
+            if sharding.stage == 3:
+                sharding.shards_changed()
+            raise
         sharding.shards_changed(self._used())
         self._consume()
         if offload is not None and offload.parameters:
@@ -239,8 +247,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
         """Within it a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
-        sharding = self._sharding
-        return contextlib.nullcontext() if sharding.offload is None else raised_everywhere(sharding.exchange)
+        return raised_everywhere(self._sharding.exchange, self._sharding.offload)
 
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:

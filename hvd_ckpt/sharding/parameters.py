@@ -36,6 +36,7 @@ class ShardedParameters:
             their parameters; the last one is the model's own.
         exchange, format: how the ranks' shards are gathered.
         offload: has the memory of the shards; None for memory of the parameters' device.
+        deferred: the model stays as it is until :meth:`split`.
 
     Attributes:
         shards: by group: this rank's exact values, 1-D.
@@ -53,12 +54,13 @@ class ShardedParameters:
         exchange: Exchange,
         format: WireFormat = FP32,
         offload: Offload | None = None,
+        deferred: bool = False,
     ) -> None:
         check_memory(list(zip(layout.names, layout.parameters)))
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
         own = [
-            UnitParameters(layout, groups, exchange, format, title, offload)
+            UnitParameters(layout, groups, exchange, format, title, offload, deferred)
             for (_, groups), title in zip(units, _titles(model, units))
         ]
         self.shards: list[torch.Tensor] = [torch.empty(0)] * len(layout.groups)
@@ -66,17 +68,31 @@ class ShardedParameters:
             for group, shard in zip(groups, parameters.shards):
                 self.shards[group.position] = shard
         owners = _owners(model, layout.parameters_of(units[-1][1]))
-        modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
-        self._passes = Passes([(one, len(used)) for one, used in zip(own, modules)])
-        self._handles = _hook(self._passes, modules)
-        note_split(zip(layout.names, layout.parameters))
+        self._modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
+        self._passes = Passes([(one, len(used)) for one, used in zip(own, self._modules)])
+        self._handles: list[Any] = []
+        if not deferred:
+            self._begin()
+
+    def split(self) -> None:
+        """Splits the parameters of a model where that was deferred."""
+        for unit in self._passes.units:
+            unit.parameters.split()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._handles = _hook(self._passes, self._modules)
+        self._modules = []
+        note_split(zip(self._layout.names, self._layout.parameters))
 
     def shards_changed(self, groups: Collection[Group] | None = None) -> None:
-        """The shards (of these groups, or all) have been changed: what was gathered of them is stale. Collective."""
+        """The shards of these groups (or all) have been changed, as those of others that are trained may have been by their owners:
+        what was gathered of them is stale. Collective."""
         self._passes.reset()
         wanted = list(self._layout.groups if groups is None else groups)
+        stale = [*wanted, *(group for group in self._layout.groups if group.requires_grad)]
         for unit in self._passes.units:
-            unit.parameters.shards_changed(wanted)
+            unit.parameters.shards_changed(stale)
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def reshard(self) -> None:

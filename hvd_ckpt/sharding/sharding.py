@@ -96,6 +96,7 @@ class Sharding:
         bucket_bytes: largest group of parameters that are added later.
         groups: the whole parameters of each of the optimizer's parameter groups.
         pieces: the parts of the parameters that this rank holds and updates.
+        added_sets: process sets that were added for groups of ranks.
     """
 
     stage: int
@@ -107,6 +108,7 @@ class Sharding:
     bucket_bytes: float
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    added_sets: list[tuple[int, ...]] = field(default_factory=list)
 
     def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
         """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""

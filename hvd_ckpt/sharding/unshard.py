@@ -86,6 +86,11 @@ class _Flat:
             )
         self.release()
 
+    @property
+    def source(self) -> torch.Tensor:
+        """What is gathered, unless it must be the exact values."""
+        return self.secondary if self.current and self.secondary is not None else self.shard
+
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
 
@@ -109,6 +114,7 @@ class UnitParameters:
             Wang et al., 2023), all but the first gather after a change are within the group.
         title: names its modules, in messages.
         offload: has the memory of its shards, if that is not the parameters' own.
+        deferred: the parameters stay as they are until :meth:`split`.
 
     Attributes:
         shards: by group of the unit.
@@ -122,6 +128,7 @@ class UnitParameters:
         format: WireFormat,
         title: str,
         offload: Offload | None = None,
+        deferred: bool = False,
     ) -> None:
         self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
         self._awaited = (
@@ -138,6 +145,11 @@ class UnitParameters:
         self._in_flight: list[Work] = []
         self._exact = False
         self._state = _State.WHOLE
+        if not deferred:
+            self.split()
+
+    def split(self) -> None:
+        """Makes the parameters placeholders, of which this rank has its shards."""
         self.reshard()
         self._release_shards()
 
@@ -164,9 +176,9 @@ class UnitParameters:
         for flat in self._flats:
             flat.allocate()
             exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
-            if flat.current and not exactly:  # what was gathered, rounded if the format does so
-                assert exchange.within is not None and flat.secondary is not None
-                exchange, shard, format = exchange.within, flat.secondary, FP32
+            if not exactly and flat.source is not shard:  # what was gathered, rounded if the format does so
+                assert exchange.within is not None
+                exchange, shard, format = exchange.within, flat.source, FP32
             shard = shard.to(flat.whole.device)
             self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
         self._exact = exactly
@@ -175,12 +187,14 @@ class UnitParameters:
         """The unit is gathered soon: shards that are offloaded are read."""
         if self._offload is not None:
             for flat in self._flats:
-                self._offload.prefetch(flat.shard)
+                self._offload.prefetch(flat.source)
 
     def _release_shards(self) -> None:
         if self._offload is not None:
             for flat in self._flats:
                 self._offload.release(flat.shard)
+                if flat.secondary is not None:
+                    self._offload.release(flat.secondary)
 
     def wait_for_unshard(self) -> None:
         """Waits for what was launched; the parameters are whole then.
@@ -208,6 +222,7 @@ class UnitParameters:
                 assert flat.secondary is not None
                 flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
                 flat.current = True
+        self._release_shards()
 
     def shards_changed(self, groups: Collection[Group]) -> None:
         """What was gathered of these groups before is not current any more."""

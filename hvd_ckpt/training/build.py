@@ -21,7 +21,7 @@ from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.models import catalog
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.named import is_named
-from hvd_ckpt.sharding.offload import init_on_disk
+from hvd_ckpt.sharding.host_memory import init_on_disk
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.ending import errors_everywhere
 from hvd_ckpt.training.own import KIND, OwnModel, kind_of_data, objective_of, open_data

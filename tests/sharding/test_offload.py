@@ -15,7 +15,9 @@ import torch
 from forked import Case, run_forked
 from torch import nn
 
-from hvd_ckpt.sharding.offload import Offload, OffloadError
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.host_memory import OffloadError
+from hvd_ckpt.sharding.offload import Offload
 
 CPU = torch.device("cpu")
 SIZES = (5, 1000, 333, 1)
@@ -266,6 +268,24 @@ resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 torch.manual_seed(0)
 print(first == train(model(24, 1024), 1))
 """
+
+
+def test_modules_that_are_copied_on_disk_are_there_too(tmp_path: Path) -> None:
+    with hc.init_on_disk(tmp_path):
+        torch.manual_seed(0)
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True), 3)
+        tied = copy.deepcopy(nn.ModuleList([one := nn.Linear(128, 256), one]))
+    files = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in Path("/proc/self/maps").read_text("utf-8").splitlines()
+        if str(tmp_path) in line
+    ]
+    large = [one for one in (*encoder.parameters(), *tied.parameters()) if one.nbytes >= 64 << 10]
+    assert len(large) == 3 * 4 + 1 and tied[0].weight is tied[1].weight
+    assert all(any(start <= one.data_ptr() < stop for start, stop in files) for one in large)
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True), 3)
+    assert all(torch.equal(one, other) for one, other in zip(encoder.parameters(), plain.parameters()))
 
 
 def test_a_model_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.offload import OffloadError
+from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3))
 
@@ -110,6 +110,41 @@ def test_no_room_on_one_rank_is_an_error_on_all_when_wrapping(tmp_path: Path) ->
     said = "No such file" if hc.rank() == hc.size() - 1 else "another rank"
     with pytest.raises(OffloadError, match=said):
         job(folder, shard=1)
+
+
+@pytest.mark.parametrize("fails", ["shards", "state"])
+def test_no_room_when_wrapping_leaves_the_model_whole(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    before = [one.detach().clone() for one in model.parameters()]
+    allocate, calls = MappedFiles.allocate, []
+
+    def allocate_some(memory: MappedFiles, wanted: Any) -> Any:
+        calls.append(wanted)
+        if hc.rank() == hc.size() - 1 and (len(calls) > 3 if fails == "shards" else len(wanted) > 1):
+            return allocate(MappedFiles(tmp_path / "missing"), wanted)
+        return allocate(memory, wanted)
+
+    def wrapped() -> Any:
+        return hc.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()),
+            model=model,
+            shard=3,
+            offload="parameters",
+            offload_folder=tmp_path,
+        )
+
+    monkeypatch.setattr(MappedFiles, "allocate", allocate_some)
+    with pytest.raises(OffloadError):
+        wrapped()
+    assert all(torch.equal(one, value) for one, value in zip(model.parameters(), before))
+    monkeypatch.undo()
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    optimizer = wrapped()
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 @pytest.mark.parametrize("shard", [1, 2])

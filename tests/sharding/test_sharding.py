@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from horovod.common import process_sets
 from torch import nn
 
 import hvd_ckpt as hc
@@ -630,6 +631,58 @@ def test_groups_with_shards_of_their_own_gather_among_themselves(within: list[li
         assert 3 * sent[1] == all_sent[1], (
             "what evaluation has gathered serves the micro-batches of the next step"
         )
+
+
+@pytest.mark.ranks(gloo=(4,))
+def test_every_step_reaches_the_copies_within_groups() -> None:
+    """Also one on gradients of one's own, or whose hook fails after the update; process sets are given back."""
+
+    def run(**options: Any) -> tuple[list[float], set[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=3, **options
+        )
+
+        def evaluated() -> float:
+            with torch.no_grad():
+                return model(torch.ones(2, 8)).sum().item()
+
+        found = [evaluated()]
+        for piece in optimizer.pieces:
+            piece.parameter.grad = torch.ones_like(piece.parameter)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        found.append(evaluated())
+        model(torch.ones(2, 8)).sum().backward()
+        handle = optimizer.register_step_post_hook(fail)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        handle.remove()
+        found.append(evaluated())
+        sets = process_sets._basics._get_process_set_ids_and_ranks()
+        optimizer.unshard()
+        return found, set(sets) - set(process_sets._basics._get_process_set_ids_and_ranks())
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    plain, _ = run()
+    grouped, added = run(within=[[0, 3], [1, 2]])
+    assert plain == grouped and len(set(plain)) == 3
+    assert len(added) == 2
+
+
+@pytest.mark.ranks(gloo=(2,))
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])
+def test_a_parameter_without_elements_is_trained_with(wire: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=3, wire=wire
+    )
+    (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()
+    optimizer.step()
 
 
 @pytest.mark.ranks(gloo=(2,))

@@ -1,0 +1,196 @@
+"""Memory for what is offloaded: files that are mapped into memory, or pinned memory beside a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.text import show_bytes
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_SMALL_BYTES = 64 << 10
+
+Wanted = tuple[int, torch.dtype]  # number of elements, dtype
+
+
+class OffloadError(OSError):
+    """Not enough room for the offloaded state. Nothing has changed: with more room the same step can be taken."""
+
+
+class MappedFiles:
+    """Files of a folder, mapped into memory, one per tensor.
+
+    A mapped page that nobody has touched lately can leave memory at any time, so the files may be larger than it. They have no
+    name and no descriptor: when the process ends, however it ends, they are gone.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
+        self._maps: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )  # by address
+        kind = _filesystem(self._folder)
+        if kind in _IN_MEMORY:
+            warnings.warn(
+                f"the folder for offloaded state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
+                f"name one on a disk (offload_folder=, hvd-ckpt train --offload-folder)",
+                stacklevel=2,
+            )
+
+    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        """1-D tensors of zeros: all of them or none.
+
+        Raises:
+            OffloadError: there is no room for them.
+        """
+        try:
+            return [self._mapped(numel, dtype) for numel, dtype in wanted]
+        except OSError as error:
+            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
+            raise _no_room(self._folder, size, error) from error
+
+    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros, whose room on the disk is taken before any is written: running out later would kill the process."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+            try:
+                tensor = torch.from_file(
+                    f"/proc/self/fd/{file.fileno()}", shared=True, size=numel, dtype=dtype
+                )
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, str(error).splitlines()[0]) from error
+        self._maps[tensor.data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
+        """The tensor is used soon, or may leave memory with its values kept."""
+        memory = self._maps.get(tensor.data_ptr())
+        if memory is not None:
+            _advise(memory, mmap.MADV_WILLNEED if soon else mmap.MADV_DONTNEED)
+
+    def release(self) -> None:
+        """All of it may leave memory."""
+        for memory in self._maps.values():
+            _advise(memory, mmap.MADV_DONTNEED)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes() for memory in self._maps.values())
+
+
+def _advise(memory: torch.UntypedStorage, advice: int) -> None:
+    """Of mapped, shared pages, which stay in the page cache, or in the file."""
+    libc = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()), advice)
+
+
+class PinnedMemory:
+    """Page-locked memory, which a CUDA device copies from and to beside its other work; used as :class:`MappedFiles`."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        try:
+            tensors = [torch.zeros(numel, dtype=dtype, pin_memory=True) for numel, dtype in wanted]
+        except RuntimeError as error:
+            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
+            raise OffloadError(
+                f"cannot offload: {show_bytes(size)} of pinned memory are needed ({str(error).splitlines()[0]}): "
+                f"free host memory, split over more ranks, or do not offload"
+            ) from error
+        self._held.update((id(tensor), tensor) for tensor in tensors)
+        return tensors
+
+    def advise(self, tensor: torch.Tensor, soon: bool) -> None:
+        pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+
+def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
+    reason = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        reason = "the limit on the size of a file, ulimit -f, is lower"
+    try:
+        free = f", {show_bytes(psutil.disk_usage(str(folder)).free)} are free"
+    except OSError:
+        free = ""
+    found = OffloadError(
+        f"cannot offload to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or name another "
+        f"folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so you can try again"
+    )
+    found.errno = error.errno
+    return found
+
+
+def _filesystem(folder: Path) -> str:
+    """The kind of file system that a folder is on; empty if it is unknown."""
+    path = Path(os.path.realpath(folder))
+    around = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
+    return max(around, key=lambda one: len(one.mountpoint)).fstype if around else ""
+
+
+@contextmanager
+def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
+    """Within it parameters of modules that are made on the CPU are in memory-mapped files, which may be larger than memory.
+
+    For a model that is then split with ``shard="parameters", offload="parameters"``: it is initialized by its own code. The files,
+    which have no name, are gone when it has been split. Parameters below 64 KiB stay in memory, lazy ones, and what
+    ``module.to(dtype)`` converts.
+
+    A parameter gets memory of its own when a module takes it (or copies it): initialize it after that, as PyTorch's modules do, not
+    the tensor that it was made of, and tie parameters as one object.
+
+    Args:
+        folder: on a disk; by default the temporary folder.
+
+    Raises:
+        OSError: there is no room for a parameter.
+    """
+    memory = MappedFiles(None if folder is None else Path(folder))
+    copied = torch.nn.Parameter.__deepcopy__
+
+    def move(parameter: torch.nn.Parameter | None) -> None:
+        if parameter is None or is_lazy(parameter) or parameter.device.type != "cpu":
+            return
+        if parameter.layout is torch.strided and parameter.nbytes >= _SMALL_BYTES:
+            spec = TensorSpec.of(parameter)
+            flat = memory.allocate([(spec.numel, parameter.dtype)])[0]
+            parameter.data = spec.unflatten(flat.copy_(spec.flatten(parameter)))
+            memory.advise(flat, soon=False)
+
+    def copy_and_move(parameter: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
+        known = id(parameter) in memo
+        result = copied(parameter, memo)  # type: ignore[no-untyped-call]
+        if not known:
+            move(result)
+        return result
+
+    handle = register_module_parameter_registration_hook(lambda module, name, parameter: move(parameter))
+    torch.nn.Parameter.__deepcopy__ = copy_and_move  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign]
+        handle.remove()
+        memory.release()  # what initialized them has touched them
