@@ -21,6 +21,7 @@ from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_formats
+from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
@@ -256,10 +257,11 @@ def shard_optimizer(
                     optimizer._op,
                     shards,
                 )
-    except Exception:  # raised on all ranks; the model is as it was
+    except Exception as error:  # the model is as it was
         for group, parameters in zip(optimizer.param_groups, whole):
             group["params"] = parameters
-        release(added)
+        if offload is not None and isinstance(error, (OffloadError, ValueError)):  # raised on all ranks
+            release(added)
         raise
     optimizer._sharding = sharding
     if offload is not None and isinstance(store, ShardedParameters):

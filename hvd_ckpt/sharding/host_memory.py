@@ -87,7 +87,7 @@ class MappedFiles:
 
     def release(self) -> None:
         """All of it may leave memory."""
-        for memory in self._maps.values():
+        for memory in list(self._maps.values()):
             _advise(memory, mmap.MADV_DONTNEED)
 
     @property

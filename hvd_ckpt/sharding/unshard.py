@@ -55,18 +55,15 @@ class _Flat:
         self.group = group
         rank, within = exchange.rank, exchange.within
         self.what = f"gather.{group.position}"
-        if offload is None:
-            self.shard = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
-        else:
-            self.shard = offload.empty(group.shard_numel, group.dtype)
-        self.secondary: torch.Tensor | None = None
+
+        def memory(numel: int) -> torch.Tensor:
+            if offload is not None:
+                return offload.empty(numel, group.dtype)
+            return torch.zeros(numel, dtype=group.dtype, device=group.device)
+
+        self.shard = memory(group.shard_numel)
+        self.secondary = None if within is None else memory(group.padded // within.ranks)
         self.current = False
-        if within is not None:
-            numel = group.padded // within.ranks
-            if offload is None:
-                self.secondary = torch.zeros(numel, dtype=group.dtype, device=group.device)
-            else:
-                self.secondary = offload.empty(numel, group.dtype)
         self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
         self._storage = self.whole.untyped_storage()
         self.identity = self._storage._cdata
@@ -173,6 +170,7 @@ class UnitParameters:
         """Begins to gather, with ``exactly`` what the shards hold, whatever the format. Collective."""
         assert self._state is _State.SHARDED
         self._state = _State.UNSHARDING
+        awaited = self._awaited  # noqa: F841 (is read from the stack where another rank has gone before this one begins)
         for flat in self._flats:
             flat.allocate()
             exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -425,8 +426,11 @@ def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
     )
     for _ in range(7):  # the last average that has left has arrived
         optimizer.step()
-    kept = estimate.averages + estimate.offloaded
-    assert bytes_since(before) == pytest.approx(estimate.parameters + kept, rel=0.01)
+    kept = pytest.approx(estimate.parameters + estimate.averages + estimate.offloaded, rel=0.01)
+    limit = time.monotonic() + 20  # in which Horovod's thread lets go of messages that have arrived
+    while (held := bytes_since(before)) != kept and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert held == kept
     optimizer.step()
     optimizer.step()
     optimizer.close()
@@ -546,7 +550,10 @@ def test_gradients_are_reduced_within_groups_and_averages_made_between_them(
     more: dict[str, Any] = {"fragments": 2, "wire": "int8", "moments": {"exp_avg": 6}}
     whole = train(make(**more), 4)
     state = whole.state()
-    assert train(make(**more).load(state), 5).hash() == train(whole, 5).hash()
+    want = train(whole, 5).hash()
+    assert train(make(**more).load(state), 5).hash() == want
+    offloaded = make(**more, offload="parameters" if shard == 3 else "optimizer")
+    assert train(offloaded.load(state), 5).hash() == want
 
 
 @pytest.mark.ranks(gloo=(1, 2))

@@ -118,6 +118,7 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     text.write_bytes(bytes(range(32, 127)) * 40)
     job = Job(hosts, tmp_path, ["hvd-ckpt", "train", *SETTINGS, "--text", str(text), "--output", str(run)])
     job.wait_for(lambda: len(steps_of(run)) > 2 * COMMIT_EVERY)
+    job.wait_for(lambda: snapshot_of(run, len(steps_of(run)) // COMMIT_EVERY * COMMIT_EVERY).exists())
     job.kill("b")
     alone = job.wait_for(lambda: starts(job.output, 1))
     job.discover("a", "b", "c")
