@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -188,8 +188,12 @@ class LocalOptimizer(_Base):
                 error = exception
             raise_together(error, self._members, "hvd_ckpt.local.load")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
-        if averaging is not None:
-            averaging.load_state_dict(local)
+        self.load_averages(local)
+
+    def load_averages(self, state: Mapping[str, Any] | None) -> None:
+        """Loads what a state has under ``"local_sgd"``, that of this rank; with None a new period begins. On every rank."""
+        if self._averaging is not None:
+            self._averaging.load_state_dict(state)
 
     def close(self) -> None:
         """Removes the process sets that were added for ``within``, unless another optimizer uses them. Collective.

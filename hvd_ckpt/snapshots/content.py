@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from hvd_ckpt.grid import current
 from hvd_ckpt.hosts import host_name
+from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.reduction.process_sets import ranks_of
 from hvd_ckpt.schema import Wrong, first_error
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import COUNTERS, ShardRange, ranges_of
@@ -69,7 +71,7 @@ class RunShards:
     """Makes the :class:`ShardState` of a run.
 
     In pipeline stages all ranks write weights and optimizer state as shards, each element once: what all replicas of a stage have,
-    the first of them writes.
+    the first of them writes. Where groups of local SGD are sharded, rank 0's group writes the shards, and the others none.
 
     Args:
         model: whole, sharded or a ``Pipeline``.
@@ -79,12 +81,14 @@ class RunShards:
         aliases: further names of tied parameters, and the name under which each is in a snapshot.
         stage: of sharding, from 0 to 3.
         sharded: whether the optimizer's state is split over the ranks.
+        is_first: whether this rank's group is that of rank 0, which without local SGD is all ranks.
         splits_each: whether exact weights are split, too, since the model's own are not whole or not exact.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.stage, self._pipeline_stages = optimizer.shard_stage, current().stages
         self.sharded = self.stage > 0 or self._pipeline_stages > 1
+        self.is_first = not isinstance(optimizer, LocalOptimizer) or 0 in ranks_of(optimizer._process_set)
         self.aliases: dict[str, str] = {}
         if self.sharded:
             self._tensors, self.aliases = tensors_of(model, self._pipeline_stages > 1, optimizer)
@@ -121,6 +125,8 @@ class RunShards:
             # A tied parameter is the first of its stages' to write, and what is whole the first replica's.
             own = dict(model.named_parameters()) if self.stage or current().replica == 0 else {}
             pieces = _select(state, pieces, own)
+        if not self.is_first:
+            pieces, weights = _select(state, pieces, ()), None if weights is None else []
         shards = RankShards(
             stage=self.stage,
             pipeline_stages=self._pipeline_stages,

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.schema import Wrong, shown
+from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, REPLICATED, rank_file, shard_file
+from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, REPLICATED, rank_file, shard_file
 from hvd_ckpt.snapshots.tensors import save_weights
 
 Write = Callable[[Path, dict[str, Tensor]], None]
@@ -99,26 +100,48 @@ def whole_weights(files: SnapshotFiles, ema: bool = False) -> dict[str, Tensor]:
 
 
 def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The mean of all ranks' weights and float buffers, where they have their own; else rank 0's, which are given."""
-    sums: dict[str, Tensor] = {}
-    for rank in range(files.manifest.ranks):
-        name = rank_file(rank)
-        state = files.state(name, mmap=True)
+    """The mean of all ranks' (groups') weights and float buffers, where they have their own; else rank 0's, which are given."""
+    manifest, sums, specs = files.manifest, {}, {}
+    added: dict[str, int] = {}
+    written = 0  # ranks whose weights are those of the snapshot
+    for rank in range(manifest.ranks):
+        file = rank_file(rank)
+        state = files.state(file, mmap=True)
         local = state.get("local") if isinstance(state, dict) else None
         if not isinstance(local, dict):
             return weights
-        with naming(files.path, name):
-            own = {**local["weights"], **state["buffers"]} if rank else weights
-            for each, first in weights.items():
-                wide = torch.promote_types(first.dtype, torch.float64)
-                if each in files.manifest.aliases or not (first.is_floating_point() or first.is_complex()):
-                    continue
-                value = own.get(each)
-                if not isinstance(value, Tensor) or value.shape != first.shape:
-                    raise Wrong(f"it has no {shown(each)} that fits the weights: {DAMAGED}")
-                sums[each] = value.to(wide) + sums.get(each, 0.0)
-    means = {each: (total / files.manifest.ranks).to(weights[each].dtype) for each, total in sums.items()}
-    aliases = {alias: means[name] for alias, name in files.manifest.aliases.items() if name in means}
+        own = {**local["weights"], **state["buffers"]}
+        if rank == 0:
+            own = weights
+            for name, first in weights.items():
+                if name not in manifest.aliases and (first.is_floating_point() or first.is_complex()):
+                    stored = None if manifest.sharding is None else manifest.sharding.parameters.get(name)
+                    specs[name] = TensorSpec.of(first) if stored is None else stored.spec
+                    wide = torch.promote_types(first.dtype, torch.float64)
+                    sums[name], added[name] = torch.zeros(first.numel(), dtype=wide), 0
+        ranges = (
+            {}
+            if rank == 0 or local["pieces"] is None
+            else {one[0]: one[1:] for one in local["pieces"]["weights"]}
+        )
+        with naming(files.path, file):
+            for name in own.keys() & sums.keys():
+                value, spec = own[name], specs[name]
+                start, stop = ranges.get(name, (0, spec.numel))
+                shape = (stop - start,) if name in ranges else spec.shape
+                if not isinstance(value, Tensor) or value.shape != shape or stop > spec.numel:
+                    raise Wrong(f"it has no {shown(name)} that fits the weights: {DAMAGED}")
+                sums[name][start:stop] += value if name in ranges else spec.flatten(value)
+                added[name] += stop - start
+        written += not local["weights"]
+    means = {}
+    for name, total in sums.items():
+        copies = manifest.ranks if name in state["buffers"] else manifest.ranks // max(written, 1)
+        with naming(files.path, MANIFEST):
+            if added[name] != copies * total.numel():
+                raise Wrong(f"its ranks do not have {copies} times each element of {shown(name)}: {DAMAGED}")
+        means[name] = specs[name].unflatten(total / copies).to(weights[name].dtype)
+    aliases = {alias: means[name] for alias, name in manifest.aliases.items() if name in means}
     return {**weights, **means, **aliases}
 
 

@@ -59,7 +59,10 @@ def load_state(
     """
     parts = None
     with errors_on_all("hvd_ckpt.snapshots.parts"):
-        if snapshot.sharding is not None:
+        if snapshot.sharding is not None and snapshot.replicated["optimizer"] is not None:
+            pieces = snapshot.per_rank["local"]["pieces"]["optimizer"]
+            parts = [{**snapshot.replicated["optimizer"], "pieces": pieces}]  # a rank's own, of local SGD
+        elif snapshot.sharding is not None:
             names = {shards.aliases.get(one.name, one.name): one.name for one in ranges_of(optimizer)}
             wanted = [
                 one._replace(name=shards.aliases.get(one.name, one.name)) for one in ranges_of(optimizer)

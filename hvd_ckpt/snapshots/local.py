@@ -1,12 +1,13 @@
 """What each rank of local SGD has of its own between averages, as per-rank state of a snapshot.
 
-Rank 0's weights and optimizer state are those of the snapshot, which any number of ranks can load.
+Rank 0's weights and optimizer state, or those of its group, are those of the snapshot, which any number of ranks can load.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -16,23 +17,36 @@ from torch import nn
 from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
 from hvd_ckpt.precision import GradScaler
 from hvd_ckpt.reduction.agreement import errors_on_all
+from hvd_ckpt.schema import Wrong
+from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.resume import check_shard
+from hvd_ckpt.snapshots.schema import DAMAGED, ShardMetadata
 
 
-def state_of_rank(optimizer: Any, model: nn.Module, scaler: GradScaler | None) -> dict[str, Any] | None:
+def state_of_rank(
+    optimizer: Any, model: nn.Module, scaler: GradScaler | None, shards: RunShards
+) -> dict[str, Any] | None:
     """What this rank has of its own between averages; None where all ranks step together."""
     if not isinstance(optimizer, LocalOptimizer):
         return None
     state = optimizer.state_dict()
     averages = state.pop(STATE)
-    first = hvd.rank() == 0
+    kept = {name: state[name] for name in ("state", "param_groups", "master_weights") if name in state}
+    weights = _weights_by_name(optimizer) if optimizer.shard_stage else dict(model.named_parameters())
+    written = shards.is_first if shards.sharded else hvd.rank() == 0  # elsewhere in the snapshot
     return {
-        "weights": {} if first else dict(model.named_parameters()),
-        "optimizer": None if first else state,
+        "weights": {} if written else weights,
+        "optimizer": None if written else kept,
+        "pieces": _pieces_of(optimizer),
         "scaler": None if scaler is None else scaler.state_dict(),
         "averages": averages,
     }
+
+
+def _weights_by_name(optimizer: Any) -> dict[str, torch.Tensor]:
+    return {name: values for name, _, _, values in optimizer.weight_pieces()}
 
 
 def whole_state(optimizer: Any) -> dict[str, Any]:
@@ -42,13 +56,22 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def load_rank(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> Snapshot:
+def load_rank(
+    snapshot: Snapshot, model: nn.Module, optimizer: Any, expected: Mapping[str, Mapping[str, Any]]
+) -> tuple[Snapshot, dict[str, Any] | None]:
     """Loads this rank's own weights, if the period goes on, and returns the snapshot with its optimizer state and loss scale.
 
     Collective. Otherwise a new period begins with what rank 0 had, and outer momentum begins at zero.
 
+    Args:
+        expected: see :func:`hvd_ckpt.snapshots.resume.read_shards`.
+
+    Returns:
+        The snapshot, and the state of the averages; None if a new period begins.
+
     Raises:
-        SnapshotError: the snapshot lies within a period, and the optimizer is not one of the same period and ranks; on every rank.
+        SnapshotError: it lies within a period, and the optimizer is not one of the same period and ranks; or it is damaged. On
+            every rank.
     """
     shared = snapshot.replicated
     own = snapshot.per_rank["local"] if snapshot.per_rank and snapshot.ranks == hvd.size() else None
@@ -58,6 +81,8 @@ def load_rank(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> Snapshot:
             fault = "the optimizer is not one of LocalSGD"
         elif own is None:
             fault = f"there are {hvd.size()} ranks, and it has the weights of {snapshot.ranks}"
+        elif own["pieces"] != _pieces_of(optimizer):
+            fault = "its ranks have other shards of the weights"
         else:
             assert optimizer._averaging is not None
             try:
@@ -69,17 +94,52 @@ def load_rank(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> Snapshot:
                 f"The snapshot of step {snapshot.step} lies within a period of local SGD, where ranks have weights of their own: "
                 f"{fault}; give the same ranks and settings, or resume from a period's end (one fragment, no delay)."
             )
+        if own is not None and fault is None and own["pieces"] is not None and own["optimizer"] is not None:
+            try:
+                _check_own(own, optimizer, expected)
+            except Wrong as error:
+                raise SnapshotError(
+                    f"The snapshot of step {snapshot.step} cannot be used: per_rank.local: {error}: {DAMAGED}."
+                ) from None
     if not isinstance(optimizer, LocalOptimizer):
-        return snapshot
+        return snapshot, None
     if own is None or fault is not None:
         if hvd.rank() == 0:
             warnings.warn("A new period of local SGD begins; outer momentum, if any, is zero.", stacklevel=2)
-        return snapshot
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name in own["weights"]:
-                weight.copy_(own["weights"][name])
-    state = {**(own["optimizer"] or shared["optimizer"]), STATE: own["averages"]}
-    return dataclasses.replace(
-        snapshot, replicated={**shared, "optimizer": state, "scaler": own["scaler"] or shared["scaler"]}
+        return snapshot, None
+    if own["pieces"] is None:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name in own["weights"]:
+                    weight.copy_(own["weights"][name])
+    elif own["optimizer"] is not None:  # on all ranks of a group alike
+        sharded: Any = optimizer
+        sharded.load_weight_pieces(
+            [(*piece[:3], own["weights"][piece[0]]) for piece in sharded.weight_pieces()]
+        )
+    state = own["optimizer"] or shared["optimizer"]
+    scaler = own["scaler"] or shared["scaler"]
+    found = dataclasses.replace(snapshot, replicated={**shared, "optimizer": state, "scaler": scaler})
+    return found, own["averages"]
+
+
+def _pieces_of(optimizer: Any) -> dict[str, list[tuple[str, int, int]]] | None:
+    """This rank's shards of weights and optimizer state; None if it has whole ones."""
+    if not optimizer.shard_stage:
+        return None
+    return {
+        "weights": [piece[:3] for piece in optimizer.weight_pieces()],
+        "optimizer": [(one.name, one.start, one.stop) for one in optimizer.pieces],
+    }
+
+
+def _check_own(own: Mapping[str, Any], optimizer: Any, expected: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises Wrong unless a rank's own shards are of the sizes that it has."""
+    here = _weights_by_name(optimizer)
+    for name, values in here.items():
+        given = own["weights"].get(name)
+        if given is None or (given.shape, given.dtype) != (values.shape, values.dtype):
+            raise Wrong(f"weights has no shard of {name} with {values.numel()} elements of {values.dtype}")
+    check_shard(
+        own["optimizer"], ShardMetadata.of(own["pieces"]["optimizer"]), expected, len(optimizer.param_groups)
     )

@@ -68,7 +68,7 @@ class OptimizerState(Strict):
         return self
 
 
-class _ShardState(OptimizerState):
+class ShardState(OptimizerState):
     """The structure of a rank's shard, with a tensor for each of its shards of parameters where a run has such."""
 
     master_weights: dict[int, Tensor] = Field(default_factory=dict)
@@ -259,19 +259,19 @@ def read_shards(
         part = files.state(name, mmap=True)
         with naming(path, name):
             try:
-                _check_shard(part, shards, expected, groups)
+                check_shard(part, shards, expected, groups)
             except Wrong as error:
                 raise Wrong(f"{error}: {DAMAGED}, or give the settings that the run had") from None
         parts.append({**part, "pieces": [[shard.name, shard.offset, shard.stop] for shard in shards]})
     return parts
 
 
-def _check_shard(
+def check_shard(
     part: Any, shards: Sequence[ShardMetadata], expected: Mapping[str, Mapping[str, Any]], groups: int
 ) -> None:
     """Raises Wrong unless it is a rank's shard of the state of such an optimizer."""
     try:
-        checked = _ShardState.model_validate(part)
+        checked = ShardState.model_validate(part)
     except ValidationError as error:
         raise Wrong(first_error(error)) from None
     numbers = [number for group in checked.param_groups for number in group["params"]]

@@ -74,13 +74,17 @@ class TensorMetadata(Strict):
         return math.prod(self.size)
 
     @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(torch.Size(self.size), self.stride)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """A view of all elements, in the order of memory, as the parameter."""
-        return flat.as_strided(self.size, self.stride)
+        return self.spec.unflatten(flat)
 
     @model_validator(mode="after")
     def _is_dense(self) -> TensorMetadata:

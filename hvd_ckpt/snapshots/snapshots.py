@@ -105,8 +105,8 @@ class Snapshots:
 
     Raises:
         TypeError: an argument has no state that can be saved.
-        ValueError: ``keep`` is less than 1; or the optimizer is one of :func:`hvd_ckpt.LocalSGD`, and it is sharded, some ranks do
-            not take part, or there are an average or pipeline stages.
+        ValueError: ``keep`` is less than 1; or the optimizer is one of :func:`hvd_ckpt.LocalSGD`, and some ranks do not take part,
+            or there are an average or pipeline stages.
     """
 
     def __init__(
@@ -314,11 +314,11 @@ class Snapshots:
             expected, options: see :func:`hvd_ckpt.snapshots.loading.load_state`.
         """
         self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
-        snapshot = load_rank(snapshot, self._model, self._optimizer)
         if expected is None:
             of_shards = state_of_shards(self._optimizer, self._model)
             expected = {self._name(name): entries for name, entries in of_shards.items()}
-        return load_state(
+        snapshot, averages = load_rank(snapshot, self._model, self._optimizer, expected)
+        of_rank = load_state(
             snapshot,
             expected,
             self._model,
@@ -328,6 +328,9 @@ class Snapshots:
             self._scaler,
             options,
         )
+        if isinstance(self._optimizer, LocalOptimizer):
+            self._optimizer.load_averages(averages)
+        return of_rank
 
     def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         """:meth:`save` with the further state of :meth:`contents`."""
@@ -364,7 +367,7 @@ class Snapshots:
                 "random": random_state(),
                 "reduction": optimizer.reduction_state_dict(),
                 "buffers": dict(self._model.named_buffers()),
-                "local": state_of_rank(optimizer, self._model, self._scaler),
+                "local": state_of_rank(optimizer, self._model, self._scaler, self._shards),
                 **per_rank,
             },
             "shard": self._shards.state(self._model, optimizer, average_shard),
@@ -423,7 +426,6 @@ class Snapshots:
 def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:
     """Raises ValueError where what a rank of local SGD has is not a whole model."""
     for wrong, reason in (
-        (optimizer.shard_stage > 0, "shards its groups: leave out shard"),
         (optimizer._members.process_set_id != 0, "is of a process set: give it all ranks"),
         (average is not None, "has other weights on each rank: leave out average"),
         (current().stages > 1, "has parts of the model: use init(stages=1)"),

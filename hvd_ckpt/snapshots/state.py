@@ -17,6 +17,7 @@ from hvd_ckpt.snapshots.content import named_tensors
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import (
     OptimizerState,
+    ShardState,
     check_averages,
     check_optimizer,
     check_sharding,
@@ -128,13 +129,23 @@ class _Averages(Strict):
     fragments: list[_Fragment]
 
 
+class _Pieces(Strict):
+    weights: list[tuple[str, Count, Count]]
+    optimizer: list[tuple[str, Count, Count]]
+
+
 class Local(Strict):
-    """State that a rank of local SGD has of its own between averages; rank 0's weights and optimizer state are the snapshot's."""
+    """State that a rank of local SGD has of its own between averages; rank 0's weights and optimizer state are the snapshot's.
+
+    With ``pieces`` both are shards, 1-D, which it has by name, first and last + 1 element; those of rank 0's group are the
+    snapshot's own.
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     weights: dict[str, Tensor]
-    optimizer: OptimizerState | None
+    optimizer: ShardState | None
+    pieces: _Pieces | None
     scaler: Scaler | None
     averages: _Averages
 
@@ -234,6 +245,7 @@ def check_fits(
         check_tensors(of_model(one, buffers), buffers, "replicas.buffers", False)
     for state in resumed.per_stage:
         check_tensors(of_model(state["buffers"], buffers), buffers, "buffers", False)
-        if (local := state["local"]) is not None and local["optimizer"] is not None:
+        local = state["local"]
+        if local is not None and local["optimizer"] is not None and local["pieces"] is None:
             check_tensors(local["weights"], dict(model.named_parameters()), "local.weights", True)
             check_optimizer(local["optimizer"], optimizer)

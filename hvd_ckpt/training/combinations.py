@@ -76,8 +76,8 @@ def _check_local(config: Config) -> None:
         )
     for name, wrong, reason in (
         ("wire", config.wire == "int4", "it is for sharded gradients, give int8"),
-        ("shard", config.shard_stage > 0, "each rank steps on weights of its own, leave it out"),
-        ("offload", config.offload == "parameters", "each rank steps on whole parameters, give optimizer"),
+        ("shard", config.shard_stage > 0 and config.within is None, "it splits over the ranks of a group, give within as well"),
+        ("accumulate_locally", config.accumulate_locally, "gradients are reduced within groups in each step, leave it out"),
         ("stages", config.stages > 1, "each rank steps on a whole model, leave it out"),
         ("replicas", config.replicas is not None, "ranks that step on their own have no bits in common, leave it out"),
         ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),

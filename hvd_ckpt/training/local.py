@@ -17,7 +17,7 @@ from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.training.config import Config, ConfigError
 
 # Settings that a period begins and ends with.
-OF_A_PERIOD = ("local_steps", "fragments", "delay", "wire", "within")
+OF_A_PERIOD = ("local_steps", "fragments", "delay", "wire", "within", "shard")
 
 
 def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> LocalOptimizer:
@@ -43,6 +43,7 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
             delay=config.delay,
             wire=config.wire,
             within=config.within,
+            shard=config.shard,
             model=model,
             elastic=True,
             offload=config.offload,

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import hvd_ckpt as hc
+from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.reader import SnapshotError, read
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -45,7 +47,7 @@ class Loop:
         torch.manual_seed(5)
         self.data = TensorDataset(torch.randn(60, 8), torch.arange(60) % 4)
         torch.manual_seed(seed)
-        self.sampler = hc.DistributedSampler(self.data, 5, seed=3, epochs=2)
+        self.sampler = hc.DistributedSampler(self.data, 5, seed=3, epochs=4)
         self.loader: Any = hc.DataLoader(self.data, self.sampler)
         self.model = nn.Sequential(
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 4)
@@ -222,6 +224,36 @@ def test_a_loop_of_local_sgd_resumes_within_a_period_with_work_under_way(folder:
     loop = Loop()
     with pytest.raises(ValueError, match="leave out average"):
         hc.Snapshots(folder, model=ended.model, optimizer=ended.optimizer, average=loop.average)
+
+
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_a_loop_of_local_sgd_that_is_sharded_within_groups_resumes_in_the_same_bits(
+    folder: Path, shard: int
+) -> None:
+    groups = [[0, 1]] if hc.size() == 2 else [[0, 2], [1, 3]]
+    local = {**UNDER_WAY, "within": groups, "shard": shard}
+    whole = Loop(local=local)
+    assert whole.run(folder / "whole") == (STEPS, None)
+    expected = whole.results()
+    ended = Loop(local=local)
+    assert ended.run(folder / "run", every=7, steps=7) == (7, None)  # a fragment is under way
+    ranks = hc.allgather_object(ended.results())
+    assert torch.equal(ranks[0]["3.weight"], ranks[groups[0][1]]["3.weight"])
+    assert hc.size() == 2 or not torch.equal(ranks[0]["3.weight"], ranks[1]["3.weight"])
+    if hc.rank() == 0:
+        export(folder / "run" / "snapshots" / "step-00000007", folder / "mean.safetensors")
+        for name, value in load_file(folder / "mean.safetensors").items():
+            if value.is_floating_point():
+                torch.testing.assert_close(value, torch.stack([one[name] for one in ranks]).mean(0))
+
+    other = Loop(seed=7, local=local)
+    assert other.run(folder / "run") == (STEPS, None)
+    check_same(other.results(), expected)
+    if hc.size() == 4:
+        for wrong in {"shard": 0}, {"within": [[0, 1], [2, 3]]}:
+            with pytest.raises(SnapshotError, match=r"lies within a period .*(other shards|groups)"):
+                Loop(local={**local, **wrong}).run(folder / "run")
 
 
 def test_an_average_in_a_step_that_overflow_skips_waits_for_the_copy(

@@ -93,11 +93,11 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"local_steps": 4, "within": [[0, "1"]]}, "within: [[0, '1']] is not allowed"),
         ({"shard": 2, "within": "host"}, "within host: it is for local SGD and for shard parameters"),
         ({"local_steps": 4, "wire": "int4"}, "local_steps 4 and wire int4"),
-        ({"local_steps": 4, "shard": 1}, "local_steps 4 and shard optimizer"),
+        ({"local_steps": 4, "shard": 1}, "give within as well"),
         ({"local_steps": 4, "stages": 2}, "local_steps 4 and stages 2"),
         (
             {"local_steps": 4, "offload": "parameters"},
-            "each rank steps on whole parameters, give optimizer",
+            "whole parameters stay in memory, give shard parameters as well",
         ),
         ({"local_steps": 4, "replicas": 2}, "local_steps 4 and replicas 2"),
         ({"local_steps": 4, "ema": 0.9}, "local_steps 4 and ema 0.9"),
