@@ -117,7 +117,13 @@ def assert_same_end(trainer: Trainer, other: Trainer) -> None:
         {"local_steps": 5, "precision": "fp16", "delay": 2, "offload": "optimizer"},
         {"local_steps": 5, "within": [[0, 1]], "outer_lr": 0.5, "batch_norm": "deferred", "accumulate": 2},
         {**STREAMING, "within": [[0, 1]], "shard": "gradients", "clip": 0.5},
-        {**STREAMING, "within": [[0, 1]], "shard": "parameters", "precision": "fp16", "offload": "parameters"},
+        {
+            **STREAMING,
+            "within": [[0, 1]],
+            "shard": "parameters",
+            "precision": "fp16",
+            "offload": "parameters",
+        },
     ],
     ids=["streaming", "fp16 offloaded", "one group", "a sharded group", "an offloaded group"],
 )
