@@ -30,6 +30,7 @@ class GradientEntry:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    dense: bool  # its elements fill consecutive places
     view: torch.Tensor | None = None
     pointer: int = 0
     filled: bool = False  # there was a gradient when the bucket was last gathered
@@ -82,7 +83,9 @@ class Bucket:
     version: int = 0
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
-        self.entries.append(GradientEntry(index, parameter, self.numel, parameter.shape, parameter.stride()))
+        shape, stride = parameter.shape, parameter.stride()
+        dense = parameter.numel() > 0 and is_dense(shape, stride)
+        self.entries.append(GradientEntry(index, parameter, self.numel, shape, stride, dense))
         self.indices.append(index)
         self.numel += parameter.numel()
 
@@ -95,10 +98,11 @@ class Bucket:
         """The storage, made if need be and cut into views."""
         if self.flat is None:
             self.flat = torch.empty(self.numel + self.flags, dtype=self.dtype, device=self.device)
-        for entry in self.entries:
-            view = entry.view
-            if view is None or view.data_ptr() != entry.pointer or view.dtype is not self.dtype:
-                self.view(entry)
+        with torch.no_grad():
+            for entry in self.entries:
+                view = entry.view
+                if view is None or view.data_ptr() != entry.pointer or view.dtype is not self.dtype:
+                    self.view(entry)
         return self.flat
 
     def view(self, entry: GradientEntry) -> torch.Tensor:
@@ -147,7 +151,8 @@ class Bucket:
         ):
             return
         if not entry.holds(gradient):
-            view = self.view(entry)
+            with torch.no_grad():
+                view = self.view(entry)
             view.detach().copy_(gradient)
             copied(gradient, view)
             entry.parameter.grad = view
@@ -187,10 +192,9 @@ class Bucket:
 
 def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
     """An entry's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say)."""
-    with torch.no_grad():
-        if entry.numel and is_dense(entry.shape, entry.stride):
-            return flat.as_strided(entry.shape, entry.stride, entry.offset)
-        return flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+    if entry.dense:
+        return flat.as_strided(entry.shape, entry.stride, entry.offset)
+    return flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -267,6 +267,7 @@ class Reducer(OwningReducer):
                 flags = flat[bucket.numel :].tolist()
         return flags
 
+    @torch.no_grad()
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
         """Makes each ``grad``, but for those to ``keep``, what has arrived in its bucket; puts late parts aside."""
         usual = not (self._late or keep or self.assignment.densified)
