@@ -119,11 +119,8 @@ def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor
                     specs[name] = TensorSpec.of(first) if stored is None else stored.spec
                     wide = torch.promote_types(first.dtype, torch.float64)
                     sums[name], added[name] = torch.zeros(first.numel(), dtype=wide), 0
-        ranges = (
-            {}
-            if rank == 0 or local["pieces"] is None
-            else {one[0]: one[1:] for one in local["pieces"]["weights"]}
-        )
+        pieces = local["pieces"]["weights"] if rank and local["pieces"] is not None else []
+        ranges = {each: (start, stop) for each, start, stop in pieces}
         with naming(files.path, file):
             for name in own.keys() & sums.keys():
                 value, spec = own[name], specs[name]
@@ -133,7 +130,7 @@ def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor
                     raise Wrong(f"it has no {shown(name)} that fits the weights: {DAMAGED}")
                 sums[name][start:stop] += value if name in ranges else spec.flatten(value)
                 added[name] += stop - start
-        written += not local["weights"]
+        written += local["optimizer"] is None
     means = {}
     for name, total in sums.items():
         copies = manifest.ranks if name in state["buffers"] else manifest.ranks // max(written, 1)
