@@ -3,8 +3,8 @@
 conftest.py says which kinds of tests there are. Those of one process and those of whole commands run under plain pytest; those
 of ranks run under horovodrun, with 1, 2, 3 and 4 ranks over Gloo and 2 and 4 over MPI where it works. Each rank leaves a JUnit
 file. A test failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The last
-line sums all runs. Whole commands, whatever else starts no ranks over MPI, and ranks over Gloo run beside each other; the output of
-the first passes through, and that of the others follows it.
+line sums all runs. Whole commands, ranks over Gloo, and the rest run beside each other; the output of the first passes through, and
+that of the others follows it.
 
 Arguments go to pytest. Those that name files or folders choose the tests:
 
@@ -13,6 +13,7 @@ Arguments go to pytest. Those that name files or folders choose the tests:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -36,6 +37,7 @@ from helpers.kinds import SELECTIONS, kind_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
+SLEEP_WHEN_WAITING = Path(__file__).parent / "helpers" / "sleep_when_waiting.c"
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
 SECONDS = 2700.0  # that a run may take on a busy machine
 
@@ -65,10 +67,9 @@ def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
 
 LANES = (  # beside each other
     (Run("whole commands", "launch"),),
-    (Run("several hosts", "hosts"), Run("one process", "process")),
+    (Run("several hosts", "hosts"), Run("one process", "process"), *_over("mpi", 2, 4)),
     _over("gloo", 1, 2, 3, 4),
 )
-ALONE = _over("mpi", 2, 4)  # ranks that wait in MPI keep their cores busy
 
 
 def belongs(path: str, run: Run) -> bool:
@@ -93,6 +94,18 @@ def mpi_works() -> bool:
     if not answer.works:
         print(f"\nMPI does not work here ({answer.reason}): its runs are left out.", flush=True)
     return answer.works
+
+
+@functools.cache
+def sleeping_wait() -> str | None:
+    """The library to preload so that a wait in MPI sleeps; None where there is no C compiler."""
+    folder = tempfile.mkdtemp(prefix="hvd_ckpt_tests_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = f"{folder}/sleep_when_waiting.so"
+    compiler = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    command = [compiler, "-shared", "-fPIC", "-O2", "-o", library, str(SLEEP_WHEN_WAITING)]
+    made = compiler is not None and subprocess.run(command, capture_output=True).returncode == 0
+    return library if made else None
 
 
 @dataclass(frozen=True)
@@ -128,9 +141,11 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
     from hvd_ckpt.probe import launcher_environment
 
-    # Without yielding, a rank that waits in MPI takes the core from one that works, where there are more ranks than cores.
+    # A rank that waits in MPI would take the core from one that works: there are more ranks than cores.
     # Small tensors gain nothing from a second thread, and the other core has work.
     environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
+    if library := sleeping_wait():
+        environment["LD_PRELOAD"] = " ".join(filter(None, [library, environment.get("LD_PRELOAD")]))
     if run.kind == "process":
         environment["OMP_NUM_THREADS"] = "1"
     if run.controller and mpi_works():
@@ -230,12 +245,13 @@ def main(arguments: list[str]) -> int:
 
     def chosen(lane: Sequence[Run]) -> list[tuple[Run, list[str]]]:
         paths = [(run, [path for path in named or ["tests"] if belongs(path, run)]) for run in lane]
-        return [(run, [*options, *some]) for run, some in paths if some]
+        return [
+            (run, [*options, *some])
+            for run, some in paths
+            if some and (run.controller != "mpi" or mpi_works())
+        ]
 
     results = execute_beside([lane for lane in map(chosen, LANES) if lane])
-    alone = chosen(ALONE)
-    if alone and mpi_works():
-        results += [execute(*each) for each in alone]
     total: Counter[str] = sum((result.counts for result in results), Counter())
     print(f"\n===== all runs, {time.monotonic() - start:.0f} s =====")
     for result in results:
