@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.folders import make_writable
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.recompute.calls import map_tensors
 
@@ -36,15 +37,21 @@ def cached(
     """The plan of that key in ``folder``; else the one that ``make`` makes, which is written there.
 
     A file that is damaged or does not fit the model is replaced.
+
+    Raises:
+        ValueError: the folder cannot be written to.
     """
     path = Path(folder) / f"plan-{key}.json"
+    try:
+        make_writable(path.parent)
+    except OSError as error:
+        raise ValueError(f"the plan cache '{folder}' cannot be written to: {error.strerror}") from None
     with contextlib.suppress(FileNotFoundError, PlanError):
         plan = Plan.load(path)
         plan.check(model)
         say(f"taking the plan in {path}")
         return plan
     plan = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
     plan.save(path)
     return plan
 
@@ -122,5 +129,9 @@ def _code(value: Any, depth: int = _DEPTH) -> Iterator[str]:
     elif isinstance(value, (tuple, list, dict)) and depth:
         for one in value.items() if isinstance(value, dict) else value:
             yield from _code(one, depth - 1)
+    elif isinstance(value, _PLAIN):
+        yield repr(value)
     else:
-        yield repr(value) if isinstance(value, _PLAIN) else str(type(value))
+        yield str(type(value))
+        if not isinstance(value, (type, types.ModuleType)):
+            yield from _code(getattr(value, "__dict__", None), depth - 1)

@@ -27,6 +27,8 @@ def check_combinations(config: Config) -> None:
     recomputing = [name for name in ("budget", "plan", "segments") if getattr(config, name) is not None]
     if len(recomputing) > 1:
         raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")
+    if config.plan_cache is not None and config.budget is None:
+        raise ValueError(f"plan_cache {config.plan_cache}: it keeps plans for a budget, give budget as well")
     if config.reentrant and config.segments is None:
         raise ValueError("reentrant: it is a variant of recomputing segments, give segments as well")
     if config.accumulate > config.batch:

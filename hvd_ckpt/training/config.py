@@ -199,6 +199,9 @@ class Config(Strict):
         description="Peak memory of a micro-batch's step (in pipeline stages: of a stage), for a plan: 6GiB, 0.3x, 80%, min.",
     )
     plan: Text | None = Field(None, description="Plan file to use instead of making one.")
+    plan_cache: Text | None = Field(
+        None, description="Folder of plans: one that was made for the same is used again."
+    )
     segments: Count | None = Field(
         None, description="Recompute the chain of blocks in this number of segments."
     )

@@ -20,7 +20,6 @@ from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.pipeline.pipeline import Pipeline
 from hvd_ckpt.pipeline.random_state import seed_blocks
-from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.precision import AUTOCAST, Precision
@@ -254,9 +253,10 @@ def _make_plan(
             budget=config.budget,
             autocast=AUTOCAST.get(config.precision),
             verbose=True,
+            cache=config.plan_cache,
             **stages,
         )
-    except BudgetError as error:
+    except ValueError as error:
         raise ConfigError(f"budget {config.budget}: {error}") from None
     finally:
         if stages:

@@ -87,6 +87,9 @@ def test_a_plan_is_reused_while_nothing_changes_that_it_depends_on(tmp_path, mon
         return bool(loss.calls)
 
     assert planned(sample=torch.randn(33, 16)) and not planned(sample=torch.randn(33, 16))
+    twice = Counted(factor=2.0)
+    hc.plan(again, sample, **{**options, "loss": twice.loss})
+    assert twice.calls
     assert planned(budget="2x") and planned(autocast=torch.bfloat16) and planned(budget="80%")
     other = copy.deepcopy(again)
     other[1].drop.p = 0.3

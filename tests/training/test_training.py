@@ -103,13 +103,17 @@ def test_recomputed_and_planned_runs_end_in_the_bits_of_one_that_keeps_everythin
     assert outcome.evaluation == recomputed.evaluation
     trainers = [kept, segments]
     if name == "gpt-tiny":
-        planned, within = train(folder / "plan", **values, budget="min")
+        cached = {**values, "budget": "min", "plan_cache": str(folder / "plans")}
+        planned, within = train(folder / "plan", **cached)
         trainers.append(planned)
         assert_same(weights, final_weights(within))
         assert any(block.policy.selective is not None for block in planned.plan.blocks)
-        loaded, again = train(folder / "again", **values, plan=str(folder / "plan" / "plan.json"))
-        assert loaded.plan == planned.plan
-        assert_same(weights, final_weights(again))
+        file = str(folder / "plan" / "plan.json")
+        for run, given in (("again", {**values, "plan": file}), ("found", {**cached, "seed": 7})):
+            loaded, again = train(folder / run, **given)
+            assert loaded.plan == planned.plan
+            if run == "again":
+                assert_same(weights, final_weights(again))
         reentrant = final_weights(train(folder / "reentrant", **values, segments=3, reentrant=True)[1])
         for one, weight in weights.items():
             torch.testing.assert_close(weight, reentrant[one], rtol=1e-3, atol=1e-5)
@@ -374,6 +378,8 @@ NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
         ({"segments": 100}, "segments 100: this model has"),
         ({"plan": "/no/plan.json"}, "plan: cannot read '/no/plan.json'"),
         ({"budget": "1KiB"}, "budget 1KiB: No plan stays within"),
+        ({"budget": "min", "plan_cache": "/dev/null/x"}, "the plan cache '/dev/null/x' cannot be written"),
+        ({"plan_cache": "plans"}, "plan_cache plans: it keeps plans for a budget"),
         ({"precision": "apex-O1"}, "precision 'apex-O1' cannot be used"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({**NO_TEXT, "model": "vnet", "pixels": 20}, "the model vnet cannot take micro-batches of shape"),
