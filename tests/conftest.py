@@ -81,6 +81,12 @@ def _runs_here(item: pytest.Item) -> bool:
     return hc.size() in over[hc.controller()]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Shows a failure on ranks at once: if another rank waits for this one, the session does not come to its end."""
+    if LAUNCHED and report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_status] = int(exitstatus)
 

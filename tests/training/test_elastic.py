@@ -134,10 +134,13 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     assert alone % COMMIT_EVERY == joined % COMMIT_EVERY == 0
     halves = [one["lr"] == LR / 2 for one in records]
     assert halves == [alone <= step < joined for step in range(last)]
-    # No sample twice, and none left out.
-    assert position(run, alone) == 2 * BATCH * alone
-    assert position(run, joined) == position(run, alone) + BATCH * (joined - alone)
-    assert position(run, last) == position(run, joined) + 2 * BATCH * (last - joined)
+    # No sample twice, and none left out. The snapshot of the step after which the rank was lost may not have been written.
+    for step in {int(one.name.removeprefix("step-")) for one in (run / "snapshots").iterdir()} | {
+        joined,
+        last,
+    }:
+        of_one_rank = sum(alone <= one < joined for one in range(step))
+        assert position(run, step) == 2 * BATCH * step - BATCH * of_one_rank
 
     # What followed the joining is what follows a resume from the snapshot of that step, which one rank has written.
     (tmp_path / "again" / "snapshots").mkdir(parents=True)
