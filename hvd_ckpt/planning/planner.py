@@ -1,8 +1,7 @@
 """From a model, a batch and a budget to a plan: profile, solve, measure, correct.
 
 The profile predicts; the truth is a step with the plan applied. Each plan is measured before it is handed out; where
-it needs more than was predicted, the chain is solved again with that much less. Of several plans within the budget
-that should be about as fast, the one that is fastest when measured is taken: on a CPU less memory can be faster.
+it needs more than was predicted, the chain is solved again with that much less.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_sta
 from hvd_ckpt.text import show_bytes, talking
 
 _CORRECTIONS = 5
-_NEAR = 1.06  # predicted times up to this much above the best are measured too
-_RIVALS = 3  # timed once, and then the two fastest again
+_TIMED = 3  # steps
 _MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that takes at most so many times as long as no recomputation
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
 _FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
@@ -102,12 +100,11 @@ class Planner:
         """Schedules on the Pareto frontier of peak and time, as predicted."""
         return self._solver.frontier()
 
-    def plan(self, budget: int | float | str | None = None, rounds: int = 3) -> Plan:
+    def plan(self, budget: int | float | str | None = None) -> Plan:
         """The fastest plan whose peak stays within ``budget``.
 
         Args:
             budget: as in :func:`plan`.
-            rounds: how often each of the plans that come close is timed; 0 takes the solver's word.
 
         Raises:
             ValueError: the budget cannot be read.
@@ -118,11 +115,11 @@ class Planner:
         limit = self._limit(wanted)
         with undisturbed(self._step.model, self._step.device):
             try:
-                return self._finished(limit, *self._fastest(limit, rounds))
+                return self._finished(limit, self._fastest(limit))
             except BudgetError as error:
                 if wanted.kind == "min":  # it needs a little more than was predicted
-                    return self._finished(error.smallest, *self._fastest(error.smallest, rounds))
-                error.nearest = self._finished(limit, *self._fastest(error.smallest, rounds))
+                    return self._finished(error.smallest, self._fastest(error.smallest))
+                error.nearest = self._finished(limit, self._fastest(error.smallest))
                 raise
 
     def plan_stages(self, layout: Layout, budget: int | float | str | None, param_scale: float) -> Plan:
@@ -149,11 +146,14 @@ class Planner:
         make = functools.partial(self.profile.plan_of, sample=sample_shapes(*self._args))
         return plan_stages(planner, budget, self._step.device, make)
 
-    def _finished(self, limit: int | None, tried: _Tried, seconds: float) -> Plan:
-        """The plan of a schedule, with all that is known of it."""
+    def _finished(self, limit: int | None, tried: _Tried) -> Plan:
+        """The plan of a schedule, timed, with all that is known of it."""
+        self._say("timing the plan")
+        with applied(self._step.model, self._as_plan(tried.solution.items)):
+            seconds = statistics.median(self._step.seconds() for _ in range(_TIMED))
         timelines = {"after": thinned(tried.timeline)}
         if self._kept is not None:
-            timelines["before"] = thinned(self._kept)
+            timelines["before"] = thinned(self._kept.timeline)
         return self._as_plan(
             tried.solution.items,
             sample=sample_shapes(*self._args),
@@ -173,29 +173,10 @@ class Planner:
             return min(point.peak for point in quick or self._points)
         return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
 
-    def _fastest(self, limit: int | None, rounds: int) -> tuple[_Tried, float]:
-        """The fastest schedule that was measured to stay within the limit, and its seconds."""
-        first = self._within(limit)
-        rivals = [first]
-        if rounds:
-            longest, most = _NEAR * first.solution.seconds, first.solution.peak
-            near = [one for one in self._points if one.peak < most and one.seconds <= longest]
-            others = map(self._try, [*_evenly(near, _RIVALS - 1), *self._measured])
-            rivals += [one for one in others if one is not first and (limit is None or one.peak <= limit)]
-        times: list[list[float]] = [[] for _ in rivals]
-        self._say(f"timing {len(rivals)} plans" if len(rivals) > 1 else "timing the plan")
-        running = list(range(len(rivals)))
-        for _ in range(max(rounds, 1)):
-            for index in running:
-                with applied(self._step.model, self._as_plan(rivals[index].solution.items)):
-                    times[index].append(self._step.seconds())
-            running = sorted(running, key=lambda index: min(times[index]), reverse=True)[-2:]
-        # Other work makes a step slower, never faster.
-        chosen = min(running, key=lambda index: min(times[index]))
-        return rivals[chosen], statistics.median(times[chosen])
-
-    def _within(self, limit: int | None) -> _Tried:
-        """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
+    def _fastest(self, limit: int | None) -> _Tried:
+        """The schedule that should be the fastest of those that stay within the limit when measured."""
+        if self._kept is not None and (limit is None or self._kept.peak <= limit):
+            return self._kept
         if limit is None:
             return self._try(self._solver.fastest)
         target = limit
@@ -239,15 +220,12 @@ class Planner:
         """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
         blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
         self._chain: list[Block] = self.profile.chain
-        self._measured: list[
-            Solution
-        ] = []  # no recomputation, which costs nothing beyond what it was measured to cost
-        self._kept: Timeline | None = None
+        self._kept: _Tried | None = None  # without recomputation
         everything = self.baseline
         if everything.peak_bytes > _FITS * free_memory(self._step.device):
             return
         self._say("measuring a step without recomputation")
-        peak, self._kept = self._step.peak()
+        peak, timeline = self._step.peak()
         seconds = min(self._step.seconds() for _ in range(2))
         kept = sum(block.choices[0].kept for block in self._chain[1:-1])
         rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
@@ -256,8 +234,9 @@ class Planner:
             for block in self._chain
         ]
         items = tuple(Run(index, 0) for index in range(len(self._chain)))
-        self._measured = [Solution(items, *simulate(self._chain, items))]
-        self._tried[items] = _Tried(self._measured[0], peak, self._kept)
+        self._kept = self._tried[items] = _Tried(
+            Solution(items, *simulate(self._chain, items)), peak, timeline
+        )
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule, once."""
@@ -439,11 +418,6 @@ def _lossy_name(dtype: torch.dtype | None) -> str | None:
     if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {dtype!r}")
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _evenly(points: list[Solution], count: int) -> list[Solution]:
-    few = len(points) <= count
-    return points if few else [points[round(at * (len(points) - 1) / (count - 1))] for at in range(count)]
 
 
 def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:

@@ -79,7 +79,7 @@ def test_a_budget_below_the_whole_head_is_met(name):
         Planner(model, *args, kwargs=kwargs, loss=loss, budget=1, chunk_head=False)
     budget = int(0.6 * caught.value.smallest)
     planner = Planner(model, *args, kwargs=kwargs, loss=loss, budget=budget)
-    plan = planner.plan(budget, rounds=0)
+    plan = planner.plan(budget)
     assert plan.measured.peak_bytes <= budget < 0.6 * whole_peak
     assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.25)
     assert len(chunks_of(plan)) == 1 and plan.blocks[-1].kind == "Linear"
@@ -185,7 +185,7 @@ def test_a_loss_of_ones_own(name):
     types = [type(module) for module in model.modules()]
     planner = Planner(model, *args)
     assert [type(module) for module in model.modules()] == types
-    assert bool(chunks_of(planner.plan("min", rounds=0))) == (name in USES)
+    assert bool(chunks_of(planner.plan("min"))) == (name in USES)
 
 
 def test_deferred_logits_are_a_tensor_like_any_other():

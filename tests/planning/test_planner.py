@@ -188,7 +188,7 @@ def test_budget_is_kept_and_training_is_the_same(name):
         assert planner.baseline.peak_bytes == pytest.approx(everything, rel=0.02)
         assert planner.smallest.peak_bytes == pytest.approx(smallest, rel=0.05)
     for budget in ((smallest + everything) // 2, smallest):
-        plan = planner.plan(budget, rounds=0)
+        plan = planner.plan(budget)
         assert plan.measured.peak_bytes <= plan.budget == budget
         if name in PREDICTED and not any(isinstance(item, tuple) for item in plan.items):
             assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.05)
@@ -271,12 +271,12 @@ def test_a_plan_that_needs_more_than_predicted_is_corrected():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
     planner = Planner(model, torch.randn(512, 16), loss=loss_of)
     planner._chain = [dataclasses.replace(block, frame=0) for block in planner._chain]
-    least = planner.plan("min", rounds=0)
+    least = planner.plan("min")
     assert least.measured.peak_bytes <= least.budget < least.baseline.peak_bytes
-    first = planner.plan((least.budget + 3 * least.baseline.peak_bytes) // 4, rounds=0)
+    first = planner.plan((least.budget + 3 * least.baseline.peak_bytes) // 4)
     budget = first.predicted.peak_bytes
     assert first.measured.peak_bytes > budget
-    second = planner.plan(budget, rounds=0)
+    second = planner.plan(budget)
     assert 0.85 * budget < second.measured.peak_bytes <= budget
 
 
@@ -297,7 +297,7 @@ def test_segments_of_a_sequential():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)])
     args = (torch.randn(8192, 16),)
     planner = Planner(model, *args, loss=loss_of)
-    plan = planner.plan(int(planner.smallest.peak_bytes * 1.05), rounds=0)
+    plan = planner.plan(int(planner.smallest.peak_bytes * 1.05))
 
     def nesting(item):
         return 1 + max(map(nesting, item)) if isinstance(item, tuple) else 0

@@ -53,7 +53,7 @@ def test_peaks_are_predicted_stay_within_the_budget_and_fall_with_it(chain, auto
     before = most
     for number in range(9):
         budget = most - (most - least) * number // 8
-        plan = planner.plan(budget, rounds=0)
+        plan = planner.plan(budget)
         assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
         assert plan.measured.peak_bytes <= min(budget, before)
         before = plan.measured.peak_bytes
