@@ -44,13 +44,13 @@ class Replica:
     def __enter__(self) -> Replica:
         self._generators = _generator_states()
         _seed_generators(self._replicas.seed_of(self.index))
-        self._common = self._replicas.enter(self.index)
+        self._replicas.enter(self.index)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._replicas.leave(self.index, self._common, failed=error is not None)
+        self._replicas.leave(self.index, failed=error is not None)
         _restore_generators(self._generators)
         self.done = error is None
 
@@ -86,6 +86,9 @@ class Replicas:
         self._buffers: dict[int, dict[str, torch.Tensor]] = {
             first + each: {} for each in range(reducer.local)
         }
+        self._outside: dict[
+            str, torch.Tensor
+        ] = {}  # values of the model's buffers outside the replicas' contexts
 
     def local(self) -> Iterator[Replica]:
         """This rank's replicas of one step, in order; each is to be entered once.
@@ -110,27 +113,27 @@ class Replicas:
         text = f"{self.seed}.{self.step}.{index}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=GENERATOR_SEED_BYTES).digest(), "little")
 
-    def enter(self, index: int) -> dict[str, torch.Tensor]:
-        """Begins a replica; returns the values that the model's buffers have for all of them."""
+    def enter(self, index: int) -> None:
+        """Begins a replica: the model's buffers get its values."""
         self._reducer.begin_replica()
         self.computing = index
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
-            common = {name: buffer.clone() for name, buffer in buffers.items()}
+            _keep(buffers, self._outside)
             _copy(own, buffers, own)
-        return common
 
-    def leave(self, index: int, common: Mapping[str, torch.Tensor], failed: bool) -> None:
-        """Ends a replica."""
+    def leave(self, index: int, failed: bool) -> None:
+        """Ends a replica: the model's buffers get back the values that they had before it."""
         self.computing = None
-        buffers, before = self._named_buffers(), self._buffers[index]
+        buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
-            own = self._buffers[index] = {
-                name: buffer.clone()
+            changed = {
+                name: buffer
                 for name, buffer in buffers.items()
-                if name in before or not torch.equal(buffer, common[name])
+                if name in own or not torch.equal(buffer, self._outside[name])
             }
-            _copy(own, buffers, common)
+            _keep(changed, own)
+            _copy(changed, buffers, self._outside)
         if not failed:
             self._reducer.end_replica()
 
@@ -178,12 +181,12 @@ class Replicas:
         return lambda: float(work.wait("mean").item())
 
     def buffers(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The buffers of this rank's replicas that their passes have changed, by replica; for :meth:`restore_buffers`."""
-        return {index: dict(values) for index, values in self._buffers.items()}
+        """Copies of the buffers of this rank's replicas that their passes have changed, by replica; for :meth:`restore_buffers`."""
+        return {index: _clones(values) for index, values in self._buffers.items()}
 
     def restore_buffers(self, buffers: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Takes back what passes have changed since :meth:`buffers` returned these: those of a step that is skipped."""
-        self._buffers = {index: dict(values) for index, values in buffers.items()}
+        self._buffers = {index: _clones(values) for index, values in buffers.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, step, and the buffers of all replicas: plain data, the same on every rank. Collective."""
@@ -204,7 +207,7 @@ class Replicas:
                 f"the state is that of {state['number']} replicas, and this job has {self.number}"
             )
         self.seed, self.step = state["seed"], state["step"]
-        self._buffers = {index: dict(state["buffers"][index]) for index in self._buffers}
+        self._buffers = {index: _clones(state["buffers"][index]) for index in self._buffers}
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return {
@@ -229,6 +232,24 @@ def _copy(
     """Copies tensors by name, in one call: each one by itself costs a pass through many batch norms a percent of its time."""
     if names := list(names):
         foreach_copy_([targets[name] for name in names], [sources[name] for name in names])
+
+
+def _keep(values: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+    """Copies ``values`` into tensors of ``kept``, which are made where there are none that fit."""
+    for name, value in values.items():
+        place = kept.get(name)
+        if (
+            place is None
+            or place.shape != value.shape
+            or place.dtype is not value.dtype
+            or place.device != value.device
+        ):
+            kept[name] = torch.empty_like(value)
+    _copy(values, kept, values)
+
+
+def _clones(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in values.items()}
 
 
 def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:

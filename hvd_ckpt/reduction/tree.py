@@ -86,10 +86,12 @@ class TreeSum(Work):
         self._handle: int | None = None
         self._arriving: Literal["parts of sums", "sums", "result"] = "result"
         if self._ranks == 1 or not total.numel():
-            self._result = self._finished(total.clone() if keep else total)
+            self._result = total * scale if keep else total.mul_(scale)
         elif self._ranks == 2:
             allreduce = mpi_ops.allreduce_async if keep else mpi_ops.allreduce_async_
-            self._handle = allreduce(carried, name=name, op=Sum, process_set=process_set)
+            self._handle = allreduce(
+                carried, name=name, op=Sum, postscale_factor=scale, process_set=process_set
+            )
         elif carried.nbytes * self._ranks <= SMALL_BYTES or carried.numel() < self._ranks:
             self._arriving = "sums"
             self._handle = mpi_ops.allgather_async(carried.view(1, -1), name, process_set)
@@ -117,28 +119,22 @@ class TreeSum(Work):
         rows, _ = wait(self._handle, self._name, awaited)
         self._arriving = "result"
         name = f"{self._name}.sums"
-        self._handle = mpi_ops.allgather_async(
-            add_rows(rows.view(self._ranks, rows.numel() // self._ranks)), name, self._process_set
-        )
+        total = add_rows(rows.view(self._ranks, rows.numel() // self._ranks)).mul_(self._scale)
+        self._handle = mpi_ops.allgather_async(total, name, self._process_set)
 
     def wait(self, awaited: str = "") -> torch.Tensor:
         self.advance(True, awaited)
         if self._handle is not None:
             handle, self._handle = self._handle, None
             result = wait(handle, self._name, awaited)
-            result = add_rows(result) if self._arriving == "sums" else result.view(-1)
-            self._result = self._finished(
-                torch.view_as_complex(result.view(-1, 2)) if self._complex else result
-            )
+            result = add_rows(result).mul_(self._scale) if self._arriving == "sums" else result.view(-1)
+            self._result = torch.view_as_complex(result.view(-1, 2)) if self._complex else result
         assert self._result is not None
         return self._result
 
     def forget(self) -> None:
         if self._handle is not None:
             mpi_ops._handle_map.pop(self._handle, None)
-
-    def _finished(self, result: torch.Tensor) -> torch.Tensor:
-        return result.mul_(self._scale)
 
 
 def add_rows(rows: torch.Tensor) -> torch.Tensor:
