@@ -36,7 +36,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _mark = "_sharded_by_hvd_ckpt"
     _sharded_by_hvd_ckpt = True
     _sharding: Sharding
-    _reducer: Any  # a Reducer at stage 1, else GradientShards
+    _reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
     _reduced_gradients: Sequence[tuple[int, int]] = ()  # as the last reduction left them
 
     # -------------------------------------------------------------------------------- what it is

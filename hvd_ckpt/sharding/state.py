@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
+from hvd_ckpt.reduction.agreement import broadcast_from, errors_on_all
+from hvd_ckpt.reduction.process_sets import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.sharding import Sharding
 from hvd_ckpt.torch_private import pytree
@@ -53,13 +54,16 @@ def load(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
     if "pieces" not in state:
         load_parts(optimizer, [state])
         return
-    error = None
-    if [list(piece) for piece in state["pieces"]] != _key(optimizer):
-        error = ValueError(
-            f"this state is the part of rank {state.get('rank')} of {state.get('ranks')} at stage {state.get('stage')}, and the "
-            f"pieces of this rank are others; give hvd_ckpt.sharding.state.load_parts the parts of all ranks"
-        )
-    _load(optimizer, state, error)
+
+    def own() -> Mapping[str, Any]:
+        if [list(piece) for piece in state["pieces"]] != _key(optimizer):
+            raise ValueError(
+                f"this state is the part of rank {state.get('rank')} of {state.get('ranks')} at stage {state.get('stage')}, and "
+                f"the pieces of this rank are others; give hvd_ckpt.sharding.state.load_parts the parts of all ranks"
+            )
+        return state
+
+    _load(optimizer, own)
 
 
 def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -73,20 +77,12 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
     Raises:
         ValueError: the parts do not cover a rank's pieces, or are of an optimizer with other parameter groups; on every rank.
     """
-    error: Exception | None = None
-    merged: dict[str, Any] = {}
-    try:
-        merged = _merged(optimizer, parts)
-    except Exception as exception:  # whatever it is, all ranks raise it
-        error = exception
-    if hasattr(optimizer, "_sharding"):
-        _load(optimizer, merged, error)
-        if optimizer._reducer is not None:
-            optimizer._begin_anew()
-    elif error is not None:
-        raise error
-    else:
-        optimizer.load_state_dict(merged)
+    if not hasattr(optimizer, "_sharding"):
+        optimizer.load_state_dict(_merged(optimizer, parts))
+        return
+    _load(optimizer, lambda: _merged(optimizer, parts))
+    if optimizer._reducer is not None:
+        optimizer._begin_anew()
 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -114,14 +110,13 @@ def full(optimizer: ShardedOptimizer, all_ranks: bool) -> dict[str, Any] | None:
     sharding, members = optimizer._sharding, optimizer._process_set
     part = own_part(optimizer)
     parts = []
-    for rank in range(sharding.exchange.ranks):
+    for rank, root in enumerate(ranks_of(members)):
         mine = None
         if rank == sharding.exchange.rank:
             mine = {
                 "pieces": part["pieces"],
                 "state": pytree.tree_map_only(torch.Tensor, _on_cpu, part["state"]),
             }
-        root = members.ranks[rank] if members.ranks else rank
         found = broadcast_from(mine, root, members, f"hvd_ckpt.{optimizer._identity}.state.{rank}")
         if all_ranks or sharding.exchange.rank == 0:
             parts.append(found)
@@ -172,18 +167,15 @@ def load_weight_pieces(
     sharding.store.shards_changed(sharding.layout.groups)
 
 
-def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> None:
-    """Loads a state of this rank's pieces, or raises on all ranks, where one could not make it up."""
+def _load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
+    """Loads the state of this rank's pieces that ``make`` returns, or raises on all ranks, where one cannot."""
     sharding: Sharding = optimizer._sharding
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
-    bare = {name: value for name, value in state.items() if name not in extra}
     groups = optimizer.param_groups
-    if error is None:
-        try:
-            optimizer._wrapped_class.load_state_dict(optimizer, bare)
-        except Exception as exception:  # whatever it is, all ranks raise it
-            error = exception
-    raise_together(error, optimizer._process_set, f"hvd_ckpt.{optimizer._identity}.load")
+    with errors_on_all(f"hvd_ckpt.{optimizer._identity}.load", optimizer._process_set):
+        state = make()
+        bare = {name: value for name, value in state.items() if name not in extra}
+        optimizer._wrapped_class.load_state_dict(optimizer, bare)
     for group, loaded in zip(groups, optimizer.param_groups):  # a schedule may hold these very groups
         group.update(loaded)
     optimizer.param_groups = groups
