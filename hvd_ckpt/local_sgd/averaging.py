@@ -73,7 +73,7 @@ class Averaging:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Any = weakref.proxy(optimizer)
         self._members, self._groups, self._prefix = members, groups, prefix
         self._moments, self._outer, self._wire, self._offload = moments, outer, wire, offload
         own = next(group for group in groups if members.rank() in group)
@@ -160,9 +160,7 @@ class Averaging:
         self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        value = optimizer.state[parameter].get(name) if parameter in optimizer.state else None
+        value = self._optimizer.state.get(parameter, {}).get(name)
         return value if isinstance(value, torch.Tensor) and value.shape == parameter.shape else None
 
     def _add(
@@ -183,13 +181,11 @@ class Averaging:
 
     def _find_moments(self) -> None:
         """Agrees on the names of moments, once some rank has any. Collective."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
         found = {
             name
             for placed in self._batches
             for _, segment in placed
-            for name, value in optimizer.state.get(segment.like, {}).items()
+            for name, value in self._optimizer.state.get(segment.like, {}).items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
             if value.shape == segment.like.shape
         }

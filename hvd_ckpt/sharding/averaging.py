@@ -66,9 +66,8 @@ class AveragedWeights:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("avg_fn and multi_avg_fn are given; give one of them")
         self.n_averaged = 0
-        self.before_change: Callable[[], None] = lambda: (
-            None
-        )  # of averages or weights: a snapshot may be copying them
+        # called before averages or weights change: a snapshot may be copying them
+        self.before_change: Callable[[], None] = lambda: None
         self._optimizer = optimizer
         self._avg_fn = avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
         self._multi_avg_fn = multi_avg_fn

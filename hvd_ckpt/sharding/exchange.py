@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "con
 
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
 
-# Dtypes that Horovod carries; all others are carried as bytes.
+# Dtypes that Horovod carries; all others are carried as one of these, bit for bit.
 _CARRIED = {
     torch.float32,
     torch.float64,
@@ -238,4 +238,6 @@ def exchange_rows(
 def _carried(message: torch.Tensor) -> torch.Tensor:
     """The same storage in a type that Horovod carries."""
     message = message.detach()
-    return message if message.dtype in _CARRIED else message.view(torch.uint8)
+    if message.dtype in _CARRIED:
+        return message
+    return message.view(torch.int16 if message.itemsize == 2 else torch.uint8)
