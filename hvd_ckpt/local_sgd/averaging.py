@@ -68,7 +68,7 @@ class Averaging:
         moments: Moments,
         outer: Outer | None,
         wire: WireFormat,
-        offload: Callable[[torch.device], Offload] | None = None,
+        offload: Callable[[torch.device], Offload] | None,
     ) -> None:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0

@@ -45,7 +45,7 @@ class WeightRun(ValueRun):
         place: Place,
         outer: Outer | None,
         wire: WireFormat,
-        offload: Callable[[torch.device], Offload] | None = None,
+        offload: Callable[[torch.device], Offload] | None,
     ) -> None:
         super().__init__(name, segments, place)
         self.anchor: torch.Tensor | None = None

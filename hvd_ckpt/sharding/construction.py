@@ -55,7 +55,7 @@ class ShardOptions:
     gradients: WireFormat
     parameters: WireFormat
     master_weights: bool
-    within: Any = None
+    within: Any
 
     def all_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Those that are split: the optimizer's, at stage 3 all of the model's, in its order."""

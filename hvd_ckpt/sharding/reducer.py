@@ -116,7 +116,7 @@ class ShardReducer(OwningReducer):
         prescale: float,
         passes: int,
         op: int,
-        offload: Offload | None = None,
+        offload: Offload | None,
     ) -> None:
         watched = range(sys.maxsize if op == Sum and exchange.rank else 0)
         super().__init__(layout.parameters, watched)

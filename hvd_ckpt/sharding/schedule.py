@@ -131,7 +131,7 @@ class Schedule:
         accumulations = Counter(arrived for arrived in self._counts.arrived if arrived)
         return min(accumulations, key=lambda arrived: (-accumulations[arrived], arrived), default=0)
 
-    def close_step(self, learn: bool = True) -> None:
+    def close_step(self, learn: bool) -> None:
         """Learns from this step's accumulations (unless told not to) and starts the next step."""
         done = self._passes_done()
         if done:  # counts are learned per backward pass
