@@ -162,10 +162,10 @@ def DistributedOptimizer(
             check_replicas(replicas, process_set.size(), model)
             check_replica_options(op, gradient_predivide_factor, compression, process_set, sharding)
         named, known_names = name_parameters(optimizer, named_parameters)
-        check_not_split(named)
         if sharding is not None:
             named = sharding.all_parameters(named)
-            check_not_split(named)
+        check_not_split(named)
+        if sharding is not None:
             check_memory(named, () if sharding.model is None else sharding.model.named_parameters())
     except Exception as exception:  # whatever it is, this rank must not miss the resynchronization below
         error, named = exception, []

@@ -73,23 +73,21 @@ class GradScaler(torch.amp.GradScaler):
             error = exception
             if not (self._enabled and optimizer.finds_overflow_alone):
                 raise
-        if self._enabled and optimizer.finds_overflow_alone:
-            raise_together(error, optimizer._process_set, "hvd_ckpt.unscale")
-            # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            anywhere = torch.tensor([float(any(bool(value) for value in found.values()))])
+        stages = current()
+        if not self._enabled or not (optimizer.finds_overflow_alone or stages.stages > 1):
+            return
+        # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        anywhere = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
+        if optimizer.finds_overflow_alone:
             members = optimizer._process_set
+            raise_together(error, members, "hvd_ckpt.unscale")
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
-            found.setdefault(torch.device("cpu"), torch.zeros(()))
-            for value in found.values():
-                value.fill_(anywhere.item())
-        if self._enabled and (stages := current()).stages > 1:
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            own = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
-            on_any = max(float(one) for one in stages.gather(own))
-            found.setdefault(torch.device("cpu"), torch.zeros(()))
-            for value in found.values():
-                value.fill_(on_any)
+        if stages.stages > 1:
+            anywhere = torch.stack(stages.gather(anywhere)).amax(0)
+        found.setdefault(torch.device("cpu"), torch.zeros(()))
+        for value in found.values():
+            value.fill_(anywhere.item())
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank."""

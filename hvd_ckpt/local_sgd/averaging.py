@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,67 +15,27 @@ from horovod.torch import mpi_ops
 from hvd_ckpt.local_sgd.exchange import PeerExchange
 from hvd_ckpt.local_sgd.runs import (
     AVERAGES,
+    Fragment,
     IntegerRun,
-    Outer,
     Place,
+    Run,
     Segment,
     ValueRun,
-    WeightRun,
     split_into_runs,
 )
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, block_of
-from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
+from hvd_ckpt.local_sgd.weights import Outer, WeightRun
+from hvd_ckpt.reduction.agreement import allgather_objects, errors_on_all
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.state import COUNTERS
 
 MOMENT = "moment."
-NOTHING: dict[str, Any] = {"sent": None, "row": None, "gathering": False, "anchor": None, "exact": None}
-FRESH_FRAGMENT: dict[str, Any] = {
-    "sent_at": None,
-    "gathering": False,
-    "weight": 0.0,
-    "moved": 0.0,
-    "marks": (0, 0.0),
-    "squares": 0.0,
-    "runs": {},
-}
-FRESH: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0.0, "worked": 0, "moments": []}
 
 if TYPE_CHECKING:
     from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
-
-
-@dataclass
-class Fragment:
-    """A part of the model that is averaged at one time.
-
-    Attributes:
-        runs: what is averaged, each with its period, counted in averages of the fragment.
-        sent_at: the step after which the average under way has left; None if nothing is under way.
-        gathering: its rows have been added up.
-        weight: of this rank in it.
-        moved: what this rank had moved from the anchor, squared.
-        marks: this rank's steps and tokens until then.
-        squares: the sum of what all ranks had moved in the last average.
-        weights, distances: of all ranks, on their way.
-    """
-
-    runs: list[tuple[ValueRun | IntegerRun, int]] = field(default_factory=list)
-    sent_at: int | None = None
-    gathering: bool = False
-    weight: float = 0.0
-    moved: float = 0.0
-    marks: tuple[int, float] = (0, 0.0)
-    squares: float = 0.0
-    weights: Work | None = None
-    distances: Work | None = None
-
-    def under_way(self) -> list[ValueRun | IntegerRun]:
-        return [run for run, _ in self.runs if run.sent is not None]
 
 
 class Averaging:
@@ -108,12 +68,12 @@ class Averaging:
         moments: Moments,
         outer: Outer | None,
         wire: WireFormat,
-        offload: Callable[[torch.device], Offload] | None = None,
+        offload: Callable[[torch.device], Offload] | None,
     ) -> None:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Any = weakref.proxy(optimizer)
         self._members, self._groups, self._prefix = members, groups, prefix
         self._moments, self._outer, self._wire, self._offload = moments, outer, wire, offload
         own = next(group for group in groups if members.rank() in group)
@@ -124,7 +84,7 @@ class Averaging:
         self._place = Place(PeerExchange(members, column, "", self.traffic), self._group)
         self._everyone = Place(PeerExchange(members, everyone, "", self.traffic))
         self._rename()
-        self.fragments = [Fragment() for _ in range(schedule.fragments)]
+        self.fragments = [Fragment(number) for number in range(schedule.fragments)]
         self._moment_names: list[str] = [] if isinstance(moments, str) else list(moments)
         self._batches: list[list[tuple[int, Segment]]] = []  # parameters, as they were added
         names = [segment.name for segment in optimizer._segments()]
@@ -132,6 +92,7 @@ class Averaging:
         self.add_parameters(optimizer._segments())
         if model is not None and len(everyone) > 1:
             self._add_buffers(model)
+        self._at_start = self.state_dict()
 
     @property
     def divergence(self) -> float:
@@ -160,19 +121,14 @@ class Averaging:
         placed = [(self._fragment_of.setdefault(one.name, len(self.fragments) - 1), one) for one in segments]
         self._batches.append(placed)
         if len(self._groups) > 1 or self._outer is not None:
-            error: Exception | None = None
-            try:
-                self._add("weights", placed, self._weight_run, self._place)
-            except (OffloadError, ValueError) as found:
-                error = found
+            make = functools.partial(WeightRun, outer=self._outer, wire=self._wire, offload=self._offload)
+            room: AbstractContextManager[None] = nullcontext()
             if self._offload is not None:
-                raise_together(error, self._members, f"{self._place.exchange.prefix}.room")
+                room = errors_on_all(f"{self._place.exchange.prefix}.room", self._members)
+            with room:
+                self._add("weights", placed, make, self._place)
         for name in self._moment_names:
             self._add_moment(name, placed)
-
-    def _weight_run(self, name: str, segments: Sequence[Segment], place: Place) -> WeightRun:
-        offload = None if self._offload is None else self._offload(segments[0].kind[1])
-        return WeightRun(name, segments, place, self._outer, self._wire, offload)
 
     def _add_buffers(self, model: torch.nn.Module) -> None:
         fragment_of_block = {block_of(name): number for name, number in self._fragment_of.items()}
@@ -185,10 +141,10 @@ class Averaging:
                 is_float = buffer.is_floating_point() or buffer.is_complex()
                 (floats if is_float else integers).append((number, segment))
         self._add("buffers", floats, ValueRun, self._everyone)
-        for number, fragment in enumerate(self.fragments):
-            own = [segment for each, segment in integers if each == number]
+        for fragment in self.fragments:
+            own = [segment for number, segment in integers if number == fragment.number]
             if own:
-                fragment.runs.append((IntegerRun(f"integers.{number}", own, self._everyone), 1))
+                fragment.runs.append((IntegerRun(f"integers.{fragment.number}", own, self._everyone), 1))
 
     def _add_moment(self, name: str, placed: Sequence[tuple[int, Segment]]) -> None:
         if len(self._groups) == 1:
@@ -204,9 +160,7 @@ class Averaging:
         self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        value = optimizer.state[parameter].get(name) if parameter in optimizer.state else None
+        value = self._optimizer.state.get(parameter, {}).get(name)
         return value if isinstance(value, torch.Tensor) and value.shape == parameter.shape else None
 
     def _add(
@@ -217,8 +171,9 @@ class Averaging:
         place: Place,
         period: int = 1,
     ) -> None:
-        for number, fragment in enumerate(self.fragments):
-            for segments in split_into_runs(segment for each, segment in placed if each == number):
+        for fragment in self.fragments:
+            own = (segment for number, segment in placed if number == fragment.number)
+            for segments in split_into_runs(own):
                 run = make(f"{what}.{segments[0].name}", segments, place)
                 if self.step:
                     run.begin()
@@ -226,13 +181,11 @@ class Averaging:
 
     def _find_moments(self) -> None:
         """Agrees on the names of moments, once some rank has any. Collective."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
         found = {
             name
             for placed in self._batches
             for _, segment in placed
-            for name, value in optimizer.state.get(segment.like, {}).items()
+            for name, value in self._optimizer.state.get(segment.like, {}).items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
             if value.shape == segment.like.shape
         }
@@ -266,19 +219,19 @@ class Averaging:
         """
         self.step += 1
         self._worked += worked
-        under_way = [(number, one) for number, one in enumerate(self.fragments) if one.sent_at is not None]
-        for _, fragment in under_way:
+        under_way = [fragment for fragment in self.fragments if fragment.sent_at is not None]
+        for fragment in under_way:
             if not fragment.gathering and self._age(fragment) >= self.schedule.half:
                 self._combine(fragment)
-        arrived = [fragment for _, fragment in under_way if self._age(fragment) >= self.schedule.delay]
+        arrived = [fragment for fragment in under_way if self._age(fragment) >= self.schedule.delay]
         for fragment in arrived:
             self._apply(fragment)
         for number in self.schedule.leaving(self.step):
             fragment = self.fragments[number]
             if self.schedule.delay:
-                self._send(number, fragment)
+                self._send(fragment)
             else:
-                self._average(number, fragment)
+                self._average(fragment)
                 arrived.append(fragment)
         return bool(arrived)
 
@@ -286,27 +239,25 @@ class Averaging:
         assert fragment.sent_at is not None
         return self.step - fragment.sent_at
 
-    def _average(self, number: int, fragment: Fragment) -> None:
+    def _average(self, fragment: Fragment) -> None:
         """An average without delay: two runs are under way at a time, one on its way to be added up, one being gathered."""
-        runs = self._due(number, fragment)
+        runs = self._due(fragment)
         for place in range(len(runs) + 2):
             if place >= 2:
                 runs[place - 2].apply(delayed=False)
             if 1 <= place <= len(runs):
                 runs[place - 1].combine(self._shares(fragment, runs[place - 1]))
             if place < len(runs):
-                runs[place].send()
-                fragment.moved += runs[place].squares()
-        self._send_distances(number, fragment)
+                fragment.moved += runs[place].send()
+        self._send_distances(fragment)
         self._end(fragment)
 
-    def _send(self, number: int, fragment: Fragment) -> None:
-        for run in self._due(number, fragment):
-            run.send()
-            fragment.moved += run.squares()
-        self._send_distances(number, fragment)
+    def _send(self, fragment: Fragment) -> None:
+        for run in self._due(fragment):
+            fragment.moved += run.send()
+        self._send_distances(fragment)
 
-    def _due(self, number: int, fragment: Fragment) -> list[ValueRun | IntegerRun]:
+    def _due(self, fragment: Fragment) -> list[Run]:
         """Begins an average: what this rank counts for leaves. Returns what is averaged."""
         if self._moments == "average" and not self._moment_names and len(self._groups) > 1:
             self._find_moments()
@@ -314,15 +265,15 @@ class Averaging:
         fragment.weight = self.tokens - tokens if self.tokens > tokens else float(self._worked - steps)
         fragment.marks = (self._worked, self.tokens)
         fragment.sent_at, fragment.moved = self.step, 0.0
-        self._send_weights(number, fragment)
-        turn = self.schedule.turn(number, self.step)
+        self._send_weights(fragment)
+        turn = self.schedule.turn(fragment.number, self.step)
         return [run for run, period in fragment.runs if turn % period == 0]
 
-    def _send_weights(self, number: int, fragment: Fragment) -> None:
-        fragment.weights = self._numbers(f"{number}.weights", fragment.weight)
+    def _send_weights(self, fragment: Fragment) -> None:
+        fragment.weights = self._numbers(f"{fragment.number}.weights", fragment.weight)
 
-    def _send_distances(self, number: int, fragment: Fragment) -> None:
-        fragment.distances = self._numbers(f"{number}.distances", fragment.moved)
+    def _send_distances(self, fragment: Fragment) -> None:
+        fragment.distances = self._numbers(f"{fragment.number}.distances", fragment.moved)
 
     def _numbers(self, what: str, own: float) -> Work:
         """Begins to gather a number [1] of each rank; 8 bytes."""
@@ -334,7 +285,7 @@ class Averaging:
         handle = mpi_ops.allgather_async(value, name, self._members)
         return Work([(name, handle)], lambda results: results[0])
 
-    def _shares(self, fragment: Fragment, run: ValueRun | IntegerRun) -> list[float]:
+    def _shares(self, fragment: Fragment, run: Run) -> list[float]:
         assert fragment.weights is not None
         weights: list[float] = fragment.weights.wait(AVERAGES).tolist()
         of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
@@ -389,18 +340,7 @@ class Averaging:
             "tokens": self.tokens,
             "worked": self._worked,
             "moments": list(self._moment_names),
-            "fragments": [
-                {
-                    "sent_at": one.sent_at,
-                    "gathering": one.gathering,
-                    "weight": one.weight,
-                    "moved": one.moved,
-                    "marks": one.marks,
-                    "squares": one.squares,
-                    "runs": {run.name: run.state_dict() for run, _ in one.runs},
-                }
-                for one in self.fragments
-            ],
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -424,30 +364,20 @@ class Averaging:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Loads a state of this rank's, which :meth:`check` has passed; with None a new period begins. On every rank."""
         for fragment in self.fragments:
-            for run, _ in fragment.runs:
-                run.abandon()
-            for work in (fragment.weights, fragment.distances):
-                if work is not None:
-                    work.forget()
+            fragment.abandon()
         self._generation += 1
         self._rename()
         if state is None:
-            state = {**FRESH, "fragments": [FRESH_FRAGMENT for _ in self.fragments]}
+            state = self._at_start
         self.step, self.skipped = state["step"], state["skipped"]
         self.tokens, self._worked = state["tokens"], state["worked"]
         self._set_moment_names([name for name in state["moments"] if name not in self._moment_names])
-        for number, (fragment, saved) in enumerate(zip(self.fragments, state["fragments"])):
-            fragment.sent_at, fragment.gathering = saved["sent_at"], saved["gathering"]
-            fragment.weight, fragment.moved = saved["weight"], saved["moved"]
-            fragment.marks, fragment.squares = saved["marks"], saved["squares"]
-            fragment.weights = fragment.distances = None
-            for run, _ in fragment.runs:
-                run.load_state_dict(saved["runs"].get(run.name, NOTHING))
-                run.resend()
+        for fragment, saved in zip(self.fragments, state["fragments"]):
+            fragment.load_state_dict(saved)
             if fragment.sent_at is not None:
                 if not fragment.gathering:
-                    self._send_weights(number, fragment)
-                self._send_distances(number, fragment)
+                    self._send_weights(fragment)
+                self._send_distances(fragment)
 
     def _key(self) -> dict[str, Any]:
         return {

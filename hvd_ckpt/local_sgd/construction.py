@@ -14,9 +14,8 @@ from horovod.torch.mpi_ops import global_process_set
 from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, note_work
-from hvd_ckpt.local_sgd.runs import Outer, root_of
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, check_moments
-from hvd_ckpt.reduction.collectives import broadcast_tensors
+from hvd_ckpt.local_sgd.weights import Outer
 from hvd_ckpt.reduction.construction import agree_at_construction, is_elastic, name_parameters
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import (
@@ -27,7 +26,7 @@ from hvd_ckpt.reduction.process_sets import (
     release,
 )
 from hvd_ckpt.sharding import stage_of
-from hvd_ckpt.sharding.construction import check_stage, model_of
+from hvd_ckpt.sharding.construction import check_stage, model_of, start_alike
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import INT4, wire_format
 from hvd_ckpt.sharding.offload import Offload
@@ -156,9 +155,7 @@ def LocalSGD(
 
     groups = rank_groups(within, process_set, f"hvd_ckpt.local.{identity}.hosts")
     own = next(group for group in groups if mpi_ops.rank() in group)
-    broadcast_tensors(
-        _whole(named, model), root_of(process_set), f"hvd_ckpt.local.{identity}.start", process_set
-    )
+    start_alike(named, model, process_set, f"hvd_ckpt.local.{identity}.start")
     sets, added = process_sets_of(groups, process_set)
     positions = {rank: position for position, rank in enumerate(ranks_of(process_set))}
     folder = None if offload_folder is None else Path(offload_folder)
@@ -215,13 +212,6 @@ def _check(optimizer: object, outer: Outer | None, within: object, process_set: 
                 f"outer must make a torch.optim.Optimizer from a list of parameters, such as hc.Nesterov(), not {outer!r}"
             )
         check_elementwise(made, promised=True)
-
-
-def _whole(named: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | None) -> list[torch.Tensor]:
-    tensors = {id(one): one for _, one in named}
-    if model is not None:
-        tensors.update((id(one), one) for one in (*model.parameters(), *model.buffers()))
-    return list(tensors.values())
 
 
 def _local(distributed: ReducedOptimizer, process_set: Any) -> LocalOptimizer:

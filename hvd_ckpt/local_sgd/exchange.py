@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
 from hvd_ckpt.reduction.communicator import Work
-from hvd_ckpt.sharding.exchange import Traffic
+from hvd_ckpt.sharding.exchange import Traffic, exchange_rows
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 
 
@@ -42,7 +41,7 @@ class PeerExchange:
             return Work((), lambda _: flat.view(1, -1))
         wire = format.encode(flat, self.ranks)
         self._count("reduce_scatter", flat, format)
-        return self._alltoall(wire, f"{self.prefix}.{what}.scatter")
+        return exchange_rows(wire, f"{self.prefix}.{what}.scatter", self.process_set, self._peers)
 
     def gather(self, row: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends ``row`` [m] to all peers.
@@ -60,20 +59,8 @@ class PeerExchange:
             format.decode(rows, flat)
             return flat
 
-        return self._alltoall(wire, f"{self.prefix}.{what}.gather").then(decoded)
-
-    def _alltoall(self, wire: torch.Tensor, name: str) -> Work:
-        message = wire.view(-1)
-        carried = message.view(torch.int16) if message.dtype is torch.bfloat16 else message
-        splits = torch.zeros(self.process_set.size(), dtype=torch.int32)
-        splits[self._peers] = carried.numel() // self.ranks
-        handle = mpi_ops.alltoall_async(carried, splits, name=name, process_set=self.process_set)
-
-        def rows(results: list[Any]) -> torch.Tensor:
-            received: torch.Tensor = results[0][0]
-            return received.view(wire.dtype).view(self.ranks, -1)
-
-        return Work([(name, handle)], rows)
+        name = f"{self.prefix}.{what}.gather"
+        return exchange_rows(wire, name, self.process_set, self._peers).then(decoded)
 
     def _count(self, kind: Any, flat: torch.Tensor, format: WireFormat) -> None:
         row = format.row_bytes(flat.numel() // self.ranks, flat.dtype)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_ckpt.local_sgd.averaging import Averaging
-from hvd_ckpt.local_sgd.runs import Segment, root_of
-from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.local_sgd.runs import Segment
+from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import release
+from hvd_ckpt.reduction.process_sets import ranks_of, release
 from hvd_ckpt.sharding.exchange import Traffic
 
 STATE = "local_sgd"
@@ -147,7 +147,7 @@ class LocalOptimizer(_Base):
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
         tensors = [one[1] if isinstance(one, tuple) else one for one in whole]
-        broadcast_tensors(tensors, root_of(self._members), "hvd_ckpt.local.added", self._members)
+        broadcast_tensors(tensors, ranks_of(self._members)[0], "hvd_ckpt.local.added", self._members)
         known = {id(segment.owner) for segment in self._segments()}
         super().add_param_group({**param_group, "params": whole})
         self._averaging.add_parameters(one for one in self._segments() if id(one.owner) not in known)
@@ -178,15 +178,10 @@ class LocalOptimizer(_Base):
             ValueError: it is of another rank, number of ranks or schedule; on every rank.
         """
         local = state_dict.get(STATE)
-        averaging = self._averaging
-        if averaging is not None:
-            error: Exception | None = None
-            try:
+        if self._averaging is not None:
+            with errors_on_all("hvd_ckpt.local.load", self._members):
                 if local is not None:
-                    averaging.check(local)
-            except Exception as exception:  # whatever it is, all ranks raise it
-                error = exception
-            raise_together(error, self._members, "hvd_ckpt.local.load")
+                    self._averaging.check(local)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
         self.load_averages(local)
 

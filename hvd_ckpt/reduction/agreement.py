@@ -139,15 +139,22 @@ def of_first_process(value: Any, name: str) -> Any:
 
 
 @contextmanager
-def errors_on_all(name: str) -> Iterator[None]:
-    """An error that one process raises inside is raised on all of them, of all pipeline stages, where it did not happen as a
-    FailedElsewhere. The body must not communicate, since a process may leave it early."""
+def errors_on_all(name: str, process_set: Any = None) -> Iterator[None]:
+    """An error that one process raises inside is raised on all of them, where it did not happen as a FailedElsewhere. The body must
+    not communicate, since a process may leave it early.
+
+    Args:
+        process_set: the ranks to raise it on; by default all processes, of all pipeline stages.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    raise_first_failure(error, of_all_processes(None if error is None else str(error), name))
+    if process_set is None:
+        raise_first_failure(error, of_all_processes(None if error is None else str(error), name))
+    else:
+        raise_together(error, process_set, name)
 
 
 def check_parameters(tables: Sequence[Sequence[ParameterFacts]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_swa_avg_fn
 
-from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.state import Sources, ranges_of
@@ -66,9 +66,8 @@ class AveragedWeights:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("avg_fn and multi_avg_fn are given; give one of them")
         self.n_averaged = 0
-        self.before_change: Callable[[], None] = lambda: (
-            None
-        )  # of averages or weights: a snapshot may be copying them
+        # called before averages or weights change: a snapshot may be copying them
+        self.before_change: Callable[[], None] = lambda: None
         self._optimizer = optimizer
         self._avg_fn = avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
         self._multi_avg_fn = multi_avg_fn
@@ -154,17 +153,9 @@ class AveragedWeights:
             ValueError: an element of this rank's part is in none of them; on every rank.
         """
         parts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        error: Exception | None = None
-        loaded: list[torch.Tensor] = []
-        try:
+        name, members = f"hvd_ckpt.{self._optimizer._identity}.averages", self._optimizer._process_set
+        with errors_on_all(name, members) if self._optimizer.shard_stage else contextlib.nullcontext():
             loaded = self._assembled(parts)
-        except Exception as exception:  # whatever it is, all ranks raise it
-            error = exception
-        if self._optimizer.shard_stage:
-            name = f"hvd_ckpt.{self._optimizer._identity}.averages"
-            raise_together(error, self._optimizer._process_set, name)
-        elif error is not None:
-            raise error
         with torch.no_grad():
             for (average, _), value in zip(self._follow(), loaded):
                 average.copy_(value)

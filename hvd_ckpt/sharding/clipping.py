@@ -11,7 +11,6 @@ import torch
 
 from hvd_ckpt.reduction.accumulation import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.reducer import whole_gradients
@@ -118,8 +117,28 @@ class SplitGradients:
         ]
 
     def norm(self, order: float) -> float | None:
-        """The norm of these gradients together, or None if no rank has any. Collective."""
-        return _total_norm(self.pieces, self._used, order, self._exchange) if self._used else None
+        """The norm of these gradients together, or None if no rank has any. Collective.
+
+        It is that of the norms of the parameters, as torch has it: with order 0 the number of those that are not all zero.
+        """
+        if not self._used:
+            return None
+        if math.isinf(order):
+            sign = math.copysign(1.0, order)
+            gradients = [_gradient(piece).abs() for piece in self.pieces]
+            values = torch.cat(gradients) if gradients else torch.empty(0)
+            known = values[~values.isnan()]
+            greatest = (sign * known).max().item() if known.numel() else -math.inf
+            found = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
+            greatest, has_nan = self._exchange.maximum(found, "norm")
+            return math.nan if has_nan else sign * greatest
+        place = {index: number for number, index in enumerate(self._used)}
+        sums = torch.zeros(len(place), dtype=torch.float64)
+        for piece in self.pieces:
+            values = _gradient(piece).abs().to(torch.float64)
+            sums[place[piece.index]] += ((values != 0) if order == 0 else values**order).sum().item()
+        sums = torch.tensor(self._exchange.total(sums, "norm"), dtype=torch.float64)
+        return float(sums.count_nonzero() if order == 0 else sums.sum() ** (1.0 / order))
 
     def norm_as_whole(self, order: float) -> torch.Tensor:
         """The norm with the bits that ``torch.nn.utils.get_total_norm`` gives for whole gradients. Collective.
@@ -148,27 +167,6 @@ class SplitGradients:
         coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
         if self.pieces:
             foreach_mul_([_gradient(piece) for piece in self.pieces], coefficient)
-
-
-def _total_norm(pieces: Sequence[Piece], used: Sequence[int], order: float, exchange: Exchange) -> float:
-    """The norm of the norms of the parameters ``used``, as torch has it: with order 0 the number of those that are not all zero."""
-    if math.isinf(order):
-        sign = math.copysign(1.0, order)
-        values = torch.cat([_gradient(piece).abs() for piece in pieces]) if pieces else torch.empty(0)
-        known = values[~values.isnan()]
-        greatest = (sign * known).max().item() if known.numel() else -math.inf
-        has_nan = float(known.numel() < values.numel())
-        greatest, has_nan = exchange.maximum(torch.tensor([greatest, has_nan], dtype=torch.float64), "norm")
-        return math.nan if has_nan else sign * greatest
-    place = {index: number for number, index in enumerate(used)}
-    sums = torch.zeros(len(used), dtype=torch.float64)
-    for piece in pieces:
-        values = _gradient(piece).abs().to(torch.float64)
-        sums[place[piece.index]] += ((values != 0) if order == 0 else values**order).sum().item()
-    sums = torch.tensor(exchange.total(sums, "norm"), dtype=torch.float64)
-    if order == 0:
-        return float(sums.count_nonzero())
-    return float(sums.sum() ** (1.0 / order))
 
 
 def _gradient(piece: Piece) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.reduction.process_sets import check_within, process_sets_of, rank_groups, release
+from hvd_ckpt.reduction.process_sets import check_within, process_sets_of, rank_groups, ranks_of, release
 from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
@@ -55,7 +55,7 @@ class ShardOptions:
     gradients: WireFormat
     parameters: WireFormat
     master_weights: bool
-    within: Any = None
+    within: Any
 
     def all_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Those that are split: the optimizer's, at stage 3 all of the model's, in its order."""
@@ -212,27 +212,17 @@ def shard_optimizer(
     """
     members = optimizer._process_set
     before: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
-    start: dict[int, torch.Tensor] = {id(parameter): parameter for _, parameter in named}
-    if options.model is not None:
-        start.update((id(one), one) for one in (*options.model.parameters(), *options.model.buffers()))
     for _, parameter in named:
         if not is_packed(parameter):
             parameter.data = parameter.data.contiguous()
-    root = members.ranks[0] if members.ranks else 0
-    broadcast_tensors(
-        start.values(),
-        root,
-        f"hvd_ckpt.{optimizer._identity}.start",
-        members,
-    )
+    start_alike(named, options.model, members, f"hvd_ckpt.{optimizer._identity}.start")
     exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
     added = [] if options.within is None else _divide(exchange, options.within)
     offload = None
-    masters = Masters(options.master_weights, _empty, lambda _: None)
     if options.offload:
         device = named[0][1].device if named else torch.device("cpu")
         offload = Offload(options.offload_folder, device, options.offload == "parameters")
-        masters = Masters(options.master_weights, offload.empty, offload.release)
+    masters = Masters(options.master_weights, offload)
     shards = offload if offload is not None and offload.parameters else None  # has those of parameters, too
     cap, whole = bucket_cap_mb * MEBIBYTE, [group["params"] for group in optimizer.param_groups]
     try:
@@ -275,6 +265,16 @@ def shard_optimizer(
         optimizer._reducer.rename(optimizer._identity, 0)
 
 
+def start_alike(
+    named: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | None, members: Any, name: str
+) -> None:
+    """Gives parameters, and those and the buffers of the model where it is known, the values of the first rank. Collective."""
+    tensors = {id(one): one for _, one in named}
+    if model is not None:
+        tensors.update((id(one), one) for one in (*model.parameters(), *model.buffers()))
+    broadcast_tensors(tensors.values(), ranks_of(members)[0], name, members)
+
+
 def _divide(exchange: Exchange, within: Any) -> list[tuple[int, ...]]:
     """Gives the exchange the groups of ranks; returns the process sets that were added. Collective."""
     groups = rank_groups(within, exchange.process_set, f"{exchange.prefix}.hosts")
@@ -288,10 +288,6 @@ def _divide(exchange: Exchange, within: Any) -> list[tuple[int, ...]]:
     sets, added = process_sets_of(groups, exchange.process_set)
     exchange.divide(next(one for ranks, one in sets.items() if rank() in ranks))
     return added
-
-
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _stored(

@@ -31,7 +31,7 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
-from hvd_ckpt.sharding.memory_estimate import RUN_BYTES, LocalMemory, MemoryEstimate
+from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.unmaterialized import is_absent
@@ -88,7 +88,9 @@ def estimate_memory(
     Raises:
         ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
     """
-    averages = None if local is None else LocalMemory.make(np, local, offload is not None)
+    if not isinstance(np, int) or isinstance(np, bool) or np < 1:
+        raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
+    averages = None if local is None else LocalMemory(np, local, offload is not None)
     if averages is not None and offload == "optimizer" and not stage_of(shard):
         offload = None
     check_stage(shard, offload, wire)
@@ -99,12 +101,8 @@ def estimate_memory(
     )
     if averages is None:
         return estimator.estimate(np, shard, offload, wire, within)
-    return averages.added_to(
-        estimator.estimate(averages.group, shard, offload, wire),
-        estimator.trained_by_dtype(),
-        estimator.largest_run(),
-        estimator.place,
-    )
+    step = estimator.estimate(averages.group, shard, offload, wire)
+    return averages.added_to(step, estimator.parameters.values(), estimator.place)
 
 
 @dataclass
@@ -131,6 +129,10 @@ class Estimator:
     """Estimates for one model, batch and optimizer; what has to be measured is measured once.
 
     Arguments as of :func:`estimate_memory`.
+
+    Attributes:
+        parameters: by name, on the meta device.
+        place: where the optimizer is tried out.
     """
 
     def __init__(
@@ -162,13 +164,13 @@ class Estimator:
             self._units = [[names[id(one)] for one in unit.parameters] for unit in find_units(model, units)]
             if dtype is not None or place != own:
                 model = copy.deepcopy(model).to(device=place, dtype=dtype)
-            self._parameters = {
+            self.parameters = {
                 name: torch.empty_like(one, device="meta", requires_grad=one.requires_grad)
                 for name, one in model.named_parameters()
             }
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
             if sample is None:
-                trained = sum(one.nbytes for one in self._parameters.values() if one.requires_grad)
+                trained = sum(one.nbytes for one in self.parameters.values() if one.requires_grad)
                 self._stretches = [Stretch("forward", 0, 0), Stretch("backward", 0, trained)]
             else:
                 arguments = (sample if isinstance(sample, tuple) else (sample,), dict(kwargs or {}))
@@ -190,8 +192,6 @@ class Estimator:
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
         """
-        if not isinstance(np, int) or isinstance(np, bool) or np < 1:
-            raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
         stage, gradients, weights = check_stage(shard, offload, wire)
         if within is not None and (stage < 3 or not 1 < within <= np or np % within):
             raise ValueError(
@@ -201,9 +201,9 @@ class Estimator:
             check_elementwise(self._optimizer, promised=True)
         layout, units = Layout(np), []
         if stage == 3:
-            units = [layout.add([(name, self._parameters[name]) for name in unit]) for unit in self._units]
+            units = [layout.add([(name, self.parameters[name]) for name in unit]) for unit in self._units]
         else:
-            layout.add(list(reversed(self._parameters.items())), self._cap_bytes)
+            layout.add(list(reversed(self.parameters.items())), self._cap_bytes)
         trained = [group for group in layout.groups if group.requires_grad]
         held, offloaded = self._held(stage, layout.groups, weights, offload, within if within != np else None)
         reduced = sum(
@@ -238,34 +238,25 @@ class Estimator:
             recorded_peak=sum(held.values()) + max(moment.recorded for moment in moments),
         )
 
-    def trained_by_dtype(self) -> dict[torch.dtype, int]:
-        """The elements of parameters that are trained."""
-        found: dict[torch.dtype, int] = {}
-        for one in self._parameters.values():
-            if one.requires_grad:
-                found[one.dtype] = found.get(one.dtype, 0) + one.numel()
-        return found
-
-    def largest_run(self) -> int:
-        """Bytes of the most that local SGD averages together."""
-        return max(RUN_BYTES, max(one.nbytes for one in self._parameters.values()))
-
     def _held(
         self,
         stage: int,
         groups: Sequence[Group],
         weights: WireFormat,
         offload: str | None,
-        within: int | None = None,
+        within: int | None,
     ) -> tuple[dict[str, int], int]:
         """Bytes that are there all the time, by part, and those that are offloaded."""
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
-        whole = sum(group.padded * group.dtype.itemsize for group in groups)
-        exact = 0 if weights is FP32 else shards
-        secondary = whole // within if within else 0
-        parameters = {0: sum(one.nbytes for one in self._parameters.values()), 3: shards + secondary}
+        whole = sum(map(_flat_bytes, groups))
+        if stage == 0:
+            parameters = sum(one.nbytes for one in self.parameters.values())
+        elif stage < 3:  # beside them the exact values, where the wire rounds
+            parameters = whole + (0 if weights is FP32 else shards)
+        else:
+            parameters = shards + (whole // within if within else 0)
         held = {
-            "parameters": parameters.get(stage, whole + exact),
+            "parameters": parameters,
             "buffers": self._buffers,
             "optimizer_state": sum(
                 round(self._memory(group, stage).state * (group.shard_numel if stage else group.numel))
@@ -274,15 +265,13 @@ class Estimator:
             ),
             "master_weights": sum(4 * group.shard_numel for group in groups if stage and group.dtype in HALF),
         }
-        offloaded = 0
-        if offload:  # on CUDA devices, master weights are beside the weights
-            parts = ["optimizer_state"] + ["master_weights"] * (self.place.type != "cuda")
-            for part in (
-                parts if offload == "optimizer" else ["optimizer_state", "master_weights", "parameters"]
-            ):
-                offloaded += held[part]
-                held[part] = 0
-        return held, offloaded
+        elsewhere = ["optimizer_state"] if offload else []
+        if offload == "parameters":
+            elsewhere += ["master_weights", "parameters"]
+        elif offload and self.place.type != "cuda":  # on CUDA devices they stay beside the weights
+            elsewhere.append("master_weights")
+        offloaded = sum(held[part] for part in elsewhere)
+        return {**held, **dict.fromkeys(elsewhere, 0)}, offloaded
 
     def _memory(self, group: Group, stage: int) -> OptimizerMemory:
         """Memory of the optimizer for a group; master weights are stepped in float32."""

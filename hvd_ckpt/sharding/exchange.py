@@ -8,6 +8,7 @@ this and its allreduce 1 to 3. mpi4py saves a cycle of Horovod's on small messag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "con
 
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
 
-# Dtypes that Horovod carries; all others are carried as bytes.
+# Dtypes that Horovod carries; all others are carried as one of these, bit for bit.
 _CARRIED = {
     torch.float32,
     torch.float64,
@@ -117,21 +118,16 @@ class Exchange:
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
         if numel == 0:
             return Work((), lambda _: out)
-        wire = format.encode(flat, self.ranks)
         self.traffic.count("reduce_scatter", (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
 
-        def add(results: list[Any]) -> torch.Tensor:
-            rows = results[0][0].view(wire.dtype).view(self.ranks, -1) if results else flat.view(1, -1)
+        def add(rows: torch.Tensor) -> torch.Tensor:
             format.sum(rows, out, scale)
             return out
 
         if self.ranks == 1:
-            return Work((), add)
-        message = _carried(wire.view(-1))
+            return Work((), lambda _: add(flat.view(1, -1)))
         name = self._name("reduce_scatter", what, flat.numel())
-        splits = torch.full((self.ranks,), message.numel() // self.ranks, dtype=torch.int32)
-        handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=self.process_set)
-        return Work([(name, handle)], add)
+        return exchange_rows(format.encode(flat, self.ranks), name, self.process_set).then(add)
 
     def all_gather(
         self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32
@@ -220,7 +216,28 @@ class Exchange:
         return numel
 
 
+def exchange_rows(
+    wire: torch.Tensor, name: str, process_set: Any, peers: Sequence[int] | slice = slice(None)
+) -> Work:
+    """Starts to send each peer its row of ``wire`` [peers, any].
+
+    Args:
+        peers: positions in the process set of the ranks that exchange with this one, in order; by default all. All ranks of the
+            set take part.
+
+    Returns:
+        Its result is of the same shape: the row that each peer has for this rank.
+    """
+    message = _carried(wire.view(-1))
+    splits = torch.zeros(process_set.size(), dtype=torch.int32)
+    splits[peers] = message.numel() // len(wire)
+    handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=process_set)
+    return Work([(name, handle)], lambda results: results[0][0].view(wire.dtype).view(wire.shape))
+
+
 def _carried(message: torch.Tensor) -> torch.Tensor:
     """The same storage in a type that Horovod carries."""
     message = message.detach()
-    return message if message.dtype in _CARRIED else message.view(torch.uint8)
+    if message.dtype in _CARRIED:
+        return message
+    return message.view(torch.int16 if message.itemsize == 2 else torch.uint8)

@@ -41,9 +41,8 @@ class MappedFiles:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = Path(tempfile.gettempdir()) if folder is None else folder
-        self._maps: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
-            weakref.WeakValueDictionary()
-        )  # by address
+        # by address
+        self._maps: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         kind = _filesystem(self._folder)
         if kind in _IN_MEMORY:
             warnings.warn(

@@ -77,20 +77,16 @@ class InFlight:
         exchange: Exchange,
         format: WireFormat,
         scale: float,
-        offload: Offload | None = None,
-        groups: Sequence[Group] = (),
+        offload: Offload | None,
+        groups: Sequence[Group],
     ) -> None:
         self.shards: dict[int, torch.Tensor] = {}
         self._offload = offload
-        self._room = (
-            {}
-            if offload is None
-            else {
-                group.position: offload.empty(group.shard_numel, sum_dtype(group.dtype))
-                for group in groups
-                if group.requires_grad
-            }
-        )
+        self._room: dict[int, torch.Tensor] = {}
+        if offload is not None:
+            for group in groups:
+                if group.requires_grad:
+                    self._room[group.position] = offload.empty(group.shard_numel, sum_dtype(group.dtype))
         self._exchange = exchange
         self._format = format
         self._scale = scale

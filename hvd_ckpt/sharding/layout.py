@@ -216,7 +216,6 @@ class Piece:
         name: of the whole parameter.
         start, stop: its elements, in the parameter's memory order.
         spec: shape and strides of the whole.
-        group: index of the optimizer's parameter group.
         index: of the whole parameter in the layout.
         parameter: what the wrapped optimizer steps, 1-D; float32 where there are master weights.
         weights: the part of this rank's shard that it stands for: the same memory but for master weights.
@@ -227,7 +226,6 @@ class Piece:
     start: int
     stop: int
     spec: TensorSpec
-    group: int
     index: int
     parameter: torch.nn.Parameter
     weights: torch.Tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import STAGES
-from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype, wire_format
+from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory
 from hvd_ckpt.text import show_bytes, unknown
 
@@ -120,37 +121,22 @@ RUN_BYTES = 32 * MEBIBYTE  # of the parameters that local SGD averages together;
 DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None, "wire": "fp32"}
 
 
-@dataclass(frozen=True)
 class LocalMemory:
     """What averages of local SGD take, by formulas: see :func:`hvd_ckpt.estimate_memory`.
 
-    Attributes:
+    Args:
         ranks: of the job.
-        group: ranks that have the same weights, and share the anchor.
-        outer: makes the outer optimizer from a list of parameters; None for plain averages.
-        wire: format in which changes travel.
-        at_once: the most of the model whose averages are under way at a time, while the next steps compute.
-        fragments: into which the model is split.
+        options: arguments of ``LocalSGD``.
         offload: what is kept between averages is in files.
+
+    Attributes:
+        group: ranks that have the same weights, and share the anchor.
+
+    Raises:
+        ValueError: an argument is unknown or out of range.
     """
 
-    ranks: int
-    group: int
-    outer: Any
-    wire: WireFormat
-    at_once: float
-    fragments: int
-    offload: bool
-
-    @classmethod
-    def make(cls, ranks: int, options: Mapping[str, Any], offload: bool) -> LocalMemory:
-        """From arguments of ``LocalSGD``.
-
-        Raises:
-            ValueError: one is unknown or out of range.
-        """
-        if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"np must be a number of ranks from 1, not {ranks!r}")
+    def __init__(self, ranks: int, options: Mapping[str, Any], offload: bool) -> None:
         for name in options:
             if name not in DEFAULTS:
                 raise ValueError(unknown("argument of local", name, sorted(DEFAULTS)))
@@ -166,46 +152,53 @@ class LocalMemory:
                 raise ValueError(f"local: {name} must be a whole number from {low} to {high}, not {value!r}")
         if ranks % group:
             raise ValueError(f"local: within={group} does not divide np={ranks}")
-        at_once = min(fragments, -(-delay * fragments // every)) / fragments
-        return cls(ranks, group, given["outer"], wire_format(given["wire"]), at_once, fragments, offload)
+        self.group: int = group
+        self._ranks, self._fragments, self._offload = ranks, fragments, offload
+        self._outer, self._wire = given["outer"], wire_format(given["wire"])
+        # the part of the model whose averages are under way at a time, while the next steps compute
+        self._at_once = min(fragments, -(-delay * fragments // every)) / fragments
 
     def added_to(
-        self, step: MemoryEstimate, trained: Mapping[torch.dtype, int], largest: int, device: torch.device
+        self, step: MemoryEstimate, parameters: Collection[torch.Tensor], device: torch.device
     ) -> MemoryEstimate:
         """The estimate of a step within a group, with the averages.
 
         Args:
-            trained: elements of parameters that are trained, by their dtype.
-            largest: bytes of the largest run of them that is averaged at a time.
+            parameters: of the model.
             device: where the outer optimizer is tried out.
         """
+        trained: Counter[torch.dtype] = Counter()
+        for one in parameters:
+            if one.requires_grad:
+                trained[one.dtype] += one.numel()
         held = under_way = 0.0
         for dtype, numel in trained.items():
             own, kind = numel / self.group, sum_dtype(dtype)
-            lossy = self.ranks > self.group and self.wire.changes(kind)
-            wire = self.wire if lossy else FP32
-            if self.ranks > self.group or self.outer is not None:
+            lossy = self._ranks > self.group and self._wire.changes(kind)
+            wire = self._wire if lossy else FP32
+            if self._ranks > self.group or self._outer is not None:
                 held += own * kind.itemsize * (2 if lossy else 1)  # the anchor, and what was rounded away
-                held += numel / self.ranks * (kind.itemsize + self._state(kind, device))
-            if self.ranks > self.group:  # as it left, what is sent, and what has arrived
+                held += numel / self._ranks * (kind.itemsize + self._state(kind, device))
+            if self._ranks > self.group:  # as it left, what is sent, and what has arrived
                 under_way += own * kind.itemsize + 2 * wire.row_bytes(round(own), kind)
-        part = 1 / self.fragments
-        if not self.at_once:  # run after run, two at a time
+        part = 1 / self._fragments
+        if not self._at_once:  # run after run, two at a time
             whole = sum(dtype.itemsize * numel for dtype, numel in trained.items())
-            part = min(part, 2 * largest / whole)
-        travelling, averaged = round(under_way * self.at_once), round(under_way * part)
+            largest_run = max(RUN_BYTES, max(one.nbytes for one in parameters))
+            part = min(part, 2 * largest_run / whole)
+        travelling, averaged = round(under_way * self._at_once), round(under_way * part)
         computing = {**step.at_peak, "buckets": step.at_peak["buckets"] + travelling}
         at_average = {**step.at_peak, "activations": 0, "temporaries": 0, "buckets": averaged}
         at_average["gradients"] = step.gradients
         phase, at_peak = max(
             ((step.peak_phase, computing), ("average", at_average)), key=lambda one: sum(one[1].values())
         )
-        own, elsewhere = (0, round(held)) if self.offload else (round(held), 0)
+        own, elsewhere = (0, round(held)) if self._offload else (round(held), 0)
         return dataclasses.replace(
             step,
-            ranks=self.ranks,
+            ranks=self._ranks,
             averages=own,
-            offload=step.offload or ("optimizer" if self.offload else None),
+            offload=step.offload or ("optimizer" if self._offload else None),
             offloaded=step.offloaded + elsewhere,
             buckets=max(step.buckets + travelling, averaged),
             peak=sum(at_peak.values()) + own,
@@ -215,7 +208,7 @@ class LocalMemory:
         )
 
     def _state(self, dtype: torch.dtype, device: torch.device) -> float:
-        if self.outer is None:
+        if self._outer is None:
             return 0.0
-        made = self.outer([nn.Parameter(torch.zeros(1, dtype=dtype, device=device))])
+        made = self._outer([nn.Parameter(torch.zeros(1, dtype=dtype, device=device))])
         return OptimizerMemory.measure(made, dtype, device).state

@@ -143,17 +143,13 @@ def tensors_left_in(module: nn.Module, finder: object) -> Iterator[torch.Tensor]
         if len(attributes) == len(_USUAL):
             continue
         for name, value in attributes.items():
-            if name in _USUAL or not isinstance(value, (torch.Tensor, list, tuple, dict)):
+            if name in _USUAL:
                 continue
-            if not isinstance(value, torch.Tensor) and len(value) > _LONGEST:
+            if isinstance(value, torch.Tensor):
+                value = (value,)
+            elif not isinstance(value, (list, tuple, dict)) or len(value) > _LONGEST:
                 continue
-            for tensor in (
-                (value,)
-                if isinstance(value, torch.Tensor)
-                else value.values()
-                if isinstance(value, dict)
-                else value
-            ):
+            for tensor in value.values() if isinstance(value, dict) else value:
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     finders = _seen.setdefault(tensor, set())
                     if id(finder) not in finders:

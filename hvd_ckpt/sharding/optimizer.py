@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 
+from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import release
+from hvd_ckpt.reduction.process_sets import ranks_of, release
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.host_memory import OffloadError
@@ -24,6 +25,7 @@ from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
+from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.unmaterialized import copied_state
 
 
@@ -36,7 +38,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _mark = "_sharded_by_hvd_ckpt"
     _sharded_by_hvd_ckpt = True
     _sharding: Sharding
-    _reducer: Any  # a Reducer at stage 1, else GradientShards
+    _reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
     _reduced_gradients: Sequence[tuple[int, int]] = ()  # as the last reduction left them
 
     # -------------------------------------------------------------------------------- what it is
@@ -294,9 +296,7 @@ class ShardedOptimizer(ReducedOptimizer):
         if fresh:
             assert isinstance(sharding.store, FlatParameters)  # at stage 3 the layout has the whole model
             sharding.store.add_groups(fresh)
-            sharding.store.shards_changed(
-                fresh
-            )  # rank by rank of each shard's owner: the same weights everywhere
+            sharding.store.shards_changed(fresh)  # of each shard its owner's: the same weights everywhere
             with self._room():
                 sharding.masters.add(fresh, sharding.store.shards)
         self.param_groups[-1]["params"] = sharding.add_param_group(whole)
@@ -311,7 +311,20 @@ class ShardedOptimizer(ReducedOptimizer):
         ``"pieces"`` has name, start and stop of each; ``"master_weights"`` the float32 weights, where there are any. It loads
         into the same rank of a job of the same size and stage; :func:`hvd_ckpt.sharding.state.load_parts` takes the parts of any.
         """
-        return state.own_part(self)
+        own = {id(piece.parameter) for piece in self.pieces}
+        for parameter in [one for one, values in self.state.items() if not values and id(one) not in own]:
+            del self.state[parameter]  # somebody has asked for the state of a parameter of the model
+        part: dict[str, Any] = self._wrapped_class.state_dict(self)
+        part["pieces"] = _ranges(self.pieces)
+        part["stage"] = self.shard_stage
+        part["ranks"] = self._sharding.exchange.ranks
+        part["rank"] = self._sharding.exchange.rank
+        masters = {
+            number: piece.parameter.detach() for number, piece in enumerate(self.pieces) if piece.has_master
+        }
+        if masters:
+            part["master_weights"] = masters
+        return part
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded. Collective.
@@ -321,7 +334,20 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             ValueError: it is the part of another rank or layout, or does not fit; on every rank.
         """
-        state.load(self, state_dict)
+
+        def own() -> dict[str, Any]:
+            if [list(piece) for piece in state_dict["pieces"]] != _ranges(self.pieces):
+                raise ValueError(
+                    f"this state is the part of rank {state_dict.get('rank')} of {state_dict.get('ranks')} at stage "
+                    f"{state_dict.get('stage')}, and the pieces of this rank are others; give "
+                    f"hvd_ckpt.sharding.state.load_parts the parts of all ranks"
+                )
+            return state_dict
+
+        if "pieces" in state_dict:
+            state.load(self, own)
+        else:
+            state.load_parts(self, [state_dict])
         self._begin_anew()
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
@@ -330,11 +356,32 @@ class ShardedOptimizer(ReducedOptimizer):
         Args:
             all_ranks: every rank gets it; else rank 0 does, and the other ranks get None.
         """
-        return state.full(self, all_ranks)
+        sharding, members = self._sharding, self._process_set
+        own = ShardedOptimizer.state_dict(self)
+        parts = []
+        for rank, root in enumerate(ranks_of(members)):
+            mine = None
+            if rank == sharding.exchange.rank:
+                mine = {
+                    "pieces": own["pieces"],
+                    "state": pytree.tree_map_only(torch.Tensor, _on_cpu, own["state"]),
+                }
+            found = broadcast_from(mine, root, members, f"hvd_ckpt.{self._identity}.state.{rank}")
+            if all_ranks or sharding.exchange.rank == 0:
+                parts.append(found)
+        if not parts:
+            return None
+        whole = state.Sources(parts, []).states(state.whole_ranges(self))
+        return {"state": whole, "param_groups": state.numbered(own["param_groups"], sharding.groups)}
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """This rank's exact weights: name, first and last + 1 element in the parameter's memory order, values (1-D, not copied)."""
-        return state.weight_pieces(self._sharding)
+        layout, shards = self._sharding.layout, self._sharding.store.shards
+        return [
+            (layout.names[span.parameter], span.start, span.stop, span.of(shards[group.position]))
+            for group in layout.groups
+            for span in group.spans(self._sharding.exchange.rank)
+        ]
 
     def load_weight_pieces(self, parts: Iterable[tuple[str, int, int, torch.Tensor]]) -> None:
         """Takes from pieces of any ranks what belongs to this one, and gathers it. Collective.
@@ -342,7 +389,17 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             ValueError: an element of this rank's weights is in none of them.
         """
-        state.load_weight_pieces(self, parts)
+        sharding = self._sharding
+        by_name: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+        for name, start, stop, values in parts:
+            by_name.setdefault(name, []).append((start, stop, values))
+        with torch.no_grad():
+            for name, start, stop, own in self.weight_pieces():
+                own.copy_(
+                    state.assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own)
+                )
+        sharding.masters.follow(sharding.store.shards)
+        sharding.store.shards_changed(sharding.layout.groups)
 
     def _get_supports_amp_scaling(self) -> bool:
         # Gradients are unscaled before the step, where all ranks can be told of an overflow.
@@ -356,3 +413,12 @@ class ShardedOptimizer(ReducedOptimizer):
     _step_supports_amp_scaling = property(
         _get_supports_amp_scaling, ReducedOptimizer._set_supports_amp_scaling
     )
+
+
+def _ranges(pieces: Iterable[Piece]) -> list[list[str | int]]:
+    """Which parts of parameters these are, as plain data."""
+    return [[piece.name, piece.start, piece.stop] for piece in pieces]
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().clone()

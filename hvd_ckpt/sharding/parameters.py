@@ -16,7 +16,6 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.passes import Passes
-from hvd_ckpt.sharding.units import check_memory
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.unmaterialized import forget_split, note_split
 
@@ -31,7 +30,7 @@ class ShardedParameters:
 
     Args:
         model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and an error to read.
-        layout: all of them, with their values.
+        layout: all of them, with their values, each in memory of its own.
         units: modules that run one after the other, as :func:`hvd_ckpt.sharding.units.find_units` gave them, with the groups of
             their parameters; the last one is the model's own.
         exchange, format: how the ranks' shards are gathered.
@@ -43,7 +42,6 @@ class ShardedParameters:
 
     Raises:
         OffloadError: there is no room for the shards.
-        ValueError: two parameters share memory; one has none.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class ShardedParameters:
         offload: Offload | None = None,
         deferred: bool = False,
     ) -> None:
-        check_memory(list(zip(layout.names, layout.parameters)))
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
         own = [

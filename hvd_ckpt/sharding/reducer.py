@@ -116,7 +116,7 @@ class ShardReducer(OwningReducer):
         prescale: float,
         passes: int,
         op: int,
-        offload: Offload | None = None,
+        offload: Offload | None,
     ) -> None:
         watched = range(sys.maxsize if op == Sum and exchange.rank else 0)
         super().__init__(layout.parameters, watched)
@@ -131,9 +131,8 @@ class ShardReducer(OwningReducer):
         self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
         self._step = StepStats()
-        self._sent: dict[
-            int, int
-        ] = {}  # parameters that had a gradient when their group left -> in which round last
+        # of parameters that had a gradient when their group left: in which round last
+        self._sent: dict[int, int] = {}
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
         self._sums_once = op == Sum

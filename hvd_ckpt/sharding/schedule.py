@@ -8,7 +8,7 @@ often as it does in a round. How often that is, is learned from the last steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
@@ -131,7 +131,7 @@ class Schedule:
         accumulations = Counter(arrived for arrived in self._counts.arrived if arrived)
         return min(accumulations, key=lambda arrived: (-accumulations[arrived], arrived), default=0)
 
-    def close_step(self, learn: bool = True) -> None:
+    def close_step(self, learn: bool) -> None:
         """Learns from this step's accumulations (unless told not to) and starts the next step."""
         done = self._passes_done()
         if done:  # counts are learned per backward pass
@@ -190,7 +190,9 @@ class Schedule:
         idle = {name: self._idle[group_of[index].position] for index, name in enumerate(names)}
         return {
             "version": VERSION,
-            "order": [names[index] for index in self._indices(self.order)],
+            "order": [
+                names[index] for position in self.order for index in self._layout.groups[position].indices
+            ],
             "ordered": self.ordered,
             "idle_steps": {name: steps for name, steps in idle.items() if steps},
             **self._counts.state_dict(names),
@@ -229,6 +231,3 @@ class Schedule:
             )
         self._counts.load_state_dict(state, names)
         self.begin_step()
-
-    def _indices(self, positions: Iterable[int]) -> list[int]:
-        return [index for position in positions for index in self._layout.groups[position].indices]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,6 +13,8 @@ from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
+from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.replicas import ShardReplicaReducer
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -24,28 +26,25 @@ class Masters:
 
     Args:
         wanted: whether half-precision groups get any.
-        empty: makes the memory for them, of a number of elements and a dtype.
-        release: lets a tensor of it leave memory until it is used again.
+        offload: has the memory of them; None for memory of the parameters' device.
     """
 
-    def __init__(
-        self,
-        wanted: bool,
-        empty: Callable[[int, torch.dtype, torch.device], torch.Tensor],
-        release: Callable[[torch.Tensor], None],
-    ) -> None:
-        self._wanted = wanted
-        self._empty = empty
-        self._release = release
+    def __init__(self, wanted: bool, offload: Offload | None) -> None:
+        self._wanted, self._offload = wanted, offload
         self.by_group: dict[int, torch.Tensor] = {}
 
     def add(self, groups: Iterable[Group], shards: Sequence[torch.Tensor]) -> None:
         """Makes those of groups that are new."""
         for group in groups:
             if self._wanted and group.dtype in HALF:
-                master = self._empty(group.shard_numel, torch.float32, group.device)
+                empty = torch.empty if self._offload is None else self._offload.empty
+                master = empty(group.shard_numel, dtype=torch.float32, device=group.device)
                 self.by_group[group.position] = master.copy_(shards[group.position])
                 self._release(master)
+
+    def _release(self, master: torch.Tensor) -> None:
+        if self._offload is not None:
+            self._offload.release(master)
 
     def follow(self, shards: Sequence[torch.Tensor]) -> None:
         """Where a weight is not what its master rounds to, somebody has set it: the master becomes that."""
@@ -61,25 +60,6 @@ class Masters:
         for position, master in self.by_group.items():
             shards[position].copy_(master)
             self._release(master)
-
-
-class GradientShards(Protocol):
-    """A reducer of stages 2 and 3.
-
-    Attributes:
-        used: of each parameter, whether any rank had a gradient for it.
-    """
-
-    used: list[bool]
-
-    def shard(self, group: Group) -> torch.Tensor | None:
-        """This rank's part of the group's reduced gradients, 1-D; None if no rank had any."""
-
-    def consume(self) -> None:
-        """Forgets the result."""
-
-    def add_groups(self) -> None:
-        """The layout has grown, on every rank alike."""
 
 
 @dataclass
@@ -112,7 +92,6 @@ class Sharding:
 
     def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
         """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""
-        number = len(self.groups)
         self.groups.append(list(parameters))
         spans = {
             span.parameter: (group.position, span)
@@ -132,7 +111,7 @@ class Sharding:
                 weights if master is None else span.of(master), parameter.requires_grad
             )
             name, spec = self.layout.names[index], self.layout.specs[index]
-            added.append(Piece(name, span.start, span.stop, spec, number, index, stepped, weights, span))
+            added.append(Piece(name, span.start, span.stop, spec, index, stepped, weights, span))
         self.pieces += added
         return [piece.parameter for piece in added]
 
@@ -144,7 +123,7 @@ class Sharding:
                 gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
             piece.parameter.grad = gradient
 
-    def take_gradient_shards(self, reducer: GradientShards) -> None:
+    def take_gradient_shards(self, reducer: ShardReducer | ShardReplicaReducer) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
         for piece in self.pieces:
             shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None

@@ -3,63 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import broadcast_from, raise_together
+from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.sharding import Sharding
-from hvd_ckpt.torch_private import pytree
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-    from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 
-COUNTERS = (
-    "step",
-    "eta",
-    "mu",
-    "mu_product",
-)  # state of torch.optim's classes that is not of a parameter's elements
-
-
-def own_part(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """See ``ShardedOptimizer.state_dict``."""
-    own = {id(piece.parameter) for piece in optimizer.pieces}
-    for parameter in [one for one, values in optimizer.state.items() if not values and id(one) not in own]:
-        del optimizer.state[parameter]  # somebody has asked for the state of a parameter of the model
-    part: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
-    part["pieces"] = _key(optimizer)
-    part["stage"] = optimizer.shard_stage
-    part["ranks"] = optimizer._sharding.exchange.ranks
-    part["rank"] = optimizer._sharding.exchange.rank
-    masters = {
-        number: piece.parameter.detach() for number, piece in enumerate(optimizer.pieces) if piece.has_master
-    }
-    if masters:
-        part["master_weights"] = masters
-    return part
-
-
-def _key(optimizer: ShardedOptimizer) -> list[list[str | int]]:
-    """Which parts these are, as plain data."""
-    return [[piece.name, piece.start, piece.stop] for piece in optimizer.pieces]
-
-
-def load(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
-    """See ``ShardedOptimizer.load_state_dict``."""
-    if "pieces" not in state:
-        load_parts(optimizer, [state])
-        return
-    error = None
-    if [list(piece) for piece in state["pieces"]] != _key(optimizer):
-        error = ValueError(
-            f"this state is the part of rank {state.get('rank')} of {state.get('ranks')} at stage {state.get('stage')}, and the "
-            f"pieces of this rank are others; give hvd_ckpt.sharding.state.load_parts the parts of all ranks"
-        )
-    _load(optimizer, state, error)
+# state of torch.optim's classes that is not of a parameter's elements
+COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
 def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -73,26 +30,18 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
     Raises:
         ValueError: the parts do not cover a rank's pieces, or are of an optimizer with other parameter groups; on every rank.
     """
-    error: Exception | None = None
-    merged: dict[str, Any] = {}
-    try:
-        merged = _merged(optimizer, parts)
-    except Exception as exception:  # whatever it is, all ranks raise it
-        error = exception
-    if hasattr(optimizer, "_sharding"):
-        _load(optimizer, merged, error)
-        if optimizer._reducer is not None:
-            optimizer._begin_anew()
-    elif error is not None:
-        raise error
-    else:
-        optimizer.load_state_dict(merged)
+    if not hasattr(optimizer, "_sharding"):
+        optimizer.load_state_dict(_merged(optimizer, parts))
+        return
+    load(optimizer, lambda: _merged(optimizer, parts))
+    if optimizer._reducer is not None:
+        optimizer._begin_anew()
 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
     targets = ranges_of(optimizer)
-    sources = Sources(parts, _whole_ranges(optimizer))
+    sources = Sources(parts, whole_ranges(optimizer))
     groups = parts[0]["param_groups"]
     own_groups = optimizer.param_groups
     if len(groups) != len(own_groups):
@@ -101,7 +50,7 @@ def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> 
         )
     merged: dict[str, Any] = {
         "state": sources.states(targets),
-        "param_groups": _numbered(groups, [own["params"] for own in own_groups]),
+        "param_groups": numbered(groups, [own["params"] for own in own_groups]),
     }
     masters = sources.masters(targets)
     if masters:
@@ -109,33 +58,7 @@ def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> 
     return merged
 
 
-def full(optimizer: ShardedOptimizer, all_ranks: bool) -> dict[str, Any] | None:
-    """See ``ShardedOptimizer.full_state_dict``."""
-    sharding, members = optimizer._sharding, optimizer._process_set
-    part = own_part(optimizer)
-    parts = []
-    for rank in range(sharding.exchange.ranks):
-        mine = None
-        if rank == sharding.exchange.rank:
-            mine = {
-                "pieces": part["pieces"],
-                "state": pytree.tree_map_only(torch.Tensor, _on_cpu, part["state"]),
-            }
-        root = members.ranks[rank] if members.ranks else rank
-        found = broadcast_from(mine, root, members, f"hvd_ckpt.{optimizer._identity}.state.{rank}")
-        if all_ranks or sharding.exchange.rank == 0:
-            parts.append(found)
-    if not parts:
-        return None
-    state = Sources(parts, []).states(_whole_ranges(optimizer))
-    return {"state": state, "param_groups": _numbered(part["param_groups"], sharding.groups)}
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().clone()
-
-
-def _numbered(
+def numbered(
     groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]
 ) -> list[dict[str, Any]]:
     """Parameter groups with the numbers of these parameters, as state dicts have them."""
@@ -143,47 +66,15 @@ def _numbered(
     return [{**group, "params": [next(counter) for _ in own]} for group, own in zip(groups, parameters)]
 
 
-def weight_pieces(sharding: Sharding) -> list[tuple[str, int, int, torch.Tensor]]:
-    """See ``ShardedOptimizer.weight_pieces``."""
-    return [
-        (
-            sharding.layout.names[span.parameter],
-            span.start,
-            span.stop,
-            span.of(sharding.store.shards[group.position]),
-        )
-        for group in sharding.layout.groups
-        for span in group.spans(sharding.exchange.rank)
-    ]
-
-
-def load_weight_pieces(
-    optimizer: ShardedOptimizer, parts: Iterable[tuple[str, int, int, torch.Tensor]]
-) -> None:
-    """See ``ShardedOptimizer.load_weight_pieces``."""
-    sharding = optimizer._sharding
-    by_name: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-    for name, start, stop, values in parts:
-        by_name.setdefault(name, []).append((start, stop, values))
-    with torch.no_grad():
-        for name, start, stop, own in weight_pieces(sharding):
-            own.copy_(_assembled(by_name.get(name, []), start, stop, f"the weights of '{name}'", own))
-    sharding.masters.follow(sharding.store.shards)
-    sharding.store.shards_changed(sharding.layout.groups)
-
-
-def _load(optimizer: Any, state: Mapping[str, Any], error: Exception | None) -> None:
-    """Loads a state of this rank's pieces, or raises on all ranks, where one could not make it up."""
+def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
+    """Loads the state of this rank's pieces that ``make`` returns, or raises on all ranks, where one cannot."""
     sharding: Sharding = optimizer._sharding
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
-    bare = {name: value for name, value in state.items() if name not in extra}
     groups = optimizer.param_groups
-    if error is None:
-        try:
-            optimizer._wrapped_class.load_state_dict(optimizer, bare)
-        except Exception as exception:  # whatever it is, all ranks raise it
-            error = exception
-    raise_together(error, optimizer._process_set, f"hvd_ckpt.{optimizer._identity}.load")
+    with errors_on_all(f"hvd_ckpt.{optimizer._identity}.load", optimizer._process_set):
+        state = make()
+        bare = {name: value for name, value in state.items() if name not in extra}
+        optimizer._wrapped_class.load_state_dict(optimizer, bare)
     for group, loaded in zip(groups, optimizer.param_groups):  # a schedule may hold these very groups
         group.update(loaded)
     optimizer.param_groups = groups
@@ -212,11 +103,11 @@ class ShardRange(NamedTuple):
 def ranges_of(optimizer: Any) -> list[ShardRange]:
     """The elements that an optimizer, sharded or not, has state of, in the order of its parameters."""
     if not hasattr(optimizer, "_sharding"):
-        return _whole_ranges(optimizer)
+        return whole_ranges(optimizer)
     return [ShardRange(piece.name, piece.start, piece.stop, piece.spec, False) for piece in optimizer.pieces]
 
 
-def _whole_ranges(optimizer: Any) -> list[ShardRange]:
+def whole_ranges(optimizer: Any) -> list[ShardRange]:
     """The whole parameters of an optimizer, sharded or not, in the order of its groups."""
     if hasattr(optimizer, "_sharding"):
         layout, groups = optimizer._sharding.layout, optimizer._sharding.groups
@@ -284,7 +175,7 @@ class Sources:
             for start, stop, one in ((start, stop, values[name]) for start, stop, values in found)
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
-        flat = _assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
+        flat = assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
         return target.spec.unflatten(flat) if target.whole else flat
 
     def masters(self, targets: Sequence[ShardRange]) -> dict[int, torch.Tensor]:
@@ -294,11 +185,11 @@ class Sources:
             parts = self._masters.get(target.name)
             if parts:
                 what = f"the master weights of '{target.name}'"
-                masters[number] = _assembled(parts, target.start, target.stop, what, parts[0][2])
+                masters[number] = assembled(parts, target.start, target.stop, what, parts[0][2])
         return masters
 
 
-def _assembled(
+def assembled(
     parts: Sequence[tuple[int, int, torch.Tensor]], start: int, stop: int, what: str, like: torch.Tensor
 ) -> torch.Tensor:
     """Elements ``start`` to ``stop``, from parts that overlap them."""

@@ -213,7 +213,7 @@ def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def check_memory(
-    named: Sequence[tuple[str, torch.Tensor]], others: Iterable[tuple[str, torch.Tensor]] = ()
+    named: Sequence[tuple[str, torch.Tensor]], others: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Whether each parameter has memory, and has it for itself.
 

@@ -124,8 +124,8 @@ class UnitParameters:
         exchange: Exchange,
         format: WireFormat,
         title: str,
-        offload: Offload | None = None,
-        deferred: bool = False,
+        offload: Offload | None,
+        deferred: bool,
     ) -> None:
         self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
         self._awaited = (

@@ -36,3 +36,9 @@ def assert_same_state(one: Any, other: Any, place: str = "") -> None:
 def gradients(*modules: nn.Module) -> list[Tensor | None]:
     """The gradients of the parameters."""
     return [parameter.grad for module in modules for parameter in module.parameters()]
+
+
+def whole_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of the parameters of a distributed optimizer's model, by name. Collective."""
+    with optimizer.gathered_parameters():
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -130,20 +130,6 @@ def test_one_rank_is_the_wrapped_optimizer_bit_for_bit(make: Callable[..., Any])
     assert sum(run.optimizer.traffic.sent.values()) == 0
 
 
-def test_an_average_after_every_step_of_sgd_is_a_distributed_optimizer() -> None:
-    local = Run(functools.partial(SGD, momentum=0.0), make_model(norm=False), every=1).train(5)
-    model = make_model(norm=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    for step in range(5):
-        optimizer.zero_grad()
-        loss_of(model, step, hc.rank()).backward()
-        optimizer.step()
-    assert torch.allclose(weights_of(local.model), weights_of(model), rtol=1e-5, atol=1e-7)
-    assert hc.size() > 1 or digest(local.model) == digest(model)
-    assert_equal_on_all_ranks(local.model)
-
-
 FULL = {
     "every": 4,
     "outer": hc.Nesterov(0.7, 0.9),

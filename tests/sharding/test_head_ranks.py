@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from same import whole_weights
 from torch import nn
 from torch.nn import functional
 
@@ -59,9 +60,7 @@ def train(model: Model, shard: int) -> tuple[dict[str, torch.Tensor], list[int]]
     if not shard:
         assert optimizer.reduction_stats.late_gradients == 0
         assert set(optimizer.reduction_stats.launches.values()) == {3}
-        return {name: one.detach().clone() for name, one in model.named_parameters()}, counts
-    with optimizer.gathered_parameters():
-        return {name: one.detach().clone() for name, one in model.named_parameters()}, counts
+    return whole_weights(model, optimizer), counts
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import Case, run_forked
+from same import assert_same_state
 from torch import nn
 
 import hvd_ckpt as hc
@@ -56,12 +57,8 @@ def train(make: Make, offload: Offload | None, steps: int = 4) -> torch.optim.Op
 
 def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """The same bits in weights and state."""
-    for own, others in zip(one.param_groups, other.param_groups):
-        for a, b in zip(own["params"], others["params"]):
-            assert torch.equal(a, b)
-            assert one.state[a].keys() == other.state[b].keys()
-            for key, value in one.state[a].items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[b][key])), key
+    assert_same_state(one.param_groups, other.param_groups)
+    assert_same_state(one.state_dict()["state"], other.state_dict()["state"])
 
 
 @pytest.mark.parametrize(
@@ -288,16 +285,10 @@ def test_modules_that_are_copied_on_disk_are_there_too(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(encoder.parameters(), plain.parameters()))
 
 
-def test_a_model_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
-    """In a process of its own, as below."""
-    case = Case(LARGE_MODEL, {"OMP_NUM_THREADS": "1"}, (str(tmp_path),))
-    result = run_forked(IMPORTS, {"large model": case})["large model"]
-    assert result.stdout.split() == ["True"] * 2, result.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_state_larger_than_the_memory_that_is_left_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "checks"), [(LARGE_MODEL, 2), (LARGE_STATE, 3)], ids=["model", "state"])
+def test_what_is_larger_than_the_memory_that_is_left_trains(script: str, checks: int, tmp_path: Path) -> None:
     """In a process of its own: one that has run other tests has memory of theirs to use again."""
-    case = Case(LARGE_STATE, {"OMP_NUM_THREADS": "1"}, (str(tmp_path),))
-    result = run_forked(IMPORTS, {"large state": case})["large state"]
-    assert result.stdout.split() == ["True"] * 3, result.stderr
+    case = Case(script, {"OMP_NUM_THREADS": "1"}, (str(tmp_path),))
+    result = run_forked(IMPORTS, {"large": case})["large"]
+    assert result.stdout.split() == ["True"] * checks, result.stderr
+    assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import whole_weights
 from torch import nn
 
 import hvd_ckpt as hc
@@ -54,8 +55,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3) -> torch.Tensor:
 
 
 def weights(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    with optimizer.gathered_parameters():
-        return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+    return torch.cat([values.flatten() for values in whole_weights(model, optimizer).values()])
 
 
 @pytest.mark.parametrize("shard, dtype", [(1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16)])

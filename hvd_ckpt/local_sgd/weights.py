@@ -1,0 +1,193 @@
+"""Runs of parameters: their anchor, the outer optimizer that moves it, and what a lossy wire rounds away.
+
+Whoever adds up a row of weights also keeps their exact values and the outer optimizer's state, so these are split over all ranks,
+and the anchor is split over a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hvd_ckpt.local_sgd.runs import AVERAGES, Place, Segment, ValueRun
+from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.offload import Offload
+
+_CHUNK = 1 << 20  # elements, where a copy of all would be too much
+
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class WeightRun(ValueRun):
+    """Parameters, which become what the outer optimizer makes of their anchor and the mean change since.
+
+    What a rank has learned since the average left is kept on top of it.
+
+    Args:
+        outer: makes the outer optimizer; None: the anchor moves by the mean change.
+        wire: format in which changes travel; what it rounds away is added to the next change.
+        offload: makes what has the state that is kept between averages, for the parameters' device; the outer step is then on the
+            CPU. None: it is beside the parameters.
+
+    Attributes:
+        anchor: this rank's part, as all ranks have it since the last average; None before the first step.
+
+    Raises:
+        OffloadError, ValueError: it cannot be offloaded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        place: Place,
+        outer: Outer | None,
+        wire: WireFormat,
+        offload: Callable[[torch.device], Offload] | None,
+    ) -> None:
+        super().__init__(name, segments, place)
+        self.anchor: torch.Tensor | None = None
+        self._lossy = place.exchange.ranks > 1 and wire.changes(self.dtype)
+        self.format = wire if self._lossy else FP32
+        self._make_outer = outer
+        self._outer: torch.optim.Optimizer | None = None
+        home = self.device if offload is None else torch.device("cpu")
+        # this rank's row; the anchor is rounded where the wire is
+        self._exact = torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device=home))
+        self._rest: torch.Tensor | None = None  # what the wire has rounded away so far, of this rank's part
+        self._offload = None if offload is None else offload(self.device)
+        self._room: dict[str, torch.Tensor] = {}
+        if self._offload is not None:
+            sizes = {"anchor": self.part_numel, "exact": self.row_numel}
+            if self._lossy:
+                sizes["rest"] = self.part_numel
+            self._room = {what: self._offload.empty(numel, self.dtype) for what, numel in sizes.items()}
+            self._exact.data = self._room["exact"]
+            if outer is not None:
+                self._offload.reserve(outer([self._exact]))
+
+    def begin(self) -> None:
+        if self.anchor is None:
+            self._begin_at(self._read())
+
+    def _begin_at(self, anchor: torch.Tensor) -> None:
+        self.anchor = self._keep("anchor", anchor)
+        self._exact.data = self._keep("exact", self._own_row(anchor).clone())
+        if self._make_outer is not None:
+            self._outer = self._make_outer([self._exact])
+        if self._lossy:
+            self._rest = self._keep("rest", torch.zeros_like(anchor))
+
+    def send(self) -> float:
+        if self._offload is not None:
+            for kept in self._room.values():
+                self._offload.prefetch(kept)
+        super().send()
+        assert self.anchor is not None and self.sent is not None
+        parts = zip(torch.split(self.anchor, _CHUNK), torch.split(self.sent, _CHUNK))
+        moved = [torch.linalg.vector_norm(self._here(a) - b, dtype=torch.float64) for a, b in parts]
+        return float(torch.stack(moved).square().sum())
+
+    def apply(self, delayed: bool) -> None:
+        assert self._work is not None and self.anchor is not None and self.sent is not None
+        arrived = self._work.wait(AVERAGES)
+        anchor = self._here(self.anchor)
+        if self._lossy:
+            anchor.add_(arrived)
+        else:
+            anchor.copy_(arrived)
+        self._write(anchor - self.sent if delayed else anchor, add=delayed)
+        self.anchor = self._keep("anchor", anchor)
+        self._end()
+
+    def state_dict(self) -> dict[str, Any]:
+        exact = None if self.anchor is None else self._exact.detach()
+        outer = None if self._outer is None else self._outer.state_dict()
+        return {
+            "sent": self.sent,
+            "gathering": self.row is not None,
+            "anchor": self.anchor,
+            "exact": exact,
+            "rest": self._rest,
+            "outer": outer,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        anchor = self._loaded(state["anchor"], self.part_numel)
+        exact = self._loaded(state["exact"], self.row_numel)
+        self.anchor = None
+        self.sent = self._loaded(state["sent"], self.part_numel)
+        if anchor is None or exact is None:
+            return
+        self._begin_at(anchor)
+        self._exact.data = self._keep("exact", exact)
+        rest = self._loaded(state["rest"], self.part_numel) if self._lossy else None
+        if rest is not None:
+            self._rest = self._keep("rest", rest)
+        if self._outer is not None and state["outer"] is not None:
+            (made,) = self._outer.state_dict()["param_groups"]
+            self._outer.load_state_dict(
+                {**state["outer"], "param_groups": [made]}
+            )  # lr and momentum as given now
+        self.row = self._exact.detach() if state["gathering"] else None
+
+    def _message(self) -> torch.Tensor:
+        assert self.anchor is not None and self.sent is not None
+        change = self._here(self.anchor) - self.sent
+        return change if self._rest is None else change.add_(self._here(self._rest))
+
+    def _combined(self, mean: torch.Tensor) -> None:
+        if self._rest is not None:
+            message = self._message()
+            travelled = torch.empty_like(message)
+            self.format.decode(self.format.encode(message, self.place.exchange.ranks), travelled)
+            self._rest = self._keep("rest", message.sub_(travelled))
+        exact, mean = self._exact.data, mean.to(self._exact.device)
+        if self._outer is None:
+            exact.sub_(mean)
+        else:
+            frozen = [(start, stop, exact[start:stop] - mean[start:stop]) for start, stop in self._frozen()]
+            self._exact.grad = mean
+            if self._offload is None:
+                self._outer.step()
+            else:
+                self._offload.step(self._outer, self._outer.step)
+            self._exact.grad = None
+            for start, stop, values in frozen:
+                exact[start:stop] = values
+        self.row = self._keep("exact", exact)
+
+    def _outgoing(self) -> torch.Tensor:
+        assert self.anchor is not None
+        exact = self._here(self._exact.data)
+        return exact - self._here(self._own_row(self.anchor)) if self._lossy else exact
+
+    def _here(self, kept: torch.Tensor) -> torch.Tensor:
+        """What is kept between averages, on the device of the parameters."""
+        return kept.to(self.device)
+
+    def _keep(self, what: str, value: torch.Tensor) -> torch.Tensor:
+        """The same values where they are kept until the next average, which may leave memory there."""
+        if self._offload is None:
+            return value
+        kept = self._room[what]
+        if kept.data_ptr() != value.data_ptr():
+            kept.copy_(value)
+        self._offload.release(kept)
+        return kept
+
+    def _own_row(self, part: torch.Tensor) -> torch.Tensor:
+        start = self.place.exchange.rank * self.row_numel
+        return part[start : start + self.row_numel]
+
+    def _frozen(self) -> Iterator[tuple[int, int]]:
+        """The elements of this rank's row whose parameters are not trained now: outer momentum must not move them."""
+        first = self.place.part * self.part_numel + self.place.exchange.rank * self.row_numel
+        start = 0
+        for segment in self.segments:
+            low, high = max(start - first, 0), min(start + segment.numel - first, self.row_numel)
+            if low < high and not segment.owner.requires_grad:
+                yield low, high
+            start += segment.numel
