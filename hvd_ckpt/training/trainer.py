@@ -49,6 +49,7 @@ from hvd_ckpt.training.prepare import (
 from hvd_ckpt.training.profiling import StepTrace, utilization_of_a_unit
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resume import (
+    Progress,
     ResumePoint,
     average_weights,
     find_resume_point,
@@ -56,7 +57,6 @@ from hvd_ckpt.training.resume import (
     read_snapshot,
     replica_entries,
 )
-from hvd_ckpt.training.state import Progress
 from hvd_ckpt.training.summary import print_summary
 from hvd_ckpt.training.trained import Start, trained_on_text
 
