@@ -85,11 +85,10 @@ class GradScaler(torch.amp.GradScaler):
                 value.fill_(anywhere.item())
         if self._enabled and (stages := current()).stages > 1:
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            own = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
-            on_any = max(float(one) for one in stages.gather(own))
+            on_any = stages.on_any_stage(any(bool(value) for value in found.values()))
             found.setdefault(torch.device("cpu"), torch.zeros(()))
             for value in found.values():
-                value.fill_(on_any)
+                value.fill_(float(on_any))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank."""

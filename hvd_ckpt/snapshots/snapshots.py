@@ -249,9 +249,8 @@ class Snapshots:
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "hvd_ckpt.snapshots.stop")
             self._stopped = self._stopped or next((one for one in reports if one is not None), None)
-        grid, asked = current(), self.stop.reason is not None
-        if grid.stages > 1:  # each has a world of its own, in which the flag travels
-            asked = any(bool(one) for one in grid.gather(torch.tensor([float(asked)], dtype=torch.float64)))
+        # Each stage has a world of its own, in which the flag travels.
+        asked = current().on_any_stage(self.stop.reason is not None)
         if asked and self._stopped is None and not local:
             optimizer.notify()
         return self._stopped

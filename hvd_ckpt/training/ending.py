@@ -193,11 +193,11 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
     except BaseException as error:
         missing = explain_import_error(error) if isinstance(error, ImportError) else None
         if missing or isinstance(error, FATAL_ERRORS):
-            if _rank() != 0:  # once a rank has exited, the launcher leaves the others no time
+            if current().number != 0:  # once a rank has exited, the launcher leaves the others no time
                 time.sleep(MOMENT)
             elif isinstance(error, (FatalTrainingError, WeightsDiffer)):
                 _write_failure_file(folder, error)
-            if missing or _rank() == 0:
+            if missing or current().number == 0:
                 with contextlib.suppress(OSError, ValueError):
                     print(f"Error: {missing or error}", file=sys.stderr, flush=True)
         else:
@@ -214,11 +214,6 @@ def exit_now(status: int) -> NoReturn:
 
 
 def _write_failure_file(folder: Path | None, error: Exception) -> None:
-    if folder is not None and _rank() == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
+    if folder is not None and current().number == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
         with contextlib.suppress(OSError):
             (folder / FAILURE_FILE).write_text(f"{error}\n", "utf-8")
-
-
-def _rank() -> int:
-    """This process's number in the job."""
-    return current().number if hvd.is_initialized() else 0

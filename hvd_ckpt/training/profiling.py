@@ -52,7 +52,7 @@ class StepTrace:
     def after(self, step: int) -> None:
         """The step is over; after the last of the trace it is written."""
         if self._profiler is not None and self._steps is not None and step >= self._steps[1]:
-            with self._report.excluded():
+            with self._report.meter.excluded():
                 self._write()
 
     def _write(self) -> None:

@@ -94,7 +94,7 @@ class Meter:
         self._steps += part == 0
 
     def pending(self) -> list[tuple[float, float]]:
-        """Of each part the sum of the loss over all terms since the last reading, and the number of terms."""
+        """Of each part the sum of the loss over all terms since the last reading, and the number of terms; a snapshot holds it."""
         return [(float(loss), weight) for loss, weight in zip(self._losses, self._weights)]
 
     def load_pending(self, pending: Sequence[tuple[float, float]]) -> None:
@@ -273,6 +273,10 @@ class Report:
         plan: its measured peak is shown.
         callbacks: of this process.
         utilization: of the devices' peak by one unit per second; None if that is not known.
+
+    Attributes:
+        meter: counts what the next entry of the log says.
+        tell: calls a method of all callbacks.
     """
 
     def __init__(
@@ -291,7 +295,7 @@ class Report:
         self._utilization = utilization
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
         self._unit, self._device, self._plan = unit, device, plan
-        self._meter = Meter(device, parts=parts_of_rank(config))
+        self.meter = Meter(device, parts=parts_of_rank(config))
         self._open = ExitStack()
         self._logs: Logs | None = None
         self._line: ProgressLine | None = None
@@ -304,8 +308,8 @@ class Report:
                 self._logs = self._open.enter_context(self._open_logs())
             except (OSError, ValueError) as error:
                 self.say(f"Warning: there will be no log: {error}")
-        self._open.enter_context(recording(self._meter.spans))
-        self._meter.start()
+        self._open.enter_context(recording(self.meter.spans))
+        self.meter.start()
         return self
 
     def _open_logs(self) -> Logs:
@@ -326,14 +330,6 @@ class Report:
                 with contextlib.suppress(Exception):
                     self.tell("on_end", None)
 
-    def open_entry(self) -> list[tuple[float, float]]:
-        """Loss and terms of each of this rank's parts of a batch that the next entry of the log will count so far."""
-        return self._meter.pending()
-
-    def resume(self, entry: Sequence[tuple[float, float]]) -> None:
-        """Continues an :meth:`open_entry` of the run before."""
-        self._meter.load_pending(entry)
-
     def say(self, text: str) -> None:
         """Shows one line of text."""
         if self._line is not None:
@@ -342,22 +338,18 @@ class Report:
     def add(self, step: int, accumulated: Sequence[Accumulated], units: int) -> None:
         """Counts a step of this rank, of each of its parts."""
         for part, (loss, weight) in enumerate(accumulated):
-            self._meter.add(loss, weight, units if part == 0 else 0, part)
+            self.meter.add(loss, weight, units if part == 0 else 0, part)
         if self._line is not None:
             self._line.advance(step)
 
     def log(self, step: int, lr: float, **more: float) -> None:
         """Writes what all ranks have counted since the last time, with more that is the same on every rank. Collective."""
-        reading = self._meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
+        reading = self.meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
         memory, kind = peak_memory(self._device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
         if self._utilization is not None:
             more = {"mfu": reading["rate"] * self._utilization, **more}
         self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **more})
-
-    def excluded(self) -> contextlib.AbstractContextManager[None]:
-        """A context that does not count as training."""
-        return self._meter.excluded()
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float, **sample: str) -> None:
         """Writes the result of an evaluation, and a text that the model has made."""
@@ -389,13 +381,12 @@ class Report:
         self.tell("on_log" if record["kind"] == "train" else "on_evaluation", record)
 
 
-def peak_memory(device: torch.device | str = "cpu") -> tuple[int, str]:
+def peak_memory(device: torch.device) -> tuple[int, str]:
     """The peak memory of this process in bytes, and its kind: on CUDA what PyTorch allocated on the device, else the resident set.
 
     The resident set counts the interpreter, data and caches too: it answers whether a machine is large enough.
     :mod:`hvd_ckpt.memory` measures what a step allocates.
     """
-    device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {device}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -411,8 +402,6 @@ def _planned_peak(plan: Plan | None) -> str | None:
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
-    if hvd.size() == 1:
-        return values[0]
     total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
     return total
 

@@ -6,6 +6,7 @@ The rest of its state is loaded by :class:`hvd_ckpt.snapshots.snapshots.Snapshot
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,13 @@ class Progress(Strict):
     best: Annotated[float, NUMBER] | None = None
     waited: Count = 0
     pending_evaluation: bool = False
+
+    def evaluated(self, loss: float) -> None:
+        """Counts an evaluation that was due."""
+        if loss < (math.inf if self.best is None else self.best):
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
 
 
 class _Replicas(Replicas):

@@ -221,10 +221,12 @@ class Trainer:
         if snapshot is not None:
             with config_errors():
                 if self.snapshots.load(snapshot, expected):
-                    self.report.resume(snapshot.per_rank["logged"])
+                    self.report.meter.load_pending(snapshot.per_rank["logged"])
                 if self.optimizer.replicas is not None:
                     entries = snapshot.replicated["replicas"]["logged"]
-                    self.report.resume([entries[index] for index in self.optimizer.replicas.indices])
+                    self.report.meter.load_pending(
+                        [entries[index] for index in self.optimizer.replicas.indices]
+                    )
 
     @property
     def requested_stop(self) -> str | None:
@@ -284,7 +286,7 @@ class Trainer:
                     else:
                         self._evaluate_and_report(due)
                 if self._finished() or _due(config.snapshot_every, progress.step):
-                    with self.report.excluded():
+                    with self.report.meter.excluded():
                         self.snapshots.begin(progress.step, **self._further_state())
                 self._tell_of_snapshots()
                 if after_step is not None and not self._finished():
@@ -321,7 +323,7 @@ class Trainer:
         accumulated = self._passes.run(parts, micro_batches)
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
-        if self._passes.on_some_stage(self._reports.has(wrong)):
+        if current().on_any_stage(self._reports.has(wrong)):
             self.optimizer.notify()
         with span("wait", "reduce gradients"):
             self.optimizer.reduce_once()
@@ -379,7 +381,7 @@ class Trainer:
 
     def _further_state(self) -> dict[str, dict[str, Any]]:
         """What a snapshot of a run has besides that of any loop."""
-        logged = self.report.open_entry()
+        logged = self.report.meter.pending()
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
@@ -407,15 +409,13 @@ class Trainer:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""
         progress = self.progress
         progress.pending_evaluation = False
-        with self.report.excluded():
+        with self.report.meter.excluded():
             start = time.perf_counter()
             means = self._evaluation = self.evaluate()
             sample = {} if self._prompt is None else {"sample": self.sample()}
             self.report.evaluation(progress.step, means, time.perf_counter() - start, **sample)
-        if due and means["loss"] < (math.inf if progress.best is None else progress.best):
-            progress.best, progress.waited = means["loss"], 0
-        elif due:
-            progress.waited += 1
+        if due:
+            progress.evaluated(means["loss"])
 
     def _tell_of_snapshots(self) -> None:
         while self.snapshots.written:
