@@ -28,7 +28,7 @@ from hvd_ckpt.hosts import host_name
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
-from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.training.config import Config, ConfigError
