@@ -122,6 +122,13 @@ class Grid:
             self.link.wait(request, f"values of {self.name(other)}", other)
         return rows
 
+    def on_any_stage(self, happened: bool) -> bool:
+        """Whether something has happened on some stage of this replica. Collective over the stages of a replica."""
+        if self.stages == 1:
+            return happened
+        own = torch.tensor([float(happened)], dtype=torch.float64)
+        return any(bool(stage) for stage in self.gather(own))
+
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every stage of this replica, in the order of the stages. Collective over the stages of a replica."""
         content = pickle.dumps(value)

@@ -12,6 +12,7 @@ order. A failure there ends the session at once (``-x``): the other ranks could 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import shutil
@@ -161,8 +162,8 @@ def _fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     os.unlink(path)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
+@contextlib.contextmanager
+def _folder_of_all_ranks() -> Iterator[Path]:
     """One temporary folder for all ranks."""
     import hvd_ckpt as hc
 
@@ -172,3 +173,17 @@ def folder() -> Iterator[Path]:
     hc.barrier()
     if hc.rank() == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One temporary folder for all ranks."""
+    with _folder_of_all_ranks() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def module_folder() -> Iterator[Path]:
+    """One for all tests of a file."""
+    with _folder_of_all_ranks() as path:
+        yield path

@@ -48,7 +48,7 @@ def export(run: str, kind: str, output: str | None, ema: bool) -> None:
         raise BadArgument(f"--output: '{place}' is there: give another name")
     from hvd_ckpt.snapshots.export import export as write_export
     from hvd_ckpt.snapshots.export import write_pt
-    from hvd_ckpt.snapshots.reader import SnapshotError
+    from hvd_ckpt.snapshots.folder import SnapshotError
 
     try:
         snapshot = snapshot_of(Path(run))

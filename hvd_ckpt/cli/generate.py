@@ -40,7 +40,7 @@ def generate(
     model sees as many tokens as a sample of its training has. The whole is computed anew for each token, on the CPU.
     """
     from hvd_ckpt.schema import Wrong
-    from hvd_ckpt.snapshots.reader import SnapshotError
+    from hvd_ckpt.snapshots.folder import SnapshotError
     from hvd_ckpt.training.trained import generate as texts
 
     shown = text = ""

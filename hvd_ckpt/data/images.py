@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvd_ckpt.data.dataset import (
+    Integers,
     Source,
     StandardisedSamples,
     channel_statistics,
@@ -27,8 +28,6 @@ from hvd_ckpt.data.dataset import (
 )
 from hvd_ckpt.models.objectives import Batch
 from hvd_ckpt.text import one_line
-
-Integers = NDArray[numpy.int64]
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 

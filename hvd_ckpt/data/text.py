@@ -14,11 +14,9 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from hvd_ckpt.data.dataset import ConsecutiveSamples, Purpose, check_samples, generators
+from hvd_ckpt.data.dataset import ConsecutiveSamples, Integers, Purpose, check_samples, generators
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.objectives import IGNORED, Batch
-
-Integers = NDArray[numpy.int64]
 
 
 class _Windows(ConsecutiveSamples):

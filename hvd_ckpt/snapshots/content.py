@@ -96,6 +96,10 @@ class RunShards:
             self._buffers = [name for name in named_tensors(model) if name not in names]
         self.splits_each = self.stage == 3 or (self.stage > 0 and optimizer._sharding.store.is_lossy)
 
+    def stored_name(self, name: str) -> str:
+        """The name of a parameter in a snapshot."""
+        return self.aliases.get(name, name)
+
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights that rank 0 writes: ``model.state_dict()``, or only what no rank has in its shards."""
         if not self.splits_each and self._pipeline_stages == 1:
@@ -119,7 +123,7 @@ class RunShards:
         if averages is not None:
             state["averages"] = dict(averages)
         pieces: Sequence[Any] = part["pieces"] if self.stage else _flatten(state, ranges_of(optimizer))
-        pieces = [(self.aliases.get(name, name), start, stop) for name, start, stop in pieces]
+        pieces = [(self.stored_name(name), start, stop) for name, start, stop in pieces]
         weights = self._own_weights(model, optimizer)
         if self._pipeline_stages > 1:
             # A tied parameter is the first of its stages' to write, and what is whole the first replica's.

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,14 +94,14 @@ def list_snapshots(folder: Path) -> list[Path]:
     return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
 
 
-def remove(paths: Iterable[Path], warn: Warn | None = None) -> None:
+def remove(paths: Iterable[Path], warn: Warn) -> None:
     """Removes snapshots and what interrupted writes have left.
 
     All snapshots lose their names first, in this order, which takes next to no time, and then the files go: if that is interrupted,
     nothing that is left looks like a snapshot.
 
     Args:
-        warn: takes the reason if one cannot be removed; by default it is a warning of Python's.
+        warn: takes the reason if one cannot be removed.
     """
     aside = []
     for path in paths:
@@ -127,7 +126,7 @@ def later_snapshots(folder: Path, step: int) -> list[Path]:
     return [path for path in list_snapshots(folder) if step_of(path) > step]
 
 
-def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn | None = None) -> None:
+def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn) -> None:
     """Removes later snapshots than the one a run has resumed from, now that it has written one of its own.
 
     Whenever the process is killed, there is a snapshot to resume from, and the newest is the old course's last or the new one,
@@ -137,24 +136,20 @@ def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn | None = N
     Args:
         abandoned: the snapshots; empty when this returns.
         written: the new one, which may have the place of one of them.
-        warn: takes a warning for each file that resists removal; by default it is a Python warning.
+        warn: takes a warning for each that cannot be removed.
     """
     remove(sorted((path for path in abandoned if path != written), key=step_of), warn)
     abandoned.clear()
 
 
 @contextmanager
-def _warning(path: Path, warn: Warn | None) -> Iterator[None]:
+def _warning(path: Path, warn: Warn) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
         pass
     except OSError as error:
-        text = f"The old snapshot '{path}' cannot be removed: {error.strerror}."
-        if warn is None:
-            warnings.warn(text, stacklevel=4)
-        else:
-            warn(text)
+        warn(f"The old snapshot '{path}' cannot be removed: {error.strerror}.")
 
 
 def discard(temporary: Path) -> None:
@@ -187,7 +182,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(temporary: Path, place: Path, warn: Warn | None = None) -> None:
+def put_in_place(temporary: Path, place: Path, warn: Warn) -> None:
     """Gives a complete snapshot its name; one that has the name is removed, but not before.
 
     Args:

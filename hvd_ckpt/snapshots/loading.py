@@ -16,8 +16,9 @@ from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import load_parts, ranges_of
 from hvd_ckpt.snapshots.content import RunShards, named_tensors
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.random_state import set_random_state
-from hvd_ckpt.snapshots.reader import Snapshot, SnapshotError
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import read_shards
 from hvd_ckpt.snapshots.schema import libraries
 
@@ -63,10 +64,9 @@ def load_state(
             pieces = snapshot.per_rank["local"]["pieces"]["optimizer"]
             parts = [{**snapshot.replicated["optimizer"], "pieces": pieces}]  # a rank's own, of local SGD
         elif snapshot.sharding is not None:
-            names = {shards.aliases.get(one.name, one.name): one.name for one in ranges_of(optimizer)}
-            wanted = [
-                one._replace(name=shards.aliases.get(one.name, one.name)) for one in ranges_of(optimizer)
-            ]
+            own = ranges_of(optimizer)
+            names = {shards.stored_name(one.name): one.name for one in own}
+            wanted = [one._replace(name=shards.stored_name(one.name)) for one in own]
             parts = read_shards(snapshot, wanted, expected, len(optimizer.param_groups))
             for part in parts:
                 part["pieces"] = [[names.get(name, name), *rest] for name, *rest in part["pieces"]]

@@ -42,18 +42,6 @@ from hvd_ckpt.snapshots.schema import (
 )
 from hvd_ckpt.snapshots.tensors import hash_file, load_state, load_weights
 
-__all__ = [
-    "Snapshot",
-    "SnapshotError",
-    "SnapshotFiles",
-    "find",
-    "naming",
-    "newest",
-    "open_snapshot",
-    "prune",
-    "read",
-]
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -180,7 +168,7 @@ class SnapshotFiles:
                         raise Wrong(f"{shown(shard.name)} is not what the manifest says: {DAMAGED}")
                     flat = flats.setdefault(shard.name, torch.empty(whole.numel, dtype=whole.torch_dtype))
                     flat[shard.offset : shard.stop] = values
-        return {name: parameters[name].unflatten(flat) for name, flat in flats.items()}
+        return {name: parameters[name].spec.unflatten(flat) for name, flat in flats.items()}
 
 
 def read(path: Path, rank: int | None = None) -> Snapshot:
@@ -294,7 +282,7 @@ def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
     """
     if keep < 1:
         raise ValueError(f"prune: keep is {keep}: keep 1 snapshot or more")
-    folder = Path(folder)
+    folder, warn = Path(folder), warn or warnings.warn
     complete, kept, old = 0, set(), []
     for path in list_snapshots(folder):
         if complete == keep:

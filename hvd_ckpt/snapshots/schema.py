@@ -82,10 +82,6 @@ class TensorMetadata(Strict):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def unflatten(self, flat: Tensor) -> Tensor:
-        """A view of all elements, in the order of memory, as the parameter."""
-        return self.spec.unflatten(flat)
-
     @model_validator(mode="after")
     def _is_dense(self) -> TensorMetadata:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):

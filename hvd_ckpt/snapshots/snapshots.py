@@ -178,7 +178,7 @@ class Snapshots:
             snapshot = read(path)
             try:
                 check_state(snapshot, _LoopState, _LoopRankState)
-                specs = {self._name(one.name): one.spec for one in ranges_of(self._optimizer)}
+                specs = {self._shards.stored_name(one.name): one.spec for one in ranges_of(self._optimizer)}
                 check_fits(snapshot, self._model, self._optimizer, specs)
                 if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
                     raise Wrong("only one of it and the optimizer has logical replicas")
@@ -249,9 +249,8 @@ class Snapshots:
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "hvd_ckpt.snapshots.stop")
             self._stopped = self._stopped or next((one for one in reports if one is not None), None)
-        grid, asked = current(), self.stop.reason is not None
-        if grid.stages > 1:  # each has a world of its own, in which the flag travels
-            asked = any(bool(one) for one in grid.gather(torch.tensor([float(asked)], dtype=torch.float64)))
+        # Each stage has a world of its own, in which the flag travels.
+        asked = current().on_any_stage(self.stop.reason is not None)
         if asked and self._stopped is None and not local:
             optimizer.notify()
         return self._stopped
@@ -316,7 +315,7 @@ class Snapshots:
         self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
         if expected is None:
             of_shards = state_of_shards(self._optimizer, self._model)
-            expected = {self._name(name): entries for name, entries in of_shards.items()}
+            expected = {self._shards.stored_name(name): entries for name, entries in of_shards.items()}
         snapshot, averages = load_rank(snapshot, self._model, self._optimizer, expected)
         of_rank = load_state(
             snapshot,
@@ -387,9 +386,6 @@ class Snapshots:
                 f"ranks, and there are {current().size}: resume with as many, or give an hc.DistributedSampler as loader"
             )
         return snapshot.per_rank["loader"]
-
-    def _name(self, name: str) -> str:
-        return self._shards.aliases.get(name, name)
 
     def _open(self) -> None:
         if self._writer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -176,26 +176,26 @@ class PerRankState(Strict):
     local: Local | None
 
 
-def check_state(
-    resumed: Snapshot, replicated: type[ReplicatedState], per_rank: type[PerRankState]
-) -> ReplicatedState:
+R = TypeVar("R", bound=ReplicatedState)
+
+
+def check_state(resumed: Snapshot, replicated: type[R], per_rank: type[PerRankState]) -> R:
     """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
-    stage = 0 if resumed.sharding is None else resumed.sharding.stage
     in_shards = resumed.sharding is not None
     with _schema("replicated"):
         found = replicated.model_validate(resumed.replicated)
-    if (found.optimizer is None) != in_shards:
-        raise Wrong(
-            "replicated.optimizer must be there where the optimizer's state is not sharded, and only there"
-        )
-    if found.ema is not None and (found.ema.averages is None) != in_shards:
-        raise Wrong(
-            "replicated.ema.averages must be there where the optimizer's state is not sharded, and only there"
-        )
+    whole = {"optimizer": found.optimizer} | (
+        {} if found.ema is None else {"ema.averages": found.ema.averages}
+    )
+    for name, value in whole.items():
+        if (value is None) != in_shards:
+            raise Wrong(
+                f"replicated.{name} must be there where the optimizer's state is not sharded, and only there"
+            )
     for state in resumed.per_stage:
         with _schema("per_rank"):
             of_rank = per_rank.model_validate(state)
-        if of_rank.reduction and stage < 2:
+        if of_rank.reduction and (resumed.sharding is None or resumed.sharding.stage < 2):
             with _schema("per_rank.reduction"):
                 Reduction.model_validate(of_rank.reduction)
     return found

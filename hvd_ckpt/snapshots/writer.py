@@ -13,9 +13,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import queue
-import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -48,7 +46,6 @@ from hvd_ckpt.snapshots.tensors import Staging
 EXIT_SECONDS = 3.0
 GIVING_UP_SECONDS = 1.0  # and then until its files have been removed
 _TROUBLE = (OSError, Wrong, SnapshotError)
-_TOKEN = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass
@@ -72,7 +69,7 @@ class SnapshotWriter:
 
     Args:
         folder: of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
-        keep: number of snapshots that stay, the newest ones.
+        keep: number of snapshots that stay, the newest ones; at least 1.
         token: 8 hexadecimal digits, the same on every rank, and new for each writer.
         rank, ranks: this process's rank and the number of ranks.
         warn: called on rank 0 with one sentence for each snapshot that failed, by the thread that calls the methods.
@@ -83,10 +80,6 @@ class SnapshotWriter:
     Attributes:
         written: on rank 0, the newest snapshot that this writer has put in place.
         failed: the reason why the last snapshot was not written, until one is.
-        stalled: seconds that callers of :meth:`begin` and :meth:`before_update` were kept waiting.
-
-    Raises:
-        ValueError: ``keep`` or ``token`` is invalid.
     """
 
     def __init__(
@@ -100,13 +93,8 @@ class SnapshotWriter:
         blocking: bool = False,
         on_written: Callable[[Path, Warn], None] | None = None,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"SnapshotWriter: keep is {keep}: keep 1 snapshot or more")
-        if not _TOKEN.fullmatch(token):
-            raise ValueError(f"SnapshotWriter: token is {token!r}: give 8 hexadecimal digits")
         self.written: Path | None = None
         self.failed: str | None = None
-        self.stalled = 0.0
         self._folder, self._keep, self._token = Path(folder), keep, token
         self._rank, self._ranks, self._blocking = rank, ranks, blocking
         self._warn = warn
@@ -156,21 +144,42 @@ class SnapshotWriter:
             raise SnapshotError(
                 f"The snapshot was not written to '{self._folder}': step is {step!r}: give an integer from 0."
             )
-        start = time.perf_counter()
+        self._begun += 1
+        token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
+        job = _Job(step, self._folder / temporary_name(name_of(step), token))
         try:
-            self._begin(step, lambda: self._content(weights, replicated, per_rank, changing, shard))
-        finally:
-            self.stalled += time.perf_counter() - start
+            job.held.enter_context(under_way(job.temporary))
+            if self._rank == 0:  # first of all: the other ranks' threads may be waiting for it
+                self._make_folder(job)
+            self._settle()
+            if job.fault:  # the snapshot before is done, and old ones are pruned: perhaps there is room now
+                self._make_folder(job)
+            if not job.fault:
+                staging = None if self._blocking else self._staging
+                try:
+                    job.content = staged_content(
+                        self._rank, staging, weights, replicated, per_rank, changing, shard
+                    )
+                except _TROUBLE as error:
+                    job.fault = reason_of(error)
+            if self._blocking:
+                self._run(job)
+            else:
+                self._start()
+                self._jobs.put(job)
+        except BaseException:
+            job.held.close()
+            if self._rank == 0:
+                discard(job.temporary)
+            raise
+        self._job = job
         if self._blocking:
             self.check()
 
     def before_update(self) -> None:
         """Returns when the optimizer may change the weights and its state; to be called before each of its steps."""
-        job = self._job
-        if job is not None and not job.copied.is_set():
-            start = time.perf_counter()
-            job.copied.wait()
-            self.stalled += time.perf_counter() - start
+        if self._job is not None:
+            self._job.copied.wait()
 
     def check(self) -> None:
         """Hands over warnings, and raises what went wrong in the thread if it is a bug and not trouble with the file system."""
@@ -221,49 +230,14 @@ class SnapshotWriter:
             self._job = None
         self.check()
 
-    def _begin(self, step: int, make_content: Callable[[], Content]) -> None:
-        self._begun += 1
-        token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
-        job = _Job(step, self._folder / temporary_name(name_of(step), token))
-        try:
-            job.held.enter_context(under_way(job.temporary))
-            made = self._rank == 0 and self._makes_folder(
-                job
-            )  # first of all: the other ranks' threads may be waiting for it
-            self._settle()
-            if (
-                self._rank == 0 and not made
-            ):  # the snapshot before is done, and old ones are pruned: perhaps there is room now
-                self._makes_folder(job)
-            if not job.fault:
-                try:
-                    job.content = make_content()
-                except _TROUBLE as error:
-                    job.fault = reason_of(error)
-            if self._blocking:
-                self._run(job)
-            else:
-                self._start()
-                self._jobs.put(job)
-        except BaseException:
-            job.held.close()
-            if self._rank == 0:
-                discard(job.temporary)
-            raise
-        self._job = job
-
-    def _makes_folder(self, job: _Job) -> bool:
+    @staticmethod
+    def _make_folder(job: _Job) -> None:
         try:
             make_folder(job.temporary.parent)
             job.temporary.mkdir()
+            job.fault = ""
         except OSError as error:
             job.fault = reason_of(error)
-            return False
-        job.fault = ""
-        return True
-
-    def _content(self, *state: Any) -> Content:
-        return staged_content(self._rank, None if self._blocking else self._staging, *state)
 
     def _start(self) -> None:
         if self._thread is None:

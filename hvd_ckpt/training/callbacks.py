@@ -184,10 +184,9 @@ class Callbacks:
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record, by names such as ``train/loss``."""
     kind = record.get("kind", "train")
-    found = {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
     return {
         f"{kind}/{name}": value
-        for name, value in found.items()
+        for name, value in record.items()
         if name != "step" and type(value) in (int, float)
     }
 

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,10 +28,10 @@ from hvd_ckpt.hosts import host_name
 from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
-from hvd_ckpt.snapshots.reader import SnapshotError
-from hvd_ckpt.snapshots.stopping import STOP_FILE
+from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
-from hvd_ckpt.training.config import ConfigError
+from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.supervise import FAILURE_FILE, SUPERVISED_VARIABLE
 
 MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
@@ -90,25 +90,76 @@ def check_weights(model: nn.Module) -> None:
             raise WeightsDiffer(text)
 
 
-def gather_reports(stop: str | None, loss: float | None, step: int) -> tuple[str | None, str | None]:
-    """The first request to stop, and the ranks whose losses are not finite, in words; None for neither. Collective.
+class Reports:
+    """What single ranks report, for all to answer after the same step: a request to stop, or a loss that is not finite.
+
+    With local SGD the ranks of a step do not hear of each other: reports wait for the next entry of the log.
 
     Args:
-        stop: the request that this rank has received, or None.
-        loss: this rank's, if that is not finite.
-        step: of the loss, counted from 1.
+        config: of the run.
+        stop: notes requests to this rank.
+        say: shows a line of text.
+
+    Attributes:
+        stopped: the request to stop that all ranks have heard of, as in ``Outcome.stopped``.
     """
-    reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
-        (stop, loss, host_name(), step), "hvd_ckpt.train.reports"
-    )
-    request = next((stop for stop, *_ in reports if stop is not None), None)
-    reports = reports[: hvd.size()]  # the stages of a replica have the same loss
-    found = [(rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None]
-    if not found:
-        return request, None
-    rank, loss, host, step = found[0]
-    others = f" (and on {len(found) - 1} more of {len(reports)} ranks)" if len(found) > 1 else ""
-    return request, f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
+
+    def __init__(self, config: Config, stop: StopRequest, say: Callable[[str], None]) -> None:
+        self._config, self._stop, self._say = config, stop, say
+        self.stopped: str | None = None
+        self._waiting: tuple[float, int] | None = None  # a loss and its step
+
+    def has(self, loss: float | None) -> bool:
+        """Whether this rank has anything for a step, in which ``loss`` is its loss if that is not finite."""
+        return loss is not None or (not self._config.is_local and self._stop.reason is not None)
+
+    def handle(self, loss: float | None, step: int) -> bool:
+        """Answers a step for which some rank has anything; returns whether it is skipped. Collective, but with local SGD.
+
+        Raises:
+            NonFiniteLoss: ``on_nan`` is "stop"; on every rank.
+        """
+        if not self._config.is_local:
+            return self._gather(loss, step)
+        self._waiting = self._waiting if loss is None else (loss, step)
+        return True
+
+    def handle_waiting(self) -> None:
+        """With local SGD, at an entry of the log: answers what ranks have had since the one before. Collective.
+
+        Raises:
+            NonFiniteLoss: as :meth:`handle`.
+        """
+        if self._config.is_local:
+            loss, step = self._waiting or (None, 0)
+            self._waiting = None
+            self._gather(loss, step)
+
+    def acknowledge(self) -> None:
+        """Forgets a request: the run has stopped."""
+        if self.stopped is not None:
+            self._stop.acknowledge()
+        self.stopped = None
+
+    def _gather(self, loss: float | None, step: int) -> bool:
+        """Gathers all ranks' reports; returns whether there are losses that are not finite."""
+        reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
+            (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
+        )
+        self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
+        reports = reports[: hvd.size()]  # the stages of a replica have the same loss
+        found = [
+            (rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None
+        ]
+        if not found:
+            return False
+        rank, loss, host, step = found[0]
+        others = f" (and on {len(found) - 1} more of {len(reports)} ranks)" if len(found) > 1 else ""
+        fault = f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
+        if self._config.on_nan == "stop":
+            raise NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
+        self._say(f"Warning: {fault}: the step is skipped.")
+        return True
 
 
 # ------------------------------------------------------------------------------------ exit
@@ -142,11 +193,11 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
     except BaseException as error:
         missing = explain_import_error(error) if isinstance(error, ImportError) else None
         if missing or isinstance(error, FATAL_ERRORS):
-            if _rank() != 0:  # once a rank has exited, the launcher leaves the others no time
+            if current().number != 0:  # once a rank has exited, the launcher leaves the others no time
                 time.sleep(MOMENT)
             elif isinstance(error, (FatalTrainingError, WeightsDiffer)):
                 _write_failure_file(folder, error)
-            if missing or _rank() == 0:
+            if missing or current().number == 0:
                 with contextlib.suppress(OSError, ValueError):
                     print(f"Error: {missing or error}", file=sys.stderr, flush=True)
         else:
@@ -163,11 +214,6 @@ def exit_now(status: int) -> NoReturn:
 
 
 def _write_failure_file(folder: Path | None, error: Exception) -> None:
-    if folder is not None and _rank() == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
+    if folder is not None and current().number == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
         with contextlib.suppress(OSError):
             (folder / FAILURE_FILE).write_text(f"{error}\n", "utf-8")
-
-
-def _rank() -> int:
-    """This process's number in the job."""
-    return current().number if hvd.is_initialized() else 0

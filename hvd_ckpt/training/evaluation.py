@@ -74,7 +74,8 @@ def evaluate(
         found = _over_ranks([run_part(hvd.rank() * parts + part) for part in range(parts)])
         if current().stages > 1:
             found = current().gather_objects(found)[-1]
-        return {**found, **objective.of_loss(found["loss"])}
+        of_loss = objective.of_loss(found["loss"])
+        return {**found, **{name: float(value) for name, value in of_loss.items()}}
 
     training = model.training
     model.eval()
@@ -92,7 +93,7 @@ def evaluate(
 def _over_ranks(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str, float]:
     """The means. A rank without samples does not know the names, so they are sent with the numbers."""
     own = [(terms, {name: float(value) for name, value in sums.items()}) for terms, sums in parts]
-    ranks = hvd.allgather_object(own, name="hvd_ckpt.evaluation") if hvd.size() > 1 else [own]
+    ranks = hvd.allgather_object(own, name="hvd_ckpt.evaluation")
     everyone = [part for rank in ranks for part in rank]
     total = sum(count for count, _ in everyone)
     names = next((list(found) for _, found in everyone if found), [])

@@ -79,13 +79,12 @@ class Logs:
         self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1 if end is None else end)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record. Values are numbers (also in tensors of one element), strings, booleans or None.
+        """Appends a record. Values are numbers, strings, booleans or None.
 
         Raises:
             OSError: it cannot be written, such as to a full disk; nothing is then.
         """
-        plain = {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
-        line = json.dumps({name: _text(value) for name, value in plain.items()}, ensure_ascii=False).encode()
+        line = json.dumps({name: _text(value) for name, value in record.items()}, ensure_ascii=False).encode()
         end = self._file.seek(0, os.SEEK_END)
         if self._file.write(line + b"\n") <= len(line):
             self._file.truncate(end)
@@ -149,20 +148,16 @@ def loss_plot(
     there is a gap.
 
     Args:
-        runs: logs (``log.jsonl``), by the name of the run.
+        runs: logs (``log.jsonl``), by the name of the run; at least one.
         path: of the PNG.
         title: above the picture.
 
     Raises:
-        ValueError: there is no run, a log has no loss, or a line of it is not a record; the message names file and line.
+        ValueError: a log has no loss, or a line of it is not a record; the message names file and line.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if not runs:
-        raise ValueError("no run to draw: give at least one log")
     figure = Figure(figsize=(8.2, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (name, log) in enumerate(runs.items()):
         _draw_run(axes, number, one_line(name)[:LONGEST], log, alone=len(runs) == 1)
@@ -186,15 +181,11 @@ def time_plot(
         runs, path, title: as in :func:`loss_plot`.
 
     Raises:
-        ValueError: there is no run, a log has no times, or a line of it is not a record.
+        ValueError: a log has no times, or a line of it is not a record.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if not runs:
-        raise ValueError("no run to draw: give at least one log")
     figure = Figure(figsize=(2.2 + 6 * len(runs), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
     every = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     kinds = (*KINDS, "other")
     for axes, (name, log) in zip(every, runs.items()):

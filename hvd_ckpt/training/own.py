@@ -160,8 +160,13 @@ class Stream:
 
 def is_stream(samples: Any) -> bool:
     """Whether samples have no numbers, but come one after the other."""
-    numbered = hasattr(samples, "__len__") and (hasattr(samples, "__getitem__") or hasattr(samples, "batch"))
-    return isinstance(samples, IterableDataset) or (not numbered and hasattr(samples, "__iter__"))
+    return isinstance(samples, IterableDataset) or (
+        not _are_numbered(samples) and hasattr(samples, "__iter__")
+    )
+
+
+def _are_numbered(samples: Any) -> bool:
+    return hasattr(samples, "__len__") and (hasattr(samples, "__getitem__") or hasattr(samples, "batch"))
 
 
 def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
@@ -175,8 +180,7 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     made = import_named("data", name)()
     train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for one in (train, test):
-        numbered = hasattr(one, "__len__") and (hasattr(one, "__getitem__") or hasattr(one, "batch"))
-        if one is not None and not numbered and not is_stream(one):
+        if one is not None and not _are_numbered(one) and not is_stream(one):
             raise ValueError(
                 f"data: {name} returned {type(made).__name__}, and must return a data set with a length and numbered samples, or "
                 "one to iterate over, or two, to train and to evaluate on"

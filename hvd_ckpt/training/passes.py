@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hvd_ckpt.batchnorm import commit_batch_norm
 from hvd_ckpt.data.sampler import DistributedSampler
-from hvd_ckpt.grid import current
 from hvd_ckpt.models.objectives import Batch, Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.pipeline.pipeline import Pipeline
@@ -107,13 +106,6 @@ class Passes:
             self._model.clip_grad_norm_(norm)
         else:
             clip_grad_norm_(self._model.parameters(), norm)
-
-    def on_some_stage(self, happened: bool) -> bool:
-        """Whether something has happened on a pipeline stage of this replica; without stages, on this rank."""
-        if self._config.stages == 1:
-            return happened
-        own = torch.tensor([float(happened)], dtype=torch.float64)
-        return any(bool(stage) for stage in current().gather(own))
 
     def _in_turn(self, batch: Batch, samples: int, micro_batches: int, mean_terms: Any = None) -> Accumulated:
         return accumulate(

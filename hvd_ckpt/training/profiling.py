@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.grid import current
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.training.config import Config, first_and_last
+from hvd_ckpt.training.report import Report
 
 # Dense half-precision TFLOP/s by a part of the device's name, from the vendors' data sheets; the first that fits counts.
 PEAKS = {
@@ -33,13 +33,13 @@ class StepTrace:
     Args:
         steps: first and last, counted from 1, such as ``10:15``; None for no trace.
         folder: of the run.
-        say: shows a line of text.
+        report: of the run, which does not count the time that writing takes.
     """
 
-    def __init__(self, steps: str | None, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, steps: str | None, folder: Path, report: Report) -> None:
         self._steps = None if steps is None else first_and_last(steps)
         self._file = folder / "profile" / f"rank-{current().number:05}.json"
-        self._say = say
+        self._report = report
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
@@ -49,11 +49,13 @@ class StepTrace:
         self._profiler = torch.profiler.profile()
         self._profiler.start()
 
-    def after(self, step: int) -> bool:
-        """The step is over; returns whether it is the last of the trace, which :meth:`write` is to write."""
-        return self._steps is not None and self._profiler is not None and step >= self._steps[1]
+    def after(self, step: int) -> None:
+        """The step is over; after the last of the trace it is written."""
+        if self._profiler is not None and self._steps is not None and step >= self._steps[1]:
+            with self._report.meter.excluded():
+                self._write()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Ends the trace and writes it. A file that cannot be written is a warning: it must not end the training."""
         if self._profiler is None:
             return
@@ -63,13 +65,13 @@ class StepTrace:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._file))
         except (OSError, RuntimeError) as error:
-            self._say(f"Warning: the trace '{self._file}' is not written: {error}")
+            self._report.say(f"Warning: the trace '{self._file}' is not written: {error}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.write()
+        self._write()
 
 
 def utilization_of_a_unit(

@@ -56,13 +56,15 @@ _SHOWN = (
 class Meter:
     """Adds up loss, units and seconds, and waits for the device only when it is read.
 
-    It runs from the moment it is made.
+    It runs from the moment it is made, or from :meth:`start`.
 
     Args:
         device: of the steps.
         clock: returns seconds.
         parts: of a batch, each of which is added up by itself: this rank's logical replicas, or 1.
-        times: of the spans of a step, to be read too.
+
+    Attributes:
+        spans: of the steps.
     """
 
     def __init__(
@@ -70,13 +72,17 @@ class Meter:
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
         parts: int = 1,
-        times: SpanTimes | None = None,
     ) -> None:
-        self._times, self._steps = times, 0
         self._device, self._clock = torch.device(device), clock
+        self.spans = SpanTimes(self._device)
         self._losses: list[Tensor | float] = [0.0] * parts
-        self._weights, self._units = [0.0] * parts, 0.0
-        self._seconds, self._since = 0.0, clock()
+        self._weights, self._units, self._steps = [0.0] * parts, 0.0, 0
+        self._seconds = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Time counts from now on."""
+        self._since = self._clock()
 
     def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
         """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
@@ -88,13 +94,13 @@ class Meter:
         self._steps += part == 0
 
     def pending(self) -> list[tuple[float, float]]:
-        """Of each part the sum of the loss over all terms since the last reading, and the number of terms."""
+        """Of each part the sum of the loss over all terms since the last reading, and the number of terms; a snapshot holds it."""
         return [(float(loss), weight) for loss, weight in zip(self._losses, self._weights)]
 
     def load_pending(self, pending: Sequence[tuple[float, float]]) -> None:
         """Continues from what :meth:`pending` returned, bit for bit."""
         for part, (loss, weight) in zip(range(len(self._losses)), pending):
-            self._losses[part], self._weights[part] = self._losses[part] + loss, self._weights[part] + weight
+            self._losses[part], self._weights[part] = loss, weight
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -106,7 +112,7 @@ class Meter:
                 yield
         finally:
             self._wait()
-            self._since = self._clock()
+            self.start()
 
     def read(self, add_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins anew.
@@ -117,20 +123,18 @@ class Meter:
         pending = self.pending()  # which waits for the device
         now = self._clock()
         seconds = self._seconds + now - self._since
-        more = [self._units]
-        if self._times is not None:
-            spans = self._times.read()
-            more += [1.0, *(value / max(self._steps, 1) for value in (seconds, *spans.values()))]
+        of_steps = (seconds, *self.spans.read().values())
+        more = [self._units, 1.0, *(value / max(self._steps, 1) for value in of_steps)]
         own = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
         own[0, 2:] = torch.tensor(more, dtype=torch.float64)
-        loss, weight, units, *times = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
+        loss, weight, units, ranks, *times = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
         self._losses, self._weights = [0.0] * len(own), [0.0] * len(own)
         self._units, self._seconds, self._since, self._steps = 0.0, 0.0, now, 0
         return {
             "loss": loss / weight if weight else math.nan,
             "rate": units / seconds if seconds > 0 else math.nan,
             "seconds": seconds,
-            **{name: value / times[0] for name, value in zip(TIMES, times[1:])},
+            **{name: value / ranks for name, value in zip(TIMES, times)},
         }
 
     def _wait(self) -> None:
@@ -269,6 +273,10 @@ class Report:
         plan: its measured peak is shown.
         callbacks: of this process.
         utilization: of the devices' peak by one unit per second; None if that is not known.
+
+    Attributes:
+        meter: counts what the next entry of the log says.
+        tell: calls a method of all callbacks.
     """
 
     def __init__(
@@ -285,11 +293,9 @@ class Report:
     ) -> None:
         self.tell = Callbacks(list(callbacks), self.say)
         self._utilization = utilization
-        self._parts = parts_of_rank(config)
         self._folder, self._config, self._steps, self._start = folder, config, steps, start
         self._unit, self._device, self._plan = unit, device, plan
-        self._meter = Meter(device, parts=self._parts)
-        self._before: Sequence[tuple[float, float]] = ()
+        self.meter = Meter(device, parts=parts_of_rank(config))
         self._open = ExitStack()
         self._logs: Logs | None = None
         self._line: ProgressLine | None = None
@@ -302,10 +308,8 @@ class Report:
                 self._logs = self._open.enter_context(self._open_logs())
             except (OSError, ValueError) as error:
                 self.say(f"Warning: there will be no log: {error}")
-        times = SpanTimes(self._device)
-        self._meter = Meter(self._device, parts=self._parts, times=times)
-        self._open.enter_context(recording(times))
-        self._meter.load_pending(self._before)
+        self._open.enter_context(recording(self.meter.spans))
+        self.meter.start()
         return self
 
     def _open_logs(self) -> Logs:
@@ -326,14 +330,6 @@ class Report:
                 with contextlib.suppress(Exception):
                     self.tell("on_end", None)
 
-    def open_entry(self) -> list[tuple[float, float]]:
-        """Loss and terms of each of this rank's parts of a batch that the next entry of the log will count so far."""
-        return self._meter.pending()
-
-    def resume(self, entry: Sequence[tuple[float, float]]) -> None:
-        """Continues an :meth:`open_entry` of the run before."""
-        self._before = entry
-
     def say(self, text: str) -> None:
         """Shows one line of text."""
         if self._line is not None:
@@ -342,22 +338,18 @@ class Report:
     def add(self, step: int, accumulated: Sequence[Accumulated], units: int) -> None:
         """Counts a step of this rank, of each of its parts."""
         for part, (loss, weight) in enumerate(accumulated):
-            self._meter.add(loss, weight, units if part == 0 else 0, part)
+            self.meter.add(loss, weight, units if part == 0 else 0, part)
         if self._line is not None:
             self._line.advance(step)
 
     def log(self, step: int, lr: float, **more: float) -> None:
         """Writes what all ranks have counted since the last time, with more that is the same on every rank. Collective."""
-        reading = self._meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
+        reading = self.meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
         memory, kind = peak_memory(self._device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
         if self._utilization is not None:
             more = {"mfu": reading["rate"] * self._utilization, **more}
         self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **more})
-
-    def excluded(self) -> contextlib.AbstractContextManager[None]:
-        """A context that does not count as training."""
-        return self._meter.excluded()
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float, **sample: str) -> None:
         """Writes the result of an evaluation, and a text that the model has made."""
@@ -389,13 +381,12 @@ class Report:
         self.tell("on_log" if record["kind"] == "train" else "on_evaluation", record)
 
 
-def peak_memory(device: torch.device | str = "cpu") -> tuple[int, str]:
+def peak_memory(device: torch.device) -> tuple[int, str]:
     """The peak memory of this process in bytes, and its kind: on CUDA what PyTorch allocated on the device, else the resident set.
 
     The resident set counts the interpreter, data and caches too: it answers whether a machine is large enough.
     :mod:`hvd_ckpt.memory` measures what a step allocates.
     """
-    device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {device}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -411,8 +402,6 @@ def _planned_peak(plan: Plan | None) -> str | None:
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
-    if hvd.size() == 1:
-        return values[0]
     total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
     return total
 

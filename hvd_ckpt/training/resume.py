@@ -1,4 +1,4 @@
-"""Resuming a run: the snapshot to resume from, its validation against the run, and loading of its weights.
+"""Resuming a run: the snapshot to resume from, the schema of its state, its validation against the run, and loading of its weights.
 
 The rest of its state is loaded by :class:`hvd_ckpt.snapshots.snapshots.Snapshots`.
 """
@@ -6,27 +6,41 @@ The rest of its state is loaded by :class:`hvd_ckpt.snapshots.snapshots.Snapshot
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import horovod.torch as hvd
 import torch
+from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.folders import new_folder
 from hvd_ckpt.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.schema import Strict, Wrong
 from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
+from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
+from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Replicas, ReplicatedState, Weight
 from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.local import check_period
-from hvd_ckpt.training.state import FIXED, PLANNED, check_fits, check_state
+from hvd_ckpt.training.local import OF_A_PERIOD, check_period
+
+# Settings without which the state has no meaning.
+FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
+PLANNED = (
+    "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options",
+    "stages", "pipeline_schedule", "virtual_stages",
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------ where a run starts
 
@@ -97,6 +111,151 @@ def _resumed(path: Path) -> ResumePoint:
     return ResumePoint(path.resolve(), found.resolve())
 
 
+# ------------------------------------------------------------------------------------ state of a run
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it has characters that are not Unicode") from None
+    return text
+
+
+Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]
+
+
+class Progress(Strict):
+    """Progress of a run.
+
+    Attributes:
+        step: optimizer steps taken.
+        position: samples that are used up.
+        epoch, epoch_start: of a stream of the user's own, a pass to continue with, and the position at which it begins.
+        best: the lowest loss of an evaluation that was due.
+        waited: evaluations since then.
+        pending_evaluation: whether the run was stopped where an evaluation is due, which comes first when it resumes.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    step: Count = 0
+    position: Count = 0
+    epoch: Count = 0
+    epoch_start: Count = 0
+    best: Annotated[float, NUMBER] | None = None
+    waited: Count = 0
+    pending_evaluation: bool = False
+
+    def evaluated(self, loss: float) -> None:
+        """Counts an evaluation that was due."""
+        if loss < (math.inf if self.best is None else self.best):
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+
+
+class _Replicas(Replicas):
+    """With the loss and terms of each replica that the next entry of the log counts so far."""
+
+    logged: list[Logged]
+
+    @model_validator(mode="after")
+    def _has_entries(self) -> _Replicas:
+        if len(self.logged) != self.number:
+            raise ValueError(f"logged must be those of {self.number} replicas")
+        return self
+
+
+class _Replicated(ReplicatedState):
+    """State that is the same on every rank."""
+
+    config: dict[str, Any]
+    steps: Count
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    progress: Progress
+    plan: Annotated[str, AfterValidator(_unicode)] | None
+    samples: Positive
+    replicas: _Replicas | None
+
+
+class _PerRank(PerRankState):
+    """State of one rank."""
+
+    logged: list[Logged]
+
+
+# ------------------------------------------------------------------------------------ validation
+
+
+def check_state(resumed: Snapshot) -> None:
+    """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
+    with _naming(resumed, DAMAGED):
+        replicated = state.check_state(resumed, _Replicated, _PerRank)
+        _check_config(replicated.config)
+        if replicated.config["replicas"] != (replicated.replicas and replicated.replicas.number):
+            raise Wrong("replicated.replicas must be the state of as many replicas as replicated.config says")
+
+
+def _check_config(value: dict[str, Any]) -> None:
+    for name in (*FIXED, *PLANNED, *OF_A_PERIOD, "outer_lr"):
+        if name not in value:
+            raise Wrong(f"replicated.config has no {name}")
+    try:
+        made = Config.make(value)
+    except ConfigError as error:
+        raise Wrong(f"replicated.config: {error}") from None
+    for name, setting in made.as_dict().items():
+        if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
+            raise Wrong(f"replicated.config.{name} is not a value that a run writes")
+
+
+@contextmanager
+def _naming(resumed: Snapshot, way_out: str) -> Iterator[None]:
+    try:
+        yield
+    except Wrong as error:
+        raise ConfigError(
+            f"resume: the snapshot of step {resumed.step} cannot be used: {error}: {way_out}"
+        ) from None
+
+
+def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
+
+    Args:
+        resumed: that :func:`check_state` has passed.
+        model: whose weights they are to be.
+        optimizer: as it was made, not yet distributed.
+    """
+    with _naming(resumed, "give the settings that the run had, or another snapshot"):
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        specs = {
+            names[one]: TensorSpec.of(one) for group in optimizer.param_groups for one in group["params"]
+        }
+        state.check_fits(resumed, model, optimizer, specs)
+
+
+def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
+    """Raises ConfigError if the run cannot resume from the snapshot.
+
+    Args:
+        samples: that there are to train on.
+    """
+    then = resumed.replicated["config"]
+    for name in FIXED:
+        if then[name] != getattr(config, name):
+            raise ConfigError(
+                f"{name} {getattr(config, name)}: the run that is to resume has {then[name]}, and its state needs it"
+            )
+    if resumed.replicated["samples"] != samples:
+        raise ConfigError(
+            f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
+            "data, sequence_length and validation_split"
+        )
+    check_period(config, resumed)
+
+
 # ------------------------------------------------------------------------------------ loading
 
 
@@ -127,26 +286,6 @@ def read_snapshot(
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"resume {config.resume}: the snapshot is of another model: {reason}") from None
     return snapshot
-
-
-def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
-    """Raises ConfigError if the run cannot resume from the snapshot.
-
-    Args:
-        samples: that there are to train on.
-    """
-    then = resumed.replicated["config"]
-    for name in FIXED:
-        if then[name] != getattr(config, name):
-            raise ConfigError(
-                f"{name} {getattr(config, name)}: the run that is to resume has {then[name]}, and its state needs it"
-            )
-    if resumed.replicated["samples"] != samples:
-        raise ConfigError(
-            f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
-            "data, sequence_length and validation_split"
-        )
-    check_period(config, resumed)
 
 
 def plan_text(config: Config, resumed: Snapshot | None) -> str | None:

@@ -31,7 +31,7 @@ import psutil
 from typing_extensions import Self
 
 from hvd_ckpt.probe import launcher_environment
-from hvd_ckpt.snapshots.folder import SNAPSHOT, step_of
+from hvd_ckpt.snapshots.folder import SNAPSHOT, SnapshotError, step_of
 from hvd_ckpt.snapshots.stopping import SIGNALS, STOP_FILE
 
 FAILURE_FILE = "failure.txt"  # in which a job writes for its supervisor why a restart would fail the same way
@@ -328,7 +328,7 @@ def _start_of(origin: Path) -> str:
 
 
 def _newest(run: Path) -> Path | None:
-    from hvd_ckpt.snapshots.reader import SnapshotError, newest
+    from hvd_ckpt.snapshots.reader import newest
 
     with contextlib.suppress(SnapshotError):
         return newest(run / "snapshots")

@@ -31,8 +31,6 @@ EMBEDDINGS = (
     "embedding.tokens.weight",
     "embedding.0.weight",
 )
-
-
 TOKENS_OF_SAMPLE = 64
 
 

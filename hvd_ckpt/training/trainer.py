@@ -33,13 +33,7 @@ from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.spans import span
 from hvd_ckpt.training.callbacks import callbacks_of
 from hvd_ckpt.training.config import Config, first_and_last
-from hvd_ckpt.training.ending import (
-    NonFiniteLoss,
-    check_weights,
-    config_errors,
-    errors_everywhere,
-    gather_reports,
-)
+from hvd_ckpt.training.ending import Reports, check_weights, config_errors, errors_everywhere
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.optim import Schedule, build_optimizer, freeze
 from hvd_ckpt.training.own import Stream
@@ -55,6 +49,7 @@ from hvd_ckpt.training.prepare import (
 from hvd_ckpt.training.profiling import StepTrace, utilization_of_a_unit
 from hvd_ckpt.training.report import Report
 from hvd_ckpt.training.resume import (
+    Progress,
     ResumePoint,
     average_weights,
     find_resume_point,
@@ -62,7 +57,6 @@ from hvd_ckpt.training.resume import (
     read_snapshot,
     replica_entries,
 )
-from hvd_ckpt.training.state import Progress
 from hvd_ckpt.training.summary import print_summary
 from hvd_ckpt.training.trained import Start, trained_on_text
 
@@ -119,9 +113,7 @@ class Trainer:
         point: ResumePoint | None = None,
     ) -> None:
         self.config, self.objective, self.train, self.test = config, objective, train, test
-        self._stopped: str | None = None
         self._evaluation: dict[str, float] = {}
-        self._fault: tuple[float, int] | None = None  # a loss that is not finite and its step, to be told
 
         # Model and optimizer of one rank
         with errors_everywhere("hvd_ckpt.train.settings"):
@@ -214,7 +206,7 @@ class Trainer:
             utilization,
             callbacks,
         )
-        self._trace = StepTrace(config.profile, self.folder, self.report.say)
+        self._trace = StepTrace(config.profile, self.folder, self.report)
         self.snapshots = Snapshots(
             self.folder,
             model=self.model,
@@ -225,13 +217,16 @@ class Trainer:
             blocking=config.blocking_snapshots,
             warn=lambda text: self.report.say(f"Warning: {text}"),
         )
+        self._reports = Reports(config, self.snapshots.stop, self.report.say)
         if snapshot is not None:
             with config_errors():
                 if self.snapshots.load(snapshot, expected):
-                    self.report.resume(snapshot.per_rank["logged"])
+                    self.report.meter.load_pending(snapshot.per_rank["logged"])
                 if self.optimizer.replicas is not None:
                     entries = snapshot.replicated["replicas"]["logged"]
-                    self.report.resume([entries[index] for index in self.optimizer.replicas.indices])
+                    self.report.meter.load_pending(
+                        [entries[index] for index in self.optimizer.replicas.indices]
+                    )
 
     @property
     def requested_stop(self) -> str | None:
@@ -279,40 +274,38 @@ class Trainer:
                 last = progress.step == self.steps
                 units = sum(self.objective.units(batch) for batch, samples in parts if samples)
                 self.report.add(progress.step, accumulated, units)
-                if self._trace.after(progress.step):
-                    with self.report.excluded():
-                        self._trace.write()
+                self._trace.after(progress.step)
                 if progress.step % config.log_every == 0 or last or progress.step == 1:
                     self._log()
                 if _due(config.check_weights, progress.step):
                     check_weights(self.model)
                 due = _due(config.eval_every, progress.step)
                 if self.test is not None and (last or due):
-                    if self._stopped and not last:  # a stop must not take long
+                    if self._reports.stopped and not last:  # a stop must not take long
                         progress.pending_evaluation = True
                     else:
                         self._evaluate_and_report(due)
                 if self._finished() or _due(config.snapshot_every, progress.step):
-                    with self.report.excluded():
+                    with self.report.meter.excluded():
                         self.snapshots.begin(progress.step, **self._further_state())
                 self._tell_of_snapshots()
                 if after_step is not None and not self._finished():
                     after_step()
             self.snapshots.wait()
             self._tell_of_snapshots()
-            if self._stopped:
-                self.snapshots.stop.acknowledge()
             ended_early = progress.step < self.steps and self._has_stopped_improving()
-            outcome = Outcome(progress.step, self._evaluation, ended_early, self.folder, self._stopped)
+            outcome = Outcome(
+                progress.step, self._evaluation, ended_early, self.folder, self._reports.stopped
+            )
+            self._reports.acknowledge()
             self.report.tell("on_end", outcome)
-        if not self._stopped:  # the launcher may leave little time, and a resumed run draws at its end
+        if not outcome.stopped:  # the launcher may leave little time, and a resumed run draws at its end
             self.report.draw()
-        self._stopped = None
         return outcome
 
     def _finished(self) -> bool:
         done = self.progress.step >= self.steps or self._has_stopped_improving()
-        return done or self._stopped is not None
+        return done or self._reports.stopped is not None
 
     def step(self, parts: Parts) -> list[Accumulated]:
         """One optimizer step on this rank's parts of a global batch: one, or that of each of its logical replicas.
@@ -330,12 +323,11 @@ class Trainer:
         accumulated = self._passes.run(parts, micro_batches)
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
-        stops = self.snapshots.stop.reason is not None and not config.is_local
-        if self._passes.on_some_stage(wrong is not None or stops):
+        if current().on_any_stage(self._reports.has(wrong)):
             self.optimizer.notify()
         with span("wait", "reduce gradients"):
             self.optimizer.reduce_once()
-        skipped = self.optimizer.notified and self._handle_reports(wrong)
+        skipped = self.optimizer.notified and self._reports.handle(wrong, self.progress.step + 1)
         self._passes.finish(parts, skipped)
         if skipped:
             accumulated = [Accumulated(torch.zeros(()), 0.0) for _ in parts]
@@ -389,7 +381,7 @@ class Trainer:
 
     def _further_state(self) -> dict[str, dict[str, Any]]:
         """What a snapshot of a run has besides that of any loop."""
-        logged = self.report.open_entry()
+        logged = self.report.meter.pending()
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
@@ -408,43 +400,22 @@ class Trainer:
     # -------------------------------------------------------------------------------- within a run
 
     def _log(self) -> None:
-        step, local = self.progress.step, self.config.is_local
-        more = {"divergence": self.optimizer.divergence} if local else {}
+        step = self.progress.step
+        more = {"divergence": self.optimizer.divergence} if self.config.is_local else {}
         self.report.log(step, self.schedule.rate(step - 1), **more)
-        if local:  # ranks hear of each other here
-            (loss, step), self._fault = self._fault or (None, 0), None
-            self._gather_reports(loss, step)
-
-    def _handle_reports(self, loss: float | None) -> bool:
-        """Gathers what was notified, with local SGD at the next entry of the log; returns whether to skip this step."""
-        if not self.config.is_local:
-            return self._gather_reports(loss, self.progress.step + 1)
-        self._fault = self._fault if loss is None else (loss, self.progress.step + 1)
-        return True
-
-    def _gather_reports(self, loss: float | None, step: int) -> bool:
-        """Gathers requests to stop and losses that are not finite; returns whether there are such. Collective."""
-        self._stopped, fault = gather_reports(self.snapshots.stop.reason, loss, step)
-        if fault is None:
-            return False
-        if self.config.on_nan == "stop":
-            raise NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
-        self.report.say(f"Warning: {fault}: the step is skipped.")
-        return True
+        self._reports.handle_waiting()
 
     def _evaluate_and_report(self, due: bool) -> None:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""
         progress = self.progress
         progress.pending_evaluation = False
-        with self.report.excluded():
+        with self.report.meter.excluded():
             start = time.perf_counter()
             means = self._evaluation = self.evaluate()
             sample = {} if self._prompt is None else {"sample": self.sample()}
             self.report.evaluation(progress.step, means, time.perf_counter() - start, **sample)
-        if due and means["loss"] < (math.inf if progress.best is None else progress.best):
-            progress.best, progress.waited = means["loss"], 0
-        elif due:
-            progress.waited += 1
+        if due:
+            progress.evaluated(means["loss"])
 
     def _tell_of_snapshots(self) -> None:
         while self.snapshots.written:

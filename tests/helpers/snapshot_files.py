@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 
@@ -20,11 +20,10 @@ def write(
     replicated: Any = None,
     per_rank: Any = None,
     weights: dict[str, Any] | None = None,
-    keep: int = 100,
 ) -> Path:
     """A snapshot of one rank, on the disk when this returns; raises SnapshotError where it cannot be written."""
     told: list[str] = []
-    with SnapshotWriter(folder, keep, "0123abcd", 0, 1, told.append, blocking=True) as writer:
+    with SnapshotWriter(folder, 100, "0123abcd", 0, 1, told.append, blocking=True) as writer:
         writer.begin(step, weights=weights or {}, replicated=replicated, per_rank=per_rank)
         written = writer.wait()
     if written is None:

@@ -16,7 +16,7 @@ from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.state import check_fits, check_state
+from hvd_ckpt.training.resume import check_fits, check_state
 
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:

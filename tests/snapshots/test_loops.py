@@ -24,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots.export import export
-from hvd_ckpt.snapshots.reader import SnapshotError, read
+from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.reader import read
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -302,6 +303,8 @@ def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_
         loop.run(folder / "run")
     with pytest.raises(TypeError, match="loader is a list"):
         hc.Snapshots(folder, model=loop.model, optimizer=loop.optimizer, loader=[])
+    with pytest.raises(ValueError, match="keep is 0"):
+        loop.snapshots(folder, keep=0)
 
 
 def test_a_snapshot_holds_the_moment_of_its_save_however_late_it_is_copied(

@@ -21,7 +21,7 @@ from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.content import ShardState, tensors_of
 from hvd_ckpt.snapshots.export import export
-from hvd_ckpt.snapshots.reader import SnapshotError
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
 from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata
 from hvd_ckpt.snapshots.writer import SnapshotWriter

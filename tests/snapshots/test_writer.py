@@ -141,7 +141,7 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                 found = reader.read(path, rank=ranks - 1)
                 assert same([found.weights, [found.replicated, found.per_rank]], [weights, state])
                 assert found.weights["2.weight"] is found.weights["0.weight"]
-            assert not job.told and job.writers[0].stalled > 0
+            assert not job.told
             assert names(folder) == ["step-00000002", "step-00000003"]
 
 
@@ -281,7 +281,7 @@ def test_a_run_killed_while_it_removes_later_snapshots_resumes_from_the_last_or_
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-        remove_abandoned(abandoned, new)
+        remove_abandoned(abandoned, new, pytest.fail)
     newest = reader.find(tmp_path)
     assert newest == (tmp_path / "step-00000050" if killed_after < 2 else new)
     assert reader.read(new).replicated == "new"

@@ -62,18 +62,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        *HOROVODRUN,
-        "-np",
-        "2",
-        "--gloo",
-        sys.executable,
-        "-m",
-        "hvd_ckpt.cli.main",
-        "train",
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.cli.main", "train"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_first_rank_tells_a_callback_of_all_that_happens(folder: Path) -> None:
@@ -89,9 +79,7 @@ def test_the_first_rank_tells_a_callback_of_all_that_happens(folder: Path) -> No
 
 
 def test_an_exception_of_a_callback_ends_all_ranks_with_one_traceback(folder: Path) -> None:
-    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.cli.main", "train"]
-    arguments = [*SMALL.split(), "--steps", "999999", "--callback", "own_callback:Failing"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    done = train(*SMALL.split(), "--steps", "999999", "--callback", "own_callback:Failing")
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert len(re.findall(r">:KeyError: 'planted in a callback'", said)) == 1, said

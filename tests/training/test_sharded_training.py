@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from same import assert_same_state
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
@@ -28,17 +26,12 @@ STEPS = 7
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Path]:
+def shared(module_folder: Path) -> Path:
     """A folder for the whole module, with a text."""
-    made = hc.broadcast_object(tempfile.mkdtemp(prefix="hvd_ckpt_sharded_") if hc.rank() == 0 else "", 0)
-    folder = Path(made)
     if hc.rank() == 0:
-        (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 60)
+        (module_folder / "text.txt").write_bytes(bytes(range(32, 127)) * 60)
     hc.barrier()
-    yield folder
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(folder)
+    return module_folder
 
 
 def trainer_of(folder: Path, **changes: Any) -> Trainer:
@@ -69,12 +62,6 @@ def last(outcome: Outcome) -> Path:
     return found
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, one in ours.items():
-        assert torch.equal(one, theirs[name]), name
-
-
 def averages(outcome: Outcome, file: Path) -> dict[str, torch.Tensor]:
     """The averaged weights of a run's last snapshot, on rank 0; the weights go to a file beside."""
     if hc.rank() != 0:
@@ -98,8 +85,8 @@ def test_a_run_that_changes_its_stage_at_each_step_ends_in_the_bits_of_one_that_
         found = reader.read(run / "snapshots" / f"step-{step:08}")
         assert (found.sharding.stage if found.sharding else 0) == stage
     assert outcome.steps == STEPS and outcome.evaluation == unsharded.evaluation
-    assert_same(reader.read(last(outcome)).weights, reader.read(last(unsharded)).weights)
-    assert_same(averages(outcome, folder / "ours"), averages(unsharded, folder / "theirs"))
+    assert_same_state(reader.read(last(outcome)).weights, reader.read(last(unsharded)).weights)
+    assert_same_state(averages(outcome, folder / "ours"), averages(unsharded, folder / "theirs"))
     if hc.rank() == 0:
         raw, ema = load_file(folder / "ours-raw"), load_file(folder / "ours")
         assert raw.keys() == ema.keys() and not any(torch.equal(raw[name], ema[name]) for name in raw)
@@ -116,7 +103,7 @@ def test_evaluations_show_what_the_model_makes_of_a_text(shared: Path, folder: P
     samples, others = ([one["sample"] for one in log if one["kind"] == "eval"] for log in written)
     assert samples == others and samples[0] != samples[1]
     assert [one[:3] for one in samples] == ["ABC", "ABC"] and min(map(len, samples)) > 20
-    assert_same(reader.read(last(runs[0])).weights, reader.read(last(plain)).weights)
+    assert_same_state(reader.read(last(runs[0])).weights, reader.read(last(plain)).weights)
     without = {"model_options": {}, "text": None, "sequence_length": None, "segments": None, "prompt": "AB"}
     for changes, message in (
         ({"model": "bert-tiny", "text": str(shared / "text.txt")}, "bert-tiny: it fills in tokens"),
@@ -137,7 +124,7 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
     whole = train(shared, **values, output=str(folder / "run"), steps=4, snapshot_every=2)
     weights = reader.read(last(whole)).weights
     again = train(shared, **values, resume=str(whole.folder / "snapshots" / "step-00000002"), steps=4)
-    assert_same(weights, reader.read(last(again)).weights)
+    assert_same_state(weights, reader.read(last(again)).weights)
     assert whole.evaluation == again.evaluation
 
 

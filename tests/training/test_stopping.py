@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +74,10 @@ def state(folder: Path, step: int) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[Path]:
+def whole(module_folder: Path) -> Path:
     """The folder of a run that nothing disturbs."""
-    made = hc.broadcast_object(tempfile.mkdtemp(prefix="hvd_ckpt_stopping_") if hc.rank() == 0 else "", 0)
-    train(Path(made) / "whole")
-    yield Path(made) / "whole"
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(made)
+    train(module_folder / "whole")
+    return module_folder / "whole"
 
 
 @twice

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -39,16 +38,12 @@ STEP_2, STEP_4 = "snapshots/step-00000002", "snapshots/step-00000004"
 
 
 @pytest.fixture(scope="module")
-def text():
-    path = hc.broadcast_object(tempfile.mkdtemp(prefix="hvd_ckpt_text_") if hc.rank() == 0 else "", 0)
-    file = Path(path) / "text.txt"
+def text(module_folder):
+    file = module_folder / "text.txt"
     if hc.rank() == 0:
         file.write_bytes(bytes(range(32, 127)) * 60)
     hc.barrier()
-    yield str(file)
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(path)
+    return str(file)
 
 
 def beginning(text, folder, count):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.schema import shard_file
 from hvd_ckpt.training import logs
 
@@ -27,7 +28,7 @@ def unreadable(run: Path, ranks: int) -> list[str]:
         try:
             for rank in range(ranks):
                 reader.read(path, rank)
-        except reader.SnapshotError as error:
+        except SnapshotError as error:
             faults.append(str(error))
     return faults
 
@@ -38,7 +39,7 @@ def newest_good(run: Path) -> int:
         warnings.simplefilter("ignore")
         try:
             found = reader.find(run / "snapshots")
-        except reader.SnapshotError:
+        except SnapshotError:
             return 0
     return 0 if found is None else int(found.name.removeprefix("step-"))
 
@@ -76,7 +77,7 @@ def differences(run: Path, reference: Path, step: int, ranks: int | None) -> lis
                 for name in PER_RANK:
                     found += _some(differing(f"rank {rank}'s {name}", own[name], other[name]))
         return [*found, *_some(_losses_differ(run, reference))]
-    except (reader.SnapshotError, ValueError) as error:
+    except (SnapshotError, ValueError) as error:
         return [*found, str(error)]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from hvd_ckpt.bench.faults.checks import differing
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 WRITERS = ("blocking", "background")
@@ -234,7 +235,7 @@ class _Killer:
                 if path is None:
                     return "there is no snapshot", 0
                 found = reader.read(path, 0)
-            except reader.SnapshotError as error:
+            except SnapshotError as error:
                 return str(error), 0
         number = found.replicated["number"]
         if warned:

@@ -146,7 +146,7 @@ class Measured(Trainer):
         """
         if done:
             self.seconds.append(time.perf_counter() - self._start)
-        with self.report.excluded():
+        with self.report.meter.excluded():
             if done == 0:
                 self._in_turn(WARM_UP)
             elif done % 2:
