@@ -17,6 +17,7 @@ from hvd_ckpt.planning.block_runner import copied_objects
 from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+from hvd_ckpt.recompute.keeper import saving_nothing
 
 _LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
 
@@ -103,7 +104,7 @@ def find_blocks(
     for block in proposed:
         watch(block)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
+        with torch.enable_grad(), saving_nothing():
             forward()
     finally:
         for handle in handles:
@@ -268,7 +269,3 @@ def _copied(values: Any) -> Any:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     return copied_objects(map_tensors(copy_tensor, Tensor, values))
-
-
-def _never(packed: None) -> Tensor:
-    raise AssertionError("this graph has no backward pass")

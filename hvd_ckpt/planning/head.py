@@ -20,6 +20,7 @@ from hvd_ckpt.planning.blocks import FoundBlock
 from hvd_ckpt.planning.plan import BlockPlan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, is_compiled, remove_policy
 from hvd_ckpt.recompute.deferred import listening
+from hvd_ckpt.recompute.keeper import saving_nothing
 
 if TYPE_CHECKING:
     from hvd_ckpt.planning.profile import Step
@@ -113,7 +114,7 @@ def find_head(step: Step) -> Head | None:
     try:
         for module in candidates:
             apply_policy(module, in_chunks(1))
-        with listening() as heard, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
+        with listening() as heard, saving_nothing():
             step.loss()
     finally:
         for module in candidates:
@@ -143,7 +144,3 @@ def without_head(found: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | 
         return list(found)
     alone = owners == [len(found) - 1] and len(found) > 1 and found[-1].like == len(found) - 1
     return list(found[:-1]) if alone else None
-
-
-def _never(packed: None) -> Tensor:
-    raise AssertionError("this graph has no backward pass")
