@@ -131,11 +131,12 @@ class Profile:
         step: Step,
         names: Sequence[str] | None,
         say: Callable[[str], None],
-        lossy: str | None = None,
-        limit: int | None = None,
-        chunk_head: bool = True,
+        lossy: str | None,
+        limit: int | None,
+        chunk_head: bool,
     ) -> None:
         self.step = step
+        self.chain: list[Block] = []  # until all is measured
         self._lossy = lossy
         self.found = find_blocks(step.model, step.forward, names)
         self.head: Head | None = None
@@ -159,7 +160,12 @@ class Profile:
             for index, block in enumerate(self.found)
         ]
         say("measuring a step of the whole model")
-        self.chain = self._with_ends(self._with_waiting_gradients(inner))
+        self.waiting = self._waiting_gradients()
+        inner = [
+            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra})  # type: ignore[misc]
+            for block, extra in zip(inner, self.waiting)
+        ]
+        self.chain = self._with_ends(inner)
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:
         head = find_head(self.step)
@@ -253,8 +259,10 @@ class Profile:
             following.members[0].rpartition(".")[2]
         )
 
-    def _with_waiting_gradients(self, inner: list[Block]) -> list[Block]:
-        """With the gradient of a tied parameter, which waits from its last use to its first before it is accumulated."""
+    def _waiting_gradients(self) -> list[int]:
+        """For each block the bytes of gradients of tied parameters, which wait from their last use to their first before they are
+        accumulated."""
+        waiting = [0] * len(self.found)
         users: dict[nn.Parameter, set[int]] = {}
         inside: set[nn.Module] = set()
         for index, block in enumerate(self.found):
@@ -265,19 +273,15 @@ class Profile:
         for module in self.step.model.modules():
             if module not in inside:
                 # Embeddings run before the blocks, what else there is (a head) behind them.
-                where = -1 if isinstance(module, nn.Embedding) else len(inner)
+                where = -1 if isinstance(module, nn.Embedding) else len(waiting)
                 for parameter in module.parameters(recurse=False):
                     users.setdefault(parameter, set()).add(where)
-        self.waiting = waiting = [0] * len(inner)
         for parameter, indices in users.items():
             if parameter.requires_grad:
                 for index in range(max(min(indices), 0), max(indices)):
                     # Where the gradients meet, their sum is a third one.
                     waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
-        return [
-            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra})  # type: ignore[misc]
-            for block, extra in zip(inner, waiting)
-        ]
+        return waiting
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with what runs before and behind it, from one step that keeps as little as possible."""
@@ -369,7 +373,7 @@ class Profile:
         depths = _depths(items)
         for index, (block, choice) in enumerate(zip(self.found, choices)):
             kept, added = 0, 0.0
-            if hasattr(self, "chain"):
+            if self.chain:
                 measured = self.chain[index + 1]
                 depth, last = depths[index]
                 added = (
@@ -387,7 +391,7 @@ class Profile:
         if chunks is not None:
             assert self.head is not None
             added = 0.0
-            if hasattr(self, "chain"):
+            if self.chain:
                 behind = self.chain[-1].choices
                 number = [cost.chunks for cost in self.head_costs].index(chunks)
                 added = behind[number].seconds - behind[0].seconds

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.balance import best_cuts
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.chain import Block, Run, simulate
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
 from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline
@@ -38,7 +38,6 @@ from hvd_ckpt.text import show_bytes
 
 PARAM_SCALE = 4.0
 _POINTS = 512  # of a frontier
-_MIN_SLOWDOWN = 2.0  # "min" is the smallest budget whose longest stage takes at most so many times as long as the fastest plan's
 _SEARCH = 30  # budgets that are tried to find it
 
 
@@ -314,7 +313,7 @@ class StagePlanner:
         return limit
 
     def _min(self) -> int:
-        longest = _MIN_SLOWDOWN * self._fastest(math.inf)[1]
+        longest = MIN_SLOWDOWN * self._fastest(math.inf)[1]
         low, high = self.smallest, max(self.smallest, self.cost(self.pipeline(math.inf)[0]).peak_bytes)
         if self._fastest(low)[1] <= longest:
             return low
