@@ -91,18 +91,15 @@ class BlockRunner:
         """A forward pass that saves nothing: bytes of the output, of casts beside it, peak bytes, seconds."""
         seconds = []
         with recording_marks(self._device) as marks, torch.no_grad():
-            for number in range(3):
+            for _ in range(3):
                 args, kwargs = self.inputs()
-                if number == 0:
-                    marks.mark("start")
+                marks.mark("start")
                 start = now(self._device)
                 with self._autocast():
                     output = self._function(*args, **kwargs)
-                    if number == 0:
-                        marks.mark("ran")
-                seconds.append(now(self._device) - start)
-                if number == 0:
-                    marks.mark("output")
+                    seconds.append(now(self._device) - start)
+                    marks.mark("ran")
+                marks.mark("output")
                 del output
         begin, ran, end = marks.marks[:3]
         casts, peak = max(ran.bytes - end.bytes, 0), max(ran.peak_bytes - begin.bytes, 0)

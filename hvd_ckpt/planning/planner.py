@@ -82,13 +82,17 @@ class Planner:
     @property
     def baseline(self) -> Cost:
         """The predicted cost without recomputation."""
-        return Cost(*simulate(self._chain, [Run(index, 0) for index in range(len(self._chain))]))
+        return _cost(self._all_kept)
+
+    @property
+    def _all_kept(self) -> Solution:
+        items = tuple(Run(index, 0) for index in range(len(self._chain)))
+        return Solution(items, *simulate(self._chain, items))
 
     @functools.cached_property
     def smallest(self) -> Cost:
         """The predicted cost of the plan with the smallest peak."""
-        solution = self._solver.smallest
-        return Cost(solution.peak, solution.seconds)
+        return _cost(self._solver.smallest)
 
     @functools.cached_property
     def _solver(self) -> Solver:
@@ -156,11 +160,11 @@ class Planner:
             tried.solution.items,
             sample=self._sample,
             budget=limit,
-            predicted=Cost(tried.solution.peak, tried.solution.seconds),
+            predicted=_cost(tried.solution),
             measured=Cost(tried.peak, seconds),
             baseline=self.baseline,
             smallest=self.smallest,
-            frontier=tuple(Cost(point.peak, point.seconds) for point in self._points),
+            frontier=tuple(map(_cost, self._points)),
             timelines=timelines,
         )
 
@@ -250,10 +254,8 @@ class Planner:
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self._chain
         ]
-        items = tuple(Run(index, 0) for index in range(len(self._chain)))
-        self._kept = self._tried[items] = _Tried(
-            Solution(items, *simulate(self._chain, items)), peak, timeline
-        )
+        solution = self._all_kept
+        self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule, once."""
@@ -429,6 +431,10 @@ def largest_batch(
         except BudgetError:
             too_large = guess
     return best, chosen
+
+
+def _cost(solution: Solution) -> Cost:
+    return Cost(solution.peak, solution.seconds)
 
 
 def _lossy_name(dtype: torch.dtype | None) -> str | None:

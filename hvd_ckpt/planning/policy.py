@@ -16,7 +16,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import nn
 
-from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 from hvd_ckpt.schema import shown
@@ -67,7 +67,7 @@ class CheckpointPolicy:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` under this policy."""
         if self.recompute:
-            return run_checkpointed(function, args, kwargs, Options())
+            return run_checkpointed(function, args, kwargs)
         if self.selective is not None:
             return run_selectively(function, args, kwargs, self.selective)
         return function(*args, **kwargs)
@@ -220,7 +220,7 @@ def _new(maker: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:
 def _run_item(children: dict[str, nn.Module], item: Any, input: Any) -> Any:
     if isinstance(item, list):  # a segment; it gets its own children alone
         inner = {name: children[name] for name in _names(item)}
-        return run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {}, Options())
+        return run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {})
     names, policy = item
     return policy.run(functools.partial(_call_all, [children[name] for name in names]), (input,), {})
 

@@ -313,12 +313,12 @@ class Profile:
             begin.peak_bytes,
         )
         choices = []
-        for chunks, peak, alone in costs:  # measured: the last of them
+        for chunks, peak, own in costs:  # measured: the last of them
             forward_peak, backward_peak = (max(one + peak - costs[-1].peak, 0) for one in (forward, backward))
             choices.append(
                 Choice(
                     f"behind {chunks}",
-                    max(rest + alone - costs[-1].seconds, 0.0),
+                    max(rest + own - costs[-1].seconds, 0.0),
                     0,
                     forward_peak,
                     backward_peak,

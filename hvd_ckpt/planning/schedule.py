@@ -53,6 +53,11 @@ class Action:
 Schedule = list[list[Action]]
 
 
+def virtual_stages_of(schedule: str, given: int | None) -> int:
+    """Chunks of the model on each rank: as given, or the schedule's default."""
+    return given if given is not None else 2 if schedule == "interleaved" else 1
+
+
 def chain_edges(chunks: int, skips: Iterable[Edge] = ()) -> list[Edge]:
     """The edges of a chain of chunks with skip connections between them, each once, in a fixed order."""
     return sorted({*(Edge(chunk, chunk + 1) for chunk in range(chunks - 1)), *skips})

@@ -32,7 +32,7 @@ from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.chain import Block, Run, simulate
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
-from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline
+from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline, virtual_stages_of
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.text import show_bytes
 
@@ -67,8 +67,8 @@ class Layout:
     @classmethod
     def make(cls, stages: int, chunks: int | None, schedule: str, virtual_stages: int | None) -> Layout:
         """With the defaults of :class:`hvd_ckpt.Pipeline`."""
-        virtual = virtual_stages if virtual_stages is not None else (2 if schedule == "interleaved" else 1)
-        return cls(stages, chunks if chunks is not None else 2 * stages, schedule, virtual)
+        chunks = chunks if chunks is not None else 2 * stages
+        return cls(stages, chunks, schedule, virtual_stages_of(schedule, virtual_stages))
 
     @property
     def parts(self) -> int:

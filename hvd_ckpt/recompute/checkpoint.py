@@ -94,9 +94,12 @@ def checkpoint(
     return run_checkpointed(function, args, kwargs, options)
 
 
+_DEFAULTS = Options()
+
+
 @disable_dynamo
 def run_checkpointed(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options = _DEFAULTS
 ) -> Any:
     """:func:`checkpoint` for callers whose own keyword arguments might bear the names of its options."""
     if not callable(function):

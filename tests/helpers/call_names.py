@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.recompute.calls import call_name, tensors_in
@@ -24,3 +27,12 @@ class CallNames(TorchFunctionMode):
         if any(True for _ in tensors_in(result)):
             self.names.append(call_name(func))
         return result
+
+
+def names_of_calls(function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+    """The calls of a function, whose effects on modules and random numbers are undone."""
+    if isinstance(function, nn.Module):
+        function = copy.deepcopy(function)
+    with torch.random.fork_rng(), CallNames() as mode:
+        function(*args)
+    return tuple(mode.names)
