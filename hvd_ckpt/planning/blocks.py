@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.block_runner import copied_objects
-from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
 from hvd_ckpt.recompute.keeper import saving_nothing
@@ -40,14 +39,6 @@ class FoundBlock:
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     like: int = -1
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.modules)
-
-    @property
-    def parameters(self) -> tuple[tuple[int, ...], ...]:
-        return parameter_shapes(self.modules)
 
     @property
     def compiled(self) -> bool:

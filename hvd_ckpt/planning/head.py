@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
-from hvd_ckpt.planning.plan import BlockPlan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, is_compiled, remove_policy
 from hvd_ckpt.recompute.deferred import listening
 from hvd_ckpt.recompute.keeper import saving_nothing
@@ -73,16 +72,6 @@ class Head:
             if not found or peak < _LESS * found[-1].peak:
                 found.append(HeadCost(chunks, peak, seconds))
         return found
-
-    def block_plan(self, chunks: int, added_seconds: float) -> BlockPlan:
-        """The entry of the head in a plan."""
-        return BlockPlan(
-            (self.name,),
-            kind_of([self.module]),
-            parameter_shapes([self.module]),
-            in_chunks(chunks),
-            added_seconds=added_seconds,
-        )
 
     def _run(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.module(hidden).to(self.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -117,6 +117,19 @@ class BlockPlan:
             raise ValueError(
                 f"members must be different modules of one container, got {shown(', '.join(self.members))}"
             )
+
+    @classmethod
+    def of(
+        cls,
+        members: Mapping[str, nn.Module],
+        policy: CheckpointPolicy,
+        kept_bytes: int = 0,
+        added_seconds: float = 0.0,
+    ) -> BlockPlan:
+        """The entry of these modules of a model, by their names."""
+        modules = list(members.values())
+        kind, shapes = kind_of(modules), parameter_shapes(modules)
+        return cls(tuple(members), kind, shapes, policy, kept_bytes, added_seconds)
 
     @property
     def name(self) -> str:

@@ -274,10 +274,10 @@ class Planner:
             choices[item.block - 1] = item.choice
             return item.block - 1
 
-        ends = (0, len(self._chain) - 1)
-        numbers = tuple(number(item) for item in items if not (isinstance(item, Run) and item.block in ends))
-        behind = next(item.choice for item in items if isinstance(item, Run) and item.block == ends[1])
-        return self.profile.plan_of(numbers, choices, self.profile.head_costs[behind].chunks, **facts)
+        _, *inner, behind = items  # what runs before and behind the blocks is in no segment
+        assert isinstance(behind, Run)
+        chunks = self.profile.head_costs[behind.choice].chunks
+        return self.profile.plan_of(tuple(map(number, inner)), choices, chunks, **facts)
 
 
 def plan(

@@ -23,7 +23,7 @@ from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
-from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.text import show_bytes
@@ -383,11 +383,8 @@ class Profile:
                 )
                 # Of a segment, only the output of its last block is held.
                 kept = measured.choices[choice].kept if not depth else measured.output if last else 0
-            blocks.append(
-                BlockPlan(
-                    block.members, block.kind, block.parameters, self.policies[index][choice], kept, added
-                )
-            )
+            members = dict(zip(block.members, block.modules))
+            blocks.append(BlockPlan.of(members, self.policies[index][choice], kept, added))
         if chunks is not None:
             assert self.head is not None
             added = 0.0
@@ -396,7 +393,8 @@ class Profile:
                 number = [cost.chunks for cost in self.head_costs].index(chunks)
                 added = behind[number].seconds - behind[0].seconds
             items = (*items, len(blocks))
-            blocks.append(self.head.block_plan(chunks, added))
+            members = {self.head.name: self.head.module}
+            blocks.append(BlockPlan.of(members, in_chunks(chunks), added_seconds=added))
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 

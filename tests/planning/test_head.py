@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.cli.plan_models import build
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.planning.plan import BlockPlan, parameter_shapes
+from hvd_ckpt.planning.plan import BlockPlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.policy import in_chunks
 from hvd_ckpt.recompute.deferred import DeferredLogits
@@ -66,7 +65,7 @@ def assert_near(expected, actual):
 
 def in_plan(name, head, chunks):
     """A plan by hand: which one a planner makes hangs on measured times."""
-    return hc.Plan((BlockPlan((name,), "Linear", parameter_shapes([head]), in_chunks(chunks)),), (0,))
+    return hc.Plan((BlockPlan.of({name: head}, in_chunks(chunks)),), (0,))
 
 
 def chunks_of(plan):
@@ -310,7 +309,6 @@ def test_plan_files_and_models_that_do_not_fit(tmp_path):
     (tmp_path / "plan.json").write_text(text.replace('"chunks": 4', '"chunks": 0'))
     with pytest.raises(hc.PlanError, match="chunks"):
         hc.Plan.load(tmp_path / "plan.json")
-    shapes = parameter_shapes([model.layers[0]])
-    layer = dataclasses.replace(plan.blocks[0], members=("layers.0",), kind="Sequential", parameters=shapes)
+    layer = BlockPlan.of({"layers.0": model.layers[0]}, in_chunks(4))
     with pytest.raises(hc.PlanError, match=r"'layers\.0' is of class Sequential"):
         hc.Plan((layer,), (0,)).apply(model)
