@@ -18,12 +18,10 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
 from torch.utils.checkpoint import noop_context_fn
 
-from hvd_ckpt.frames import is_checkpointing, is_recomputing, keeps_everything
+from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import disable_dynamo, pytree
-
-__all__ = ["checkpoint", "is_checkpointing", "is_recomputing"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
