@@ -7,7 +7,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +14,9 @@ from torch import Tensor
 
 from hvd_ckpt.measure import no_collection, now
 from hvd_ckpt.memory import recording_marks
+from hvd_ckpt.planning.chain import Choice
 from hvd_ckpt.planning.policy import CheckpointPolicy
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
-
-
-@dataclass
-class BlockCost:
-    """Cost of one block under one policy: bytes above its start, seconds of forward and backward together.
-
-    ``casts`` are held besides ``kept`` for as long as the context of the forward pass, autocast, lasts.
-    """
-
-    kept: int
-    forward_peak: int
-    backward_peak: int
-    casts: int = 0
-    seconds: float = 0.0
 
 
 class BlockRunner:
@@ -65,8 +51,8 @@ class BlockRunner:
         args, kwargs = copied_objects(map_tensors(fresh, Tensor, self._inputs))
         return args, kwargs
 
-    def memory(self, policies: Sequence[CheckpointPolicy]) -> list[BlockCost]:
-        """Exact bytes under each policy."""
+    def memory(self, policies: Sequence[CheckpointPolicy]) -> list[Choice]:
+        """Exact bytes under each policy, without the seconds."""
         costs = []
         with no_collection(), recording_marks(self._device) as marks:
             for policy in policies:
@@ -78,7 +64,8 @@ class BlockRunner:
         for number in range(len(policies)):
             start, ran, kept, end = marks.marks[4 * number : 4 * number + 4]
             costs.append(
-                BlockCost(
+                Choice(
+                    0.0,
                     max(kept.bytes - start.bytes, 0),
                     max(ran.peak_bytes - start.bytes, 0),
                     max(end.peak_bytes - start.bytes, 0),

@@ -27,7 +27,6 @@ class Choice:
     """One way to run a block.
 
     Args:
-        name: in tables and plan files, such as ``"keep"``.
         seconds: forward plus backward of the block, recomputation included.
         kept: bytes held between its forward and its backward, above what was held when it started, its
             output included.
@@ -38,7 +37,6 @@ class Choice:
             ``kept`` has of it.
     """
 
-    name: str
     seconds: float
     kept: int
     forward_peak: int

@@ -216,35 +216,19 @@ class Profile:
         runner.memory(policies[:1])
         costs = runner.memory(policies)
         # Policies with the same bytes, such as one that finds nothing to compress, are measured no further.
-        useful = [
-            number
-            for number, cost in enumerate(costs)
-            if number < 2
-            or not any(
-                (other.kept, other.backward_peak, other.casts) == (cost.kept, cost.backward_peak, cost.casts)
-                for other in costs[1:number]
-            )
-        ]
-        policies, costs = [policies[number] for number in useful], [costs[number] for number in useful]
+        with_bytes: dict[tuple[int, ...], int] = {}
+        for number, cost in enumerate(costs[1:], start=1):
+            with_bytes.setdefault((cost.kept, cost.backward_peak, cost.casts), number)
+        useful = [0, *with_bytes.values()]
+        policies = [policies[number] for number in useful]
         least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
-        for cost, seconds in zip(costs, runner.seconds(policies, least)):
-            cost.seconds = seconds
-        output, casts, working, forward = runner.first_pass()
         choices = tuple(
-            Choice(
-                policy.title,
-                cost.seconds,
-                cost.kept,
-                max(cost.forward_peak, cost.kept),
-                cost.backward_peak,
-                cost.casts,
-            )
-            for policy, cost in zip(policies, costs)
+            dataclasses.replace(costs[number], seconds=seconds)
+            for number, seconds in zip(useful, runner.seconds(policies, least))
         )
-        frame = (
-            torch.get_rng_state().nbytes if self.step.device.type == "cpu" else 0
-        )  # a GPU's is kept on the CPU
-        return policies, Block(choices, output, forward, max(working, output), casts=casts, frame=frame)
+        output, casts, working, forward = runner.first_pass()
+        frame = torch.get_rng_state().nbytes if self.step.device.type == "cpu" else 0  # else it is on the CPU
+        return policies, Block(choices, output, forward, working, casts=casts, frame=frame)
 
     def _joins(self, index: int) -> bool:
         """Whether a block and the next one are children, one after the other, of one plain ``nn.Sequential``."""
@@ -307,23 +291,16 @@ class Profile:
             ]
         rest = max(seconds - alone, 0.0)
         before_block = Block(
-            (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
+            (Choice(0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
             begin.bytes,
             0.0,
             begin.peak_bytes,
         )
         choices = []
-        for chunks, peak, own in costs:  # measured: the last of them
+        for _, peak, own in costs:  # measured: the last of them
             forward_peak, backward_peak = (max(one + peak - costs[-1].peak, 0) for one in (forward, backward))
-            choices.append(
-                Choice(
-                    f"behind {chunks}",
-                    max(rest + own - costs[-1].seconds, 0.0),
-                    0,
-                    forward_peak,
-                    backward_peak,
-                )
-            )
+            own_seconds = max(rest + own - costs[-1].seconds, 0.0)
+            choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
         behind_block = Block(tuple(choices), 0, 0.0, 0)
         return [before_block, *inner, behind_block]
 

@@ -30,8 +30,7 @@ WITHIN = 1.01
 
 def block(*choices: tuple[float, int, int, int], output=2, forward=1.0, working=3, joins=True) -> Block:
     """Choices are (seconds, kept, forward peak, backward peak)."""
-    ways = tuple(Choice(str(number), *choice) for number, choice in enumerate(choices))
-    return Block(ways, output, forward, working, joins)
+    return Block(tuple(Choice(*choice) for choice in choices), output, forward, working, joins)
 
 
 def random_chain(rng: random.Random, blocks: int, choices: int, joined: float) -> list[Block]:

@@ -53,8 +53,8 @@ def test_policies_with_several_micro_batches_in_flight_are_the_best_of_all() -> 
 
 def ends(shared: int, behind: int) -> tuple[Block, Block]:
     """What runs before and behind the blocks of a measured chain."""
-    before = Block((Choice("before", 0.0, shared, shared, shared),), shared, 0.0, shared)
-    return before, Block((Choice("behind", 0.001, 0, behind, behind),), 0, 0.0, 0)
+    before = Block((Choice(0.0, shared, shared, shared),), shared, 0.0, shared)
+    return before, Block((Choice(0.001, 0, behind, behind),), 0, 0.0, 0)
 
 
 def made(
