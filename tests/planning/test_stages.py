@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from chains import network
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +23,6 @@ from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.show import schedule_lines
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import Layout, StagePlanner, spans_of
-
-sys.path.append(str(Path(__file__).parent))
-from test_solve import network
 
 KIB = 1024
 
