@@ -272,7 +272,7 @@ class Plan:
             PlanError: a block is missing in the model or is another one, and says which and why.
         """
         self.check(model)
-        remove(model)
+        self.remove(model)
         modules = dict(model.named_modules())
         for block in self.blocks:
             if len(block.members) == 1:
@@ -285,7 +285,8 @@ class Plan:
 
     def remove(self, model: M) -> M:
         """Undoes :meth:`apply`; a model without a plan stays as it is. Returns ``model``."""
-        remove(model)
+        for module in model.modules():
+            remove_policy(module)
         return model
 
     def check(self, model: nn.Module) -> None:
@@ -408,12 +409,6 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
     finally:
         plan.remove(model)
-
-
-def remove(model: nn.Module) -> None:
-    """Removes every policy from a model."""
-    for module in model.modules():
-        remove_policy(module)
 
 
 def kind_of(members: Sequence[nn.Module]) -> str:
