@@ -104,7 +104,7 @@ def _enter(key: int | None, number: int) -> None:
 
 
 def _leave(*_: Any) -> None:
-    _, states = _thread.entered.pop()
+    states = _thread.entered.pop()[1]
     for state, put_back in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
         put_back(state)
 
