@@ -10,7 +10,6 @@ recomputation of an outer one.
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,13 +20,6 @@ from hvd_ckpt.torch_private import disable_current_modes
 T = TypeVar("T")
 
 
-class Phase(enum.Enum):
-    """The purpose of a run of a checkpointed function."""
-
-    FORWARD = "first pass"
-    RECOMPUTE = "recomputation"
-
-
 class Frame:
     """Values that one checkpointed call hands from its first pass to its recomputations."""
 
@@ -35,9 +27,9 @@ class Frame:
         self.stash: list[Any] = []
 
     @contextlib.contextmanager
-    def enter(self, phase: Phase) -> Iterator[None]:
+    def enter(self, recomputing: bool) -> Iterator[None]:
         """A context in which this frame is the innermost one of the calling thread."""
-        _thread.stack.append(_Entry(self, phase))
+        _thread.stack.append(_Entry(self, recomputing))
         try:
             yield
         finally:
@@ -49,7 +41,7 @@ class _Entry:
     """One run of a frame's function. A recomputation reads the stash from its start on."""
 
     frame: Frame
-    phase: Phase
+    recomputing: bool  # else it is the first pass
     cursor: int = 0
 
     def read(self) -> Any:
@@ -84,7 +76,7 @@ def is_checkpointing() -> bool:
     Under :class:`torch.no_grad` nothing is recomputed later, so nothing counts as checkpointed. Inside a
     recomputation that contains another checkpointed call, both this and :func:`is_recomputing` are true.
     """
-    return any(entry.phase is Phase.FORWARD for entry in _thread.stack)
+    return any(not entry.recomputing for entry in _thread.stack)
 
 
 def is_recomputing() -> bool:
@@ -96,7 +88,7 @@ def is_recomputing() -> bool:
         if not hc.is_recomputing():
             self.batches_seen += 1
     """
-    return any(entry.phase is Phase.RECOMPUTE for entry in _thread.stack)
+    return any(entry.recomputing for entry in _thread.stack)
 
 
 @contextlib.contextmanager
@@ -122,7 +114,7 @@ def keeps_everything() -> bool:
     """
     if not _thread.keeping:
         return False
-    return not any(entry.phase is Phase.RECOMPUTE for entry in _thread.stack[_thread.keeping[-1] :])
+    return not any(entry.recomputing for entry in _thread.stack[_thread.keeping[-1] :])
 
 
 def replay(compute: Callable[[], T]) -> T:
@@ -142,7 +134,7 @@ def replay(compute: Callable[[], T]) -> T:
     """
     first_passes: list[Frame] = []
     for entry in reversed(_thread.stack):
-        if entry.phase is Phase.RECOMPUTE:
+        if entry.recomputing:
             value: T = entry.read()
             break
         first_passes.append(entry.frame)

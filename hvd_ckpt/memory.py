@@ -47,7 +47,8 @@ def measure_peak(work: Callable[[], object], device: torch.device | str = "cpu")
     return memory
 
 
-def recording_peak(device: torch.device | str = "cpu") -> contextlib.AbstractContextManager[PeakMemory]:
+@contextlib.contextmanager
+def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     """Measure the body of a ``with`` statement; the figures are there once the body has ended.
 
     On CPU every block that PyTorch allocates in the body is counted with its requested size, workspaces of
@@ -60,11 +61,6 @@ def recording_peak(device: torch.device | str = "cpu") -> contextlib.AbstractCon
         ValueError: for a device that is neither CPU nor CUDA.
         RuntimeError: on CPU inside another profiler: PyTorch runs one at a time.
     """
-    return _recording(_measurable(device))
-
-
-@contextlib.contextmanager
-def _recording(device: torch.device) -> Iterator[PeakMemory]:
     memory = PeakMemory()
     with recording_marks(device) as marks:
         yield memory

@@ -338,11 +338,16 @@ def stages_of(options: dict[str, Any]) -> dict[str, Any] | None:
         BadArgument: one is given without ``--stages``.
     """
     names = ("stages", "chunks", "schedule", "param_scale")
+    return _taken(options, names, "--stages, the number of stages") or None
+
+
+def _taken(options: dict[str, Any], names: tuple[str, ...], needed: str) -> dict[str, Any]:
+    """Takes options that are given out of the command's; none of ``names`` can do without the first."""
     given = {name: value for name in names if (value := options.pop(name)) is not None}
-    if given and "stages" not in given:
+    if given and names[0] not in given:
         name, value = next(iter(given.items()))
-        raise BadArgument(f"--{name.replace('_', '-')} {value}: give --stages, the number of stages, as well")
-    return given or None
+        raise BadArgument(f"--{name.replace('_', '-')} {value}: give {needed}, as well")
+    return given
 
 
 # ------------------------------------------------------------------------------------ clusters
@@ -420,12 +425,9 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
         BadArgument: one is wrong, or there is no ``--np``.
     """
     names = ("ranks", "shard", "offload", "optimizer", "wire")
-    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    given = _taken(options, names, "--np, the number of ranks")
     if not given:
         return None
-    if "ranks" not in given:
-        name, value = next(iter(given.items()))
-        raise BadArgument(f"--{name} {value}: give --np, the number of ranks, as well")
     from hvd_ckpt.sharding import stage_of
     from hvd_ckpt.sharding.formats import wire_format
     from hvd_ckpt.sharding.measured_memory import check_optimizer

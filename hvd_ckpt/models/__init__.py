@@ -9,7 +9,7 @@ also share arguments, such as a mask, the model is a ``Chain``, which hands thes
                      models written here, from their papers
     bert, xlnet, gpt2
                      models of ``transformers`` as chains; bert has RoBERTa too
-    hugging_face     the same from a configuration or a local folder
+    hugging_face     the same from a local folder
     catalog          names for the commands: which kind of data a model is for, how it is built, its options and sizes
     objectives       Batch: inputs, targets and shared arguments of samples; its loss, metrics and weight, by kind of data
 

@@ -24,6 +24,7 @@ from torch import nn
 from hvd_ckpt.models.catalog import DENSENETS, DenseNetShape, at_least_1, check_dropout
 from hvd_ckpt.models.resnet import imagenet_stem, initialize
 from hvd_ckpt.recompute import checkpoint
+from hvd_ckpt.recompute.sequential import as_arguments
 
 BOTTLENECK = 4  # a bottleneck makes 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")
 
@@ -55,10 +56,11 @@ class DenseLayer(Bottleneck):
 
 
 class EfficientDenseLayer(Bottleneck):
-    """All features of the dense block so far in, a tuple of them and the new ones, (batch, growth, height, width), out."""
+    """All features of the dense block so far in, a tuple of them and the new ones, (batch, growth, height, width), out. The first
+    layer of a block gets a tensor; a tuple of one is never passed on, since a chain may unpack it."""
 
     def forward(self, features: Features) -> tuple[torch.Tensor, ...]:
-        features = _as_tuple(features)
+        features = as_arguments(features)
         return (*features, _run(self, features))
 
 
@@ -78,7 +80,7 @@ class EfficientTransition(Transition):
     """All features of a dense block in, one tensor out."""
 
     def forward(self, features: Features) -> torch.Tensor:
-        return _run(self, _as_tuple(features))
+        return _run(self, as_arguments(features))
 
 
 class Classifier(nn.Sequential):
@@ -98,7 +100,7 @@ class EfficientClassifier(Classifier):
     """All features of the last dense block in; nothing is recomputed, as the backward pass begins here."""
 
     def forward(self, features: Features) -> torch.Tensor:
-        scores: torch.Tensor = super().forward(torch.cat(_as_tuple(features), dim=1))  # type: ignore[no-untyped-call]
+        scores: torch.Tensor = super().forward(torch.cat(as_arguments(features), dim=1))  # type: ignore[no-untyped-call]
         return scores
 
 
@@ -175,8 +177,3 @@ def _run(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.Tens
     for module in others:
         result = module(result)
     return result
-
-
-def _as_tuple(features: Features) -> tuple[torch.Tensor, ...]:
-    """The first layer of a dense block gets a tensor; a tuple of one is never passed on, since a chain may unpack it."""
-    return (features,) if isinstance(features, torch.Tensor) else features

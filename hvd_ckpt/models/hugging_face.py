@@ -1,6 +1,6 @@
-"""Models of Hugging Face's ``transformers`` as chains of blocks, from a configuration or from a local folder.
+"""Models of Hugging Face's ``transformers`` as chains of blocks, from a local folder.
 
-A folder is one that ``save_pretrained`` writes. It may come from anywhere, so nothing in it is executed: configurations are JSON
+The folder is one that ``save_pretrained`` writes. It may come from anywhere, so nothing in it is executed: configurations are JSON
 and weights safetensors, code and pickles are left alone, and nothing is downloaded.
 """
 
@@ -15,8 +15,6 @@ from hvd_ckpt.schema import Wrong, read_json, shown
 from hvd_ckpt.text import one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from hvd_ckpt.models.chain import WrappedChain
 
 # The class in transformers with a language-model head, the module and class of its chain, and its objective.
@@ -36,16 +34,6 @@ TOKENIZER = {  # beside which a configuration still stands alone
 CODE = ("auto_map", "attn_implementation", "quantization_config")
 
 
-def from_config(config: PreTrainedConfig, *, checkpoint_interval: int = 0) -> WrappedChain:
-    """The chain of a configuration of ``transformers``: random start, training mode.
-
-    Raises:
-        ValueError: for a model type other than bert, roberta, xlnet and gpt2, or a configuration that no chain can be made from.
-    """
-    kind, chain = _classes(_supported(config.model_type, "The configuration"))
-    return chain(kind(config).train(), checkpoint_interval)  # type: ignore[no-any-return]
-
-
 def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0) -> WrappedChain:
     """The chain of a local folder that ``save_pretrained`` wrote, in float32 and training mode.
 
@@ -63,9 +51,12 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
             raise ValueError(
                 f"{folder / CONFIG} is damaged: {name} is {shown(value)}, and may be {most} at most."
             )
-    kind, chain = _classes(_supported(options.pop("model_type", None), f"{folder / CONFIG}"))
+    model_class, module, chain_class, _ = _supported(folder, options)
+    kind: Any = getattr(import_module("transformers"), model_class)
+    chain: Any = getattr(import_module(f"hvd_ckpt.models.{module}"), chain_class)
+    left_out = ("model_type", *CODE)
     options = {
-        name: value for name, value in options.items() if name not in CODE and not name.startswith("_")
+        name: value for name, value in options.items() if name not in left_out and not name.startswith("_")
     }
     has_weights = _has_weights(folder)
     try:
@@ -83,24 +74,19 @@ def kind_of_folder(folder: str | os.PathLike[str]) -> str:
     Raises:
         FileNotFoundError, ValueError: as :func:`from_folder`, of the configuration.
     """
-    return MODEL_TYPES[_supported(_read_config(Path(folder)).get("model_type"), f"{Path(folder) / CONFIG}")][
-        -1
-    ]
+    folder = Path(folder)
+    *_, objective = _supported(folder, _read_config(folder))
+    return objective
 
 
-def _supported(model_type: Any, where: str) -> str:
+def _supported(folder: Path, options: dict[str, Any]) -> tuple[str, str, str, str]:
+    """The entry of the configuration's model type."""
+    model_type = options.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
-            f"{where} is for a model of type {shown(model_type)}: supported are {', '.join(MODEL_TYPES)}."
+            f"{folder / CONFIG} is for a model of type {shown(model_type)}: supported are {', '.join(MODEL_TYPES)}."
         )
-    return model_type
-
-
-def _classes(model_type: str) -> tuple[Any, Any]:
-    model, module, chain, _ = MODEL_TYPES[model_type]
-    return getattr(import_module("transformers"), model), getattr(
-        import_module(f"hvd_ckpt.models.{module}"), chain
-    )
+    return MODEL_TYPES[model_type]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -67,9 +67,9 @@ class Objective(ABC):
 
     unit: str
 
-    @abstractmethod
     def weight(self, batch: Batch) -> float:
-        """The number of terms that the loss of ``batch`` is the mean of."""
+        """The number of terms that the loss of ``batch`` is the mean of: its samples."""
+        return float(len(batch))
 
     @abstractmethod
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -124,9 +124,6 @@ class Classification(Objective):
 
     unit = "images"
 
-    def weight(self, batch: Batch) -> float:
-        return float(len(batch))
-
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return functional.cross_entropy(output, batch.targets)
 
@@ -139,9 +136,6 @@ class Segmentation(Objective):
     classes but the background: scores (batch, classes, depth, height, width), targets (batch, depth, height, width)."""
 
     unit = "volumes"
-
-    def weight(self, batch: Batch) -> float:
-        return float(len(batch))
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         probabilities = output.float().softmax(1)

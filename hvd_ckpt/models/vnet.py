@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.models.catalog import at_least_1
+from hvd_ckpt.recompute.sequential import as_arguments
 
 DOWN = (2, 3, 3, 3)  # convolutions in each stage of the way down, after the first stage's one (figure 2)
 UP = (3, 3, 2, 1)  # and of the way up
@@ -95,7 +96,7 @@ class Down(nn.Module):
         self.residual = Residual(2 * maps, convolutions, norm)
 
     def forward(self, flow: Flow) -> Flow:
-        features, *_ = taken = _as_tuple(flow)
+        features, *_ = taken = as_arguments(flow)
         return self.residual(self.downsample(features)), *taken
 
 
@@ -114,9 +115,9 @@ class Up(nn.Module):
         self.residual = Residual(made, convolutions, norm)
 
     def forward(self, flow: Flow) -> Flow:
-        features, skipped, *later = _as_tuple(flow)
+        features, skipped, *later = as_arguments(flow)
         made: torch.Tensor = self.residual(torch.cat([self.upsample(features), skipped], dim=1))
-        return (made, *later) if later else made
+        return (made, *later) if later else made  # not a tuple of one, which a chain may unpack
 
 
 class VNet(nn.Sequential):
@@ -166,11 +167,6 @@ def vnet(*, channels: int = 1, classes: int = 2, width: int = 16, norm: str = "b
         ValueError: see :class:`VNet`.
     """
     return VNet(channels, classes, width, norm)
-
-
-def _as_tuple(flow: Flow) -> tuple[torch.Tensor, ...]:
-    """A tuple of one tensor travels as that tensor, since a chain may unpack it."""
-    return (flow,) if isinstance(flow, torch.Tensor) else flow
 
 
 def _normalized(convolution: nn.Conv3d | nn.ConvTranspose3d, norm: str) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from hvd_ckpt.pipeline.random_state import forward_pass
 from hvd_ckpt.pipeline.skip import Key, Skip, skips_of_chunk
 from hvd_ckpt.pipeline.transport import Received, Transport, put_together, take_apart
 from hvd_ckpt.planning.schedule import BACKWARD, FORWARD, Action, Edge
-from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.sequential import Segment, accepted_names, as_arguments
 
 FIRST_TAG = 16  # of values and gradients; those below are for what belongs to a whole step
@@ -94,7 +94,7 @@ class Chunk:
             with keeps:
                 return compute(arguments, given, shared)
         result: tuple[Any, dict[int, Tensor | None]] = run_checkpointed(
-            compute, (arguments, given, shared), {}, Options()
+            compute, (arguments, given, shared), {}
         )
         return result
 
@@ -177,8 +177,8 @@ class Execution:
         total: TotalTerms | None,
         backward: Callable[[Tensor, bool], Any] | None,
         context: Callable[[], AbstractContextManager[Any]],
-        planned: bool = False,
-        recorder: Recorder | None = None,
+        planned: bool,
+        recorder: Recorder | None,
     ) -> None:
         self.outputs: list[Any] = []
         self.loss: Tensor | None = None

@@ -40,6 +40,7 @@ from hvd_ckpt.planning.schedule import (
     chain_edges,
     followed_at_once,
     make_schedule,
+    virtual_stages_of,
 )
 from hvd_ckpt.recompute.sequential import CheckpointSequential
 from hvd_ckpt.text import CHECKPOINTS
@@ -136,7 +137,7 @@ class Pipeline(nn.Module):
             raise ValueError("Pipeline needs chunks, the number of micro-batches, or a plan")
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         self._plan = planned
-        virtual = virtual_stages if virtual_stages is not None else (2 if schedule == "interleaved" else 1)
+        virtual = virtual_stages_of(schedule, virtual_stages)
         if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
             raise ValueError(f"virtual_stages must be a number from 1, got {virtual_stages!r}")
         # named_children() would leave out the second of two places of one block, such as a shared activation.
@@ -353,7 +354,7 @@ class Pipeline(nn.Module):
     ) -> Execution:
         return Execution(
             self._chunks, self._count, self._edges, self._transport, self._prepare, micro_batches, loss_fn, total, backward,
-            context, planned=self._plan is not None, recorder=self.recorder,
+            context, self._plan is not None, self.recorder,
         )  # fmt: skip
 
     def _prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -25,8 +25,8 @@ _MASK = 2**64 - 1
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.keys: list[int | None] = []  # of the forward passes that this thread is in
-        self.states: list[list[Tensor] | None] = []  # generators to come back to
+        # Keys of the forward passes that this thread is in, and generators to come back to.
+        self.entered: list[tuple[int | None, list[Tensor]]] = []
 
 
 _thread = _Thread()
@@ -91,13 +91,11 @@ class _EnterBlock:
 
     def __call__(self, block: nn.Module, args: Any) -> None:
         # A recomputation belongs to the forward pass of its region, whatever this thread does now.
-        _enter(replay(lambda: _thread.keys[-1] if _thread.keys else None), self.number)
+        _enter(replay(lambda: _thread.entered[-1][0] if _thread.entered else None), self.number)
 
 
 def _enter(key: int | None, number: int) -> None:
-    states = None if key is None else _states()
-    _thread.states.append(states)
-    _thread.keys.append(key)
+    _thread.entered.append((key, [] if key is None else _states()))
     if key is not None:
         seed = _mixed(key, number)
         torch.default_generator.manual_seed(seed)
@@ -106,12 +104,9 @@ def _enter(key: int | None, number: int) -> None:
 
 
 def _leave(*_: Any) -> None:
-    _thread.keys.pop()
-    states = _thread.states.pop()
-    if states is not None:
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1])
+    states = _thread.entered.pop()[1]
+    for state, put_back in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
+        put_back(state)
 
 
 def _states() -> list[Tensor]:

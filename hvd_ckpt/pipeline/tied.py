@@ -72,7 +72,7 @@ class TiedGradients:
                     f'sharded: use shard="none" or "optimizer"'
                 )
             gradient = one.parameter.grad
-            self._before.append(None if gradient is None else gradient.clone())
+            self._before.append(_copy(gradient))
             if gradient is not None:
                 gradient.zero_()
 

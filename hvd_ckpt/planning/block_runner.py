@@ -7,7 +7,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +14,9 @@ from torch import Tensor
 
 from hvd_ckpt.measure import no_collection, now
 from hvd_ckpt.memory import recording_marks
+from hvd_ckpt.planning.chain import Choice
 from hvd_ckpt.planning.policy import CheckpointPolicy
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
-
-
-@dataclass
-class BlockCost:
-    """Cost of one block under one policy: bytes above its start, seconds of forward and backward together.
-
-    ``casts`` are held besides ``kept`` for as long as the context of the forward pass, autocast, lasts.
-    """
-
-    kept: int
-    forward_peak: int
-    backward_peak: int
-    casts: int = 0
-    seconds: float = 0.0
 
 
 class BlockRunner:
@@ -65,8 +51,8 @@ class BlockRunner:
         args, kwargs = copied_objects(map_tensors(fresh, Tensor, self._inputs))
         return args, kwargs
 
-    def memory(self, policies: Sequence[CheckpointPolicy]) -> list[BlockCost]:
-        """Exact bytes under each policy."""
+    def memory(self, policies: Sequence[CheckpointPolicy]) -> list[Choice]:
+        """Exact bytes under each policy, without the seconds."""
         costs = []
         with no_collection(), recording_marks(self._device) as marks:
             for policy in policies:
@@ -78,7 +64,8 @@ class BlockRunner:
         for number in range(len(policies)):
             start, ran, kept, end = marks.marks[4 * number : 4 * number + 4]
             costs.append(
-                BlockCost(
+                Choice(
+                    0.0,
                     max(kept.bytes - start.bytes, 0),
                     max(ran.peak_bytes - start.bytes, 0),
                     max(end.peak_bytes - start.bytes, 0),
@@ -91,18 +78,15 @@ class BlockRunner:
         """A forward pass that saves nothing: bytes of the output, of casts beside it, peak bytes, seconds."""
         seconds = []
         with recording_marks(self._device) as marks, torch.no_grad():
-            for number in range(3):
+            for _ in range(3):
                 args, kwargs = self.inputs()
-                if number == 0:
-                    marks.mark("start")
+                marks.mark("start")
                 start = now(self._device)
                 with self._autocast():
                     output = self._function(*args, **kwargs)
-                    if number == 0:
-                        marks.mark("ran")
-                seconds.append(now(self._device) - start)
-                if number == 0:
-                    marks.mark("output")
+                    seconds.append(now(self._device) - start)
+                    marks.mark("ran")
+                marks.mark("output")
                 del output
         begin, ran, end = marks.marks[:3]
         casts, peak = max(ran.bytes - end.bytes, 0), max(ran.peak_bytes - begin.bytes, 0)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.block_runner import copied_objects
-from hvd_ckpt.planning.plan import kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import base_class, is_compiled
 from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+from hvd_ckpt.recompute.keeper import saving_nothing
 
 _LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
 
@@ -39,14 +39,6 @@ class FoundBlock:
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     like: int = -1
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.modules)
-
-    @property
-    def parameters(self) -> tuple[tuple[int, ...], ...]:
-        return parameter_shapes(self.modules)
 
     @property
     def compiled(self) -> bool:
@@ -103,7 +95,7 @@ def find_blocks(
     for block in proposed:
         watch(block)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
+        with torch.enable_grad(), saving_nothing():
             forward()
     finally:
         for handle in handles:
@@ -268,7 +260,3 @@ def _copied(values: Any) -> Any:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     return copied_objects(map_tensors(copy_tensor, Tensor, values))
-
-
-def _never(packed: None) -> Tensor:
-    raise AssertionError("this graph has no backward pass")

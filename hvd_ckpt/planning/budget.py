@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.planning.plan import Plan
 
+MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that makes a step take at most so many times as long
 _MOST = 2.0**62
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -47,6 +48,11 @@ class Budget:
 
     kind: str
     value: float = 0.0
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether it is the same number of bytes for every model."""
+        return self.kind in ("bytes", "device")
 
     def bytes(self, baseline: int, smallest: int, device: torch.device) -> int | None:
         """The budget in bytes above the start of a step; None for the fastest plan."""

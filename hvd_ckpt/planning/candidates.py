@@ -74,10 +74,8 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
     groups = {number: {number} for number in needed}
     for number in reversed(needed):
         for source, _ in calls[number].reads:
-            if source in dropped and source not in breaks and groups[source] is not groups[number]:
-                merged = groups[source] | groups[number]
-                for member in merged:
-                    groups[member] = merged
+            if source in dropped and source not in breaks:
+                _join(groups, source, number)
     own = {
         number: 0.0
         if _only_inner(trace, number, read) and calls[number].name in _MATMULS
@@ -91,6 +89,14 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
         seconds += sum(calls[one].seconds for source in entered - group for one in again.get(source, ()))
     working = max((_retained(trace, group) for group in groups.values()), default=0)
     return Estimate(sum(trace.memory[place] for place in kept), seconds, working)
+
+
+def _join(groups: dict[int, set[int]], one: int, other: int) -> None:
+    """Makes one group of the groups of two calls."""
+    if groups[one] is not groups[other]:
+        merged = groups[one] | groups[other]
+        for member in merged:
+            groups[member] = merged
 
 
 def _only_inner(trace: Trace, number: int, read: set[int]) -> bool:
@@ -120,21 +126,14 @@ def _retained(trace: Trace, group: Iterable[int]) -> int:
 def nodes(trace: Trace) -> list[frozenset[int]]:
     """Calls that can only be dropped together, because their results lie in the same memory: a linear and the views of its
     result, a batch norm and the relu that changes it in place."""
-    group_of: dict[int, set[int]] = {}
-    of_place: dict[int, set[int]] = {}
+    groups: dict[int, set[int]] = {}
+    of_place: dict[int, int] = {}  # the first call with a result there
     for number, call in enumerate(trace.calls):
-        if not call.droppable:
-            continue
-        group = group_of[number] = {number}
-        for place in call.results:
-            other = of_place.get(place, group)
-            if other is not group:
-                other |= group
-                for member in group:
-                    group_of[member] = other
-                group = other
-            of_place[place] = group
-    found = {id(group): frozenset(group) for group in group_of.values()}
+        if call.droppable:
+            groups[number] = {number}
+            for place in call.results:
+                _join(groups, of_place.setdefault(place, number), number)
+    found = {id(group): frozenset(group) for group in groups.values()}
     return [node for node in found.values() if _matters(trace, node)]
 
 

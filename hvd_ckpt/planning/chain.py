@@ -27,7 +27,6 @@ class Choice:
     """One way to run a block.
 
     Args:
-        name: in tables and plan files, such as ``"keep"``.
         seconds: forward plus backward of the block, recomputation included.
         kept: bytes held between its forward and its backward, above what was held when it started, its
             output included.
@@ -38,7 +37,6 @@ class Choice:
             ``kept`` has of it.
     """
 
-    name: str
     seconds: float
     kept: int
     forward_peak: int
@@ -81,6 +79,16 @@ class Run:
     block: int
     choice: int
 
+    @property
+    def first(self) -> int:
+        """The block, as that of a segment."""
+        return self.block
+
+    @property
+    def last(self) -> int:
+        """The block, as that of a segment."""
+        return self.block
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -92,12 +100,12 @@ class Segment:
     @property
     def first(self) -> int:
         """Index of the first block in it."""
-        return _first(self.items[0])
+        return self.items[0].first
 
     @property
     def last(self) -> int:
         """Index of the last block in it."""
-        return _last(self.items[-1])
+        return self.items[-1].last
 
 
 Item = Run | Segment
@@ -198,12 +206,12 @@ def _check_order(blocks: Sequence[Block], items: Sequence[Item], start: int, sto
     """The items cover blocks ``start`` to ``stop - 1``, each once, in order; segments span joined blocks."""
     position = start
     for item in items:
-        first = _first(item)
+        first = item.first
         if first != position or position >= stop:
             raise ValueError(
                 f"block {first} comes where block {position} of {stop} should: list every block once, in order"
             )
-        position = _last(item) + 1
+        position = item.last + 1
         if isinstance(item, Run):
             if not 0 <= item.choice < len(blocks[first].choices):
                 raise ValueError(
@@ -218,15 +226,3 @@ def _check_order(blocks: Sequence[Block], items: Sequence[Item], start: int, sto
         _check_order(blocks, item.items, first, position)
     if position != stop:
         raise ValueError(f"the items end before block {position} of {stop}: list every block once, in order")
-
-
-def _first(item: Item) -> int:
-    while isinstance(item, Segment):
-        item = item.items[0]
-    return item.block
-
-
-def _last(item: Item) -> int:
-    while isinstance(item, Segment):
-        item = item.items[-1]
-    return item.block

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
-from hvd_ckpt.planning.plan import BlockPlan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, is_compiled, remove_policy
 from hvd_ckpt.recompute.deferred import listening
+from hvd_ckpt.recompute.keeper import saving_nothing
 
 if TYPE_CHECKING:
     from hvd_ckpt.planning.profile import Step
@@ -73,16 +73,6 @@ class Head:
                 found.append(HeadCost(chunks, peak, seconds))
         return found
 
-    def block_plan(self, chunks: int, added_seconds: float) -> BlockPlan:
-        """The entry of the head in a plan."""
-        return BlockPlan(
-            (self.name,),
-            kind_of([self.module]),
-            parameter_shapes([self.module]),
-            in_chunks(chunks),
-            added_seconds=added_seconds,
-        )
-
     def _run(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.module(hidden).to(self.dtype)
         return functional.cross_entropy(logits, targets, **self.options)
@@ -113,7 +103,7 @@ def find_head(step: Step) -> Head | None:
     try:
         for module in candidates:
             apply_policy(module, in_chunks(1))
-        with listening() as heard, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never):
+        with listening() as heard, saving_nothing():
             step.loss()
     finally:
         for module in candidates:
@@ -143,7 +133,3 @@ def without_head(found: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | 
         return list(found)
     alone = owners == [len(found) - 1] and len(found) > 1 and found[-1].like == len(found) - 1
     return list(found[:-1]) if alone else None
-
-
-def _never(packed: None) -> Tensor:
-    raise AssertionError("this graph has no backward pass")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -117,6 +117,19 @@ class BlockPlan:
             raise ValueError(
                 f"members must be different modules of one container, got {shown(', '.join(self.members))}"
             )
+
+    @classmethod
+    def of(
+        cls,
+        members: Mapping[str, nn.Module],
+        policy: CheckpointPolicy,
+        kept_bytes: int = 0,
+        added_seconds: float = 0.0,
+    ) -> BlockPlan:
+        """The entry of these modules of a model, by their names."""
+        modules = list(members.values())
+        kind, shapes = kind_of(modules), parameter_shapes(modules)
+        return cls(tuple(members), kind, shapes, policy, kept_bytes, added_seconds)
 
     @property
     def name(self) -> str:
@@ -259,7 +272,7 @@ class Plan:
             PlanError: a block is missing in the model or is another one, and says which and why.
         """
         self.check(model)
-        remove(model)
+        self.remove(model)
         modules = dict(model.named_modules())
         for block in self.blocks:
             if len(block.members) == 1:
@@ -272,7 +285,8 @@ class Plan:
 
     def remove(self, model: M) -> M:
         """Undoes :meth:`apply`; a model without a plan stays as it is. Returns ``model``."""
-        remove(model)
+        for module in model.modules():
+            remove_policy(module)
         return model
 
     def check(self, model: nn.Module) -> None:
@@ -395,12 +409,6 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
     finally:
         plan.remove(model)
-
-
-def remove(model: nn.Module) -> None:
-    """Removes every policy from a model."""
-    for module in model.modules():
-        remove_policy(module)
 
 
 def kind_of(members: Sequence[nn.Module]) -> str:

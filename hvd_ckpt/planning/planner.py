@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import free_memory
 from hvd_ckpt.planning.blocks import check_called
-from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.cache import cached, key_of
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
@@ -31,7 +31,6 @@ from hvd_ckpt.text import show_bytes, talking
 
 _CORRECTIONS = 5
 _TIMED = 3  # steps
-_MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that takes at most so many times as long as no recomputation
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
 _FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
 
@@ -71,10 +70,10 @@ class Planner:
         chunk_head: bool = True,
     ) -> None:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
-        self._args = (args, kwargs or {})
+        self._sample = sample_shapes(args, kwargs or {})
         self._say = say
         wanted = parse_budget(budget)
-        limit = wanted.bytes(0, 0, self._step.device) if wanted.kind in ("bytes", "device") else None
+        limit = wanted.bytes(0, 0, self._step.device) if wanted.is_absolute else None
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device):
             self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head)
@@ -83,13 +82,17 @@ class Planner:
     @property
     def baseline(self) -> Cost:
         """The predicted cost without recomputation."""
-        return Cost(*simulate(self._chain, [Run(index, 0) for index in range(len(self._chain))]))
+        return _cost(self._all_kept)
+
+    @property
+    def _all_kept(self) -> Solution:
+        items = tuple(Run(index, 0) for index in range(len(self._chain)))
+        return Solution(items, *simulate(self._chain, items))
 
     @functools.cached_property
     def smallest(self) -> Cost:
         """The predicted cost of the plan with the smallest peak."""
-        solution = self._solver.smallest
-        return Cost(solution.peak, solution.seconds)
+        return _cost(self._solver.smallest)
 
     @functools.cached_property
     def _solver(self) -> Solver:
@@ -143,7 +146,7 @@ class Planner:
         pairs = zip(self._chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         planner = StagePlanner(chain, [block.modules[0] for block in found], layout, param_scale)
-        make = functools.partial(self.profile.plan_of, sample=sample_shapes(*self._args))
+        make = functools.partial(self.profile.plan_of, sample=self._sample)
         return plan_stages(planner, budget, self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
@@ -155,19 +158,19 @@ class Planner:
             timelines["before"] = thinned(self._kept.timeline)
         return self._as_plan(
             tried.solution.items,
-            sample=sample_shapes(*self._args),
+            sample=self._sample,
             budget=limit,
-            predicted=Cost(tried.solution.peak, tried.solution.seconds),
+            predicted=_cost(tried.solution),
             measured=Cost(tried.peak, seconds),
             baseline=self.baseline,
             smallest=self.smallest,
-            frontier=tuple(Cost(point.peak, point.seconds) for point in self._points),
+            frontier=tuple(map(_cost, self._points)),
             timelines=timelines,
         )
 
     def _limit(self, budget: Budget) -> int | None:
         if budget.kind == "min":
-            longest = _MIN_SLOWDOWN * self.baseline.seconds
+            longest = MIN_SLOWDOWN * self.baseline.seconds
             quick = [point for point in self._points if point.seconds <= longest]
             return min(point.peak for point in quick or self._points)
         return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
@@ -251,10 +254,8 @@ class Planner:
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self._chain
         ]
-        items = tuple(Run(index, 0) for index in range(len(self._chain)))
-        self._kept = self._tried[items] = _Tried(
-            Solution(items, *simulate(self._chain, items)), peak, timeline
-        )
+        solution = self._all_kept
+        self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule, once."""
@@ -273,10 +274,10 @@ class Planner:
             choices[item.block - 1] = item.choice
             return item.block - 1
 
-        ends = (0, len(self._chain) - 1)
-        numbers = tuple(number(item) for item in items if not (isinstance(item, Run) and item.block in ends))
-        behind = next(item.choice for item in items if isinstance(item, Run) and item.block == ends[1])
-        return self.profile.plan_of(numbers, choices, self.profile.head_costs[behind].chunks, **facts)
+        _, *inner, behind = items  # what runs before and behind the blocks is in no segment
+        assert isinstance(behind, Run)
+        chunks = self.profile.head_costs[behind.choice].chunks
+        return self.profile.plan_of(tuple(map(number, inner)), choices, chunks, **facts)
 
 
 def plan(
@@ -401,7 +402,7 @@ def largest_batch(
         ValueError: a budget that depends on the batch (``"0.3x"``, ``"min"``, None).
         BudgetError: not even a batch of one fits.
     """
-    if parse_budget(budget).kind not in ("bytes", "device"):
+    if not parse_budget(budget).is_absolute:
         raise ValueError(
             f"largest_batch needs a budget that does not depend on the batch, such as '6GiB' or '80%', got {budget!r}"
         )
@@ -430,6 +431,10 @@ def largest_batch(
         except BudgetError:
             too_large = guess
     return best, chosen
+
+
+def _cost(solution: Solution) -> Cost:
+    return Cost(solution.peak, solution.seconds)
 
 
 def _lossy_name(dtype: torch.dtype | None) -> str | None:

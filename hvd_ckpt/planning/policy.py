@@ -16,7 +16,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import nn
 
-from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 from hvd_ckpt.schema import shown
@@ -67,7 +67,7 @@ class CheckpointPolicy:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` under this policy."""
         if self.recompute:
-            return run_checkpointed(function, args, kwargs, Options())
+            return run_checkpointed(function, args, kwargs)
         if self.selective is not None:
             return run_selectively(function, args, kwargs, self.selective)
         return function(*args, **kwargs)
@@ -168,7 +168,7 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
             return defer(self, original, policy.chunks, args, kwargs)  # type: ignore[arg-type]
         return policy.run(functools.partial(original, self), args, kwargs)
 
-    return _subclass(base, {method: functools.wraps(original)(run)})
+    return _subclass(base, method, functools.wraps(original)(run), (_with_policy, base, method))
 
 
 @functools.cache
@@ -185,26 +185,23 @@ def _chained(base: type[nn.Module]) -> type[nn.Module]:
             position += len(_names(item))
         return input
 
-    return _subclass(base, {"forward": forward})
+    return _subclass(base, "forward", forward, (_chained, base))
 
 
-def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
+def _subclass(
+    base: type[nn.Module], method: str, function: Callable[..., Any], made_by: tuple[Any, ...]
+) -> type[nn.Module]:
+    """A class like ``base`` with another method; copies and pickles make it by calling ``made_by`` again."""
+
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        kind = type(self)
-        maker, attributes = (
-            (_chained, ()) if _ITEMS in self.__dict__ else (_with_policy, (next(iter(namespace)),))
-        )
-        assert kind is maker(base, *attributes)  # type: ignore[arg-type]
-        getstate = getattr(base, "__getstate__", None)
-        if getstate is None or getstate is getattr(object, "__getstate__", None):
-            return _new, (maker, base, attributes), self.__dict__.copy()
-        return _new, (maker, base, attributes), getstate(self)  # the class has a way of its own
+        getstate = getattr(base, "__getstate__", None)  # with Python 3.10 some classes alone have it
+        return _new, made_by, self.__dict__ if getstate is None else getstate(self)
 
     return type(
         base.__name__,
         (base,),
         {
-            **namespace,
+            method: function,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
@@ -214,10 +211,8 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
     )
 
 
-def _new(
-    maker: Callable[..., type[nn.Module]], base: type[nn.Module], attributes: tuple[str, ...]
-) -> nn.Module:
-    kind = maker(base, *attributes)
+def _new(maker: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:
+    kind = maker(*arguments)
     module: nn.Module = kind.__new__(kind)
     return module
 
@@ -225,7 +220,7 @@ def _new(
 def _run_item(children: dict[str, nn.Module], item: Any, input: Any) -> Any:
     if isinstance(item, list):  # a segment; it gets its own children alone
         inner = {name: children[name] for name in _names(item)}
-        return run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {}, Options())
+        return run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {})
     names, policy = item
     return policy.run(functools.partial(_call_all, [children[name] for name in names]), (input,), {})
 

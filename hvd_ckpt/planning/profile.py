@@ -23,7 +23,7 @@ from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
-from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
+from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.text import show_bytes
@@ -131,11 +131,12 @@ class Profile:
         step: Step,
         names: Sequence[str] | None,
         say: Callable[[str], None],
-        lossy: str | None = None,
-        limit: int | None = None,
-        chunk_head: bool = True,
+        lossy: str | None,
+        limit: int | None,
+        chunk_head: bool,
     ) -> None:
         self.step = step
+        self.chain: list[Block] = []  # until all is measured
         self._lossy = lossy
         self.found = find_blocks(step.model, step.forward, names)
         self.head: Head | None = None
@@ -159,7 +160,12 @@ class Profile:
             for index, block in enumerate(self.found)
         ]
         say("measuring a step of the whole model")
-        self.chain = self._with_ends(self._with_waiting_gradients(inner))
+        self.waiting = self._waiting_gradients()
+        inner = [
+            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra})  # type: ignore[misc]
+            for block, extra in zip(inner, self.waiting)
+        ]
+        self.chain = self._with_ends(inner)
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:
         head = find_head(self.step)
@@ -210,35 +216,19 @@ class Profile:
         runner.memory(policies[:1])
         costs = runner.memory(policies)
         # Policies with the same bytes, such as one that finds nothing to compress, are measured no further.
-        useful = [
-            number
-            for number, cost in enumerate(costs)
-            if number < 2
-            or not any(
-                (other.kept, other.backward_peak, other.casts) == (cost.kept, cost.backward_peak, cost.casts)
-                for other in costs[1:number]
-            )
-        ]
-        policies, costs = [policies[number] for number in useful], [costs[number] for number in useful]
+        with_bytes: dict[tuple[int, ...], int] = {}
+        for number, cost in enumerate(costs[1:], start=1):
+            with_bytes.setdefault((cost.kept, cost.backward_peak, cost.casts), number)
+        useful = [0, *with_bytes.values()]
+        policies = [policies[number] for number in useful]
         least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
-        for cost, seconds in zip(costs, runner.seconds(policies, least)):
-            cost.seconds = seconds
-        output, casts, working, forward = runner.first_pass()
         choices = tuple(
-            Choice(
-                policy.title,
-                cost.seconds,
-                cost.kept,
-                max(cost.forward_peak, cost.kept),
-                cost.backward_peak,
-                cost.casts,
-            )
-            for policy, cost in zip(policies, costs)
+            dataclasses.replace(costs[number], seconds=seconds)
+            for number, seconds in zip(useful, runner.seconds(policies, least))
         )
-        frame = (
-            torch.get_rng_state().nbytes if self.step.device.type == "cpu" else 0
-        )  # a GPU's is kept on the CPU
-        return policies, Block(choices, output, forward, max(working, output), casts=casts, frame=frame)
+        output, casts, working, forward = runner.first_pass()
+        frame = torch.get_rng_state().nbytes if self.step.device.type == "cpu" else 0  # else it is on the CPU
+        return policies, Block(choices, output, forward, working, casts=casts, frame=frame)
 
     def _joins(self, index: int) -> bool:
         """Whether a block and the next one are children, one after the other, of one plain ``nn.Sequential``."""
@@ -253,8 +243,10 @@ class Profile:
             following.members[0].rpartition(".")[2]
         )
 
-    def _with_waiting_gradients(self, inner: list[Block]) -> list[Block]:
-        """With the gradient of a tied parameter, which waits from its last use to its first before it is accumulated."""
+    def _waiting_gradients(self) -> list[int]:
+        """For each block the bytes of gradients of tied parameters, which wait from their last use to their first before they are
+        accumulated."""
+        waiting = [0] * len(self.found)
         users: dict[nn.Parameter, set[int]] = {}
         inside: set[nn.Module] = set()
         for index, block in enumerate(self.found):
@@ -265,19 +257,15 @@ class Profile:
         for module in self.step.model.modules():
             if module not in inside:
                 # Embeddings run before the blocks, what else there is (a head) behind them.
-                where = -1 if isinstance(module, nn.Embedding) else len(inner)
+                where = -1 if isinstance(module, nn.Embedding) else len(waiting)
                 for parameter in module.parameters(recurse=False):
                     users.setdefault(parameter, set()).add(where)
-        self.waiting = waiting = [0] * len(inner)
         for parameter, indices in users.items():
             if parameter.requires_grad:
                 for index in range(max(min(indices), 0), max(indices)):
                     # Where the gradients meet, their sum is a third one.
                     waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
-        return [
-            block.with_costs(lambda choice, extra=extra: {"backward_peak": choice.backward_peak + extra})  # type: ignore[misc]
-            for block, extra in zip(inner, waiting)
-        ]
+        return waiting
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with what runs before and behind it, from one step that keeps as little as possible."""
@@ -303,23 +291,16 @@ class Profile:
             ]
         rest = max(seconds - alone, 0.0)
         before_block = Block(
-            (Choice("before", 0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
+            (Choice(0.0, begin.bytes, begin.peak_bytes, max(after, begin.bytes)),),
             begin.bytes,
             0.0,
             begin.peak_bytes,
         )
         choices = []
-        for chunks, peak, alone in costs:  # measured: the last of them
+        for _, peak, own in costs:  # measured: the last of them
             forward_peak, backward_peak = (max(one + peak - costs[-1].peak, 0) for one in (forward, backward))
-            choices.append(
-                Choice(
-                    f"behind {chunks}",
-                    max(rest + alone - costs[-1].seconds, 0.0),
-                    0,
-                    forward_peak,
-                    backward_peak,
-                )
-            )
+            own_seconds = max(rest + own - costs[-1].seconds, 0.0)
+            choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
         behind_block = Block(tuple(choices), 0, 0.0, 0)
         return [before_block, *inner, behind_block]
 
@@ -369,7 +350,7 @@ class Profile:
         depths = _depths(items)
         for index, (block, choice) in enumerate(zip(self.found, choices)):
             kept, added = 0, 0.0
-            if hasattr(self, "chain"):
+            if self.chain:
                 measured = self.chain[index + 1]
                 depth, last = depths[index]
                 added = (
@@ -379,20 +360,18 @@ class Profile:
                 )
                 # Of a segment, only the output of its last block is held.
                 kept = measured.choices[choice].kept if not depth else measured.output if last else 0
-            blocks.append(
-                BlockPlan(
-                    block.members, block.kind, block.parameters, self.policies[index][choice], kept, added
-                )
-            )
+            members = dict(zip(block.members, block.modules))
+            blocks.append(BlockPlan.of(members, self.policies[index][choice], kept, added))
         if chunks is not None:
             assert self.head is not None
             added = 0.0
-            if hasattr(self, "chain"):
+            if self.chain:
                 behind = self.chain[-1].choices
                 number = [cost.chunks for cost in self.head_costs].index(chunks)
                 added = behind[number].seconds - behind[0].seconds
             items = (*items, len(blocks))
-            blocks.append(self.head.block_plan(chunks, added))
+            members = {self.head.name: self.head.module}
+            blocks.append(BlockPlan.of(members, in_chunks(chunks), added_seconds=added))
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 

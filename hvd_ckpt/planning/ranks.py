@@ -51,7 +51,7 @@ def _smallest_of_all(budget: Limit, device: torch.device) -> Limit:
     local: Limit | ValueError = budget
     try:
         wanted = parse_budget(budget)
-        if wanted.kind in ("bytes", "device"):
+        if wanted.is_absolute:
             local = wanted.bytes(0, 0, device)
     except ValueError as error:
         local = ValueError(str(error))

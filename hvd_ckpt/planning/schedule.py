@@ -1,7 +1,7 @@
 """Schedules: the order in which each rank runs the forward and backward passes of micro-batches.
 
-A schedule is data: one list of actions for each rank, made before training and checked by :func:`simulate`. The model is cut into
-``stages * virtual_stages`` chunks of consecutive blocks, and chunk c runs on stage ``c % stages``.
+A schedule is data: one list of actions for each rank, made before training and checked by :func:`check_schedule`. The model is
+cut into ``stages * virtual_stages`` chunks of consecutive blocks, and chunk c runs on stage ``c % stages``.
 
 All schedules run the backward passes of a chunk in the order of its micro-batches, so that gradients add up as they do in
 :func:`hvd_ckpt.accumulate`, bit for bit.
@@ -53,6 +53,11 @@ class Action:
 Schedule = list[list[Action]]
 
 
+def virtual_stages_of(schedule: str, given: int | None) -> int:
+    """Chunks of the model on each rank: as given, or the schedule's default."""
+    return given if given is not None else 2 if schedule == "interleaved" else 1
+
+
 def chain_edges(chunks: int, skips: Iterable[Edge] = ()) -> list[Edge]:
     """The edges of a chain of chunks with skip connections between them, each once, in a fixed order."""
     return sorted({*(Edge(chunk, chunk + 1) for chunk in range(chunks - 1)), *skips})
@@ -86,12 +91,10 @@ def make_schedule(
         warm_up = [_warm_up(name, stage, stages, virtual_stages, total) + more for stage in range(stages)]
         schedule = [_in_turn(*order, first) for order, first in zip(orders, warm_up)]
         try:
-            simulate(schedule)
-        except (
-            ValueError
-        ):  # where the last group of micro-batches is not full, ranks may need more of a start
-            continue
-        return schedule
+            check_schedule(schedule)
+            return schedule
+        except ValueError:
+            pass  # where the last group of micro-batches is not full, ranks may need more of a start
     raise AssertionError("all forward passes first is a schedule that ends")
 
 
@@ -139,50 +142,27 @@ def needs(action: Action) -> set[tuple[str, int, int]]:
     return {(BACKWARD, edge.target, index) for edge in action.receives} | {(FORWARD, action.chunk, index)}
 
 
-def simulate(schedule: Schedule) -> list[int]:
-    """Runs a schedule without computing anything, each rank in its own order and waiting for what it needs.
-
-    Returns:
-        For each rank the most micro-batches that it has in flight: forward passes, of all its chunks, whose backward pass is still
-        to come.
+def check_schedule(schedule: Schedule) -> None:
+    """Checks a schedule without computing anything.
 
     Raises:
         ValueError: the ranks wait for each other without an end; an action is missing or runs twice; a chunk's backward passes
             are not in the order of the micro-batches.
     """
-    done: set[tuple[str, int, int]] = set()
-    places = [0] * len(schedule)
-    in_flight, most = [0] * len(schedule), [0] * len(schedule)
-    last_backward: dict[int, int] = {}
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule):
-            while places[rank] < len(actions) and needs(actions[places[rank]]) <= done:
-                action = actions[places[rank]]
-                key = (action.kind, action.chunk, action.micro_batch)
-                if key in done:
-                    raise ValueError(f"the schedule runs {_described(action)} twice")
-                if action.kind == BACKWARD:
-                    if action.micro_batch != last_backward.get(action.chunk, -1) + 1:
-                        raise ValueError(f"the schedule runs {_described(action)} out of order")
-                    last_backward[action.chunk] = action.micro_batch
-                done.add(key)
-                in_flight[rank] += 1 if action.kind == FORWARD else -1
-                most[rank] = max(most[rank], in_flight[rank])
-                places[rank] += 1
-                moved = True
-    waiting = [actions[place] for actions, place in zip(schedule, places) if place < len(actions)]
-    if waiting:
-        raise ValueError(
-            f"the schedule never comes to {_described(waiting[0])}: its ranks wait for each other"
-        )
-    actions = list(itertools.chain.from_iterable(schedule))
-    chunks = {action.chunk for action in actions}
-    micro_batches = {action.micro_batch for action in actions}
-    if len(done) != 2 * len(chunks) * len(micro_batches):
-        raise ValueError("the schedule lacks a forward or backward pass of some micro-batch")
-    return most
+    orders: dict[tuple[str, int], list[int]] = {}
+    for action in itertools.chain.from_iterable(schedule):
+        orders.setdefault((action.kind, action.chunk), []).append(action.micro_batch)
+    chunks = 1 + max(chunk for _, chunk in orders)
+    micro_batches = list(range(1 + max(map(max, orders.values()))))
+    for kind, chunk in itertools.product((FORWARD, BACKWARD), range(chunks)):
+        order = orders.get((kind, chunk), [])
+        if len(order) > len(set(order)):
+            raise ValueError(f"the schedule runs a {kind} pass through chunk {chunk} twice")
+        if len(order) < len(micro_batches):
+            raise ValueError(f"the schedule lacks a {kind} pass through chunk {chunk}")
+        if kind == BACKWARD and order != micro_batches:
+            raise ValueError(f"the schedule runs a {kind} pass through chunk {chunk} out of order")
+    timeline(schedule, [1.0] * chunks, [1.0] * chunks)
 
 
 def in_flight(schedule: Schedule) -> list[int]:
@@ -216,12 +196,15 @@ def timeline(schedule: Schedule, forward: Sequence[float], backward: Sequence[fl
     """For each rank the times of its actions, where messages take no time.
 
     Args:
-        schedule: one that :func:`simulate` has checked.
         forward, backward: the seconds of a forward and of a backward pass (with its recomputation) through each chunk.
+
+    Raises:
+        ValueError: the ranks wait for each other without an end.
     """
     ended: dict[tuple[str, int, int], float] = {}
     found: list[list[Span]] = [[] for _ in schedule]
-    while any(len(spans) < len(actions) for spans, actions in zip(found, schedule)):
+    while len(ended) < sum(map(len, schedule)):
+        before = len(ended)
         for spans, actions in zip(found, schedule):
             while len(spans) < len(actions) and needs(action := actions[len(spans)]) <= ended.keys():
                 free = spans[-1].end if spans else 0.0
@@ -229,6 +212,8 @@ def timeline(schedule: Schedule, forward: Sequence[float], backward: Sequence[fl
                 end = start + (forward if action.kind == FORWARD else backward)[action.chunk]
                 spans.append(Span(action, start, end))
                 ended[action.kind, action.chunk, action.micro_batch] = end
+        if len(ended) == before:
+            raise ValueError("the schedule does not end: its ranks wait for each other")
     return found
 
 
@@ -237,7 +222,3 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
     last = max(rank[-1].end for rank in spans)
     busy = sum(span.end - span.start for rank in spans for span in rank)
     return 1 - busy / (last * len(spans)) if last else 0.0
-
-
-def _described(action: Action) -> str:
-    return f"the {action.kind} pass of micro-batch {action.micro_batch} through chunk {action.chunk}"

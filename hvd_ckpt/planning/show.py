@@ -47,7 +47,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     return [_row(segment, [block for _, block in group]) for (segment, *_), group in alike]
 
 
-def totals(plan: Plan, baseline: Cost | None = None) -> list[tuple[str, ...]]:
+def totals(plan: Plan, baseline: Cost | None) -> list[tuple[str, ...]]:
     """Costs of a step: with this plan, without recomputation (``baseline``: as measured), of the smallest peak; and the budget."""
     whole = plan.baseline
     budget = "none: the fastest plan" if plan.budget is None else _mib(plan.budget)
@@ -61,23 +61,17 @@ def totals(plan: Plan, baseline: Cost | None = None) -> list[tuple[str, ...]]:
     ]
 
 
-def print_plan(plan: Plan, console: Console, baseline: Cost | None = None) -> None:
+def print_plan(plan: Plan, console: Console, baseline: Cost | None) -> None:
     """Prints both tables."""
-    table = _table(COLUMNS)
-    for row in rows(plan):
-        table.add_row(*map(Text, row))
-    console.print(table)
-    table = _table(TOTALS)
-    for total in totals(plan, baseline):
-        table.add_row(*map(Text, total))
-    console.print(table)
+    console.print(_table(COLUMNS, rows(plan)))
+    console.print(_table(TOTALS, totals(plan, baseline)))
 
 
 def print_stages(plan: Plan, console: Console) -> None:
     """Prints a table of the pipeline stages of a plan, its bubble, and a step of each stage over time."""
     pipeline = plan.pipeline
     assert pipeline is not None
-    table = _table(STAGE_COLUMNS)
+    shown = []
     first = 0
     for number, part in enumerate(pipeline.parts):
         blocks = plan.blocks[first : first + part.blocks]
@@ -87,19 +81,22 @@ def print_stages(plan: Plan, console: Console) -> None:
         )
         policies = Counter(block.policy.title.split()[0].rstrip(",") for block in blocks)
         whole = ["recomputed as a whole"] if part.recompute else []
-        row = (
-            name,
-            blocks[0].name if part.blocks == 1 else f"{blocks[0].name} .. {blocks[-1].name} ({part.blocks})",
-            f"{1000 * part.forward_seconds:.1f}",
-            f"{1000 * part.backward_seconds:.1f}",
-            str(part.in_flight),
-            _mib(part.state_bytes),
-            _mib(part.activation_bytes),
-            _mib(part.memory),
-            ", ".join(whole + [f"{title} {count}" for title, count in policies.items()]),
+        shown.append(
+            (
+                name,
+                blocks[0].name
+                if part.blocks == 1
+                else f"{blocks[0].name} .. {blocks[-1].name} ({part.blocks})",
+                f"{1000 * part.forward_seconds:.1f}",
+                f"{1000 * part.backward_seconds:.1f}",
+                str(part.in_flight),
+                _mib(part.state_bytes),
+                _mib(part.activation_bytes),
+                _mib(part.memory),
+                ", ".join(whole + [f"{title} {count}" for title, count in policies.items()]),
+            )
         )
-        table.add_row(*map(Text, row))
-    console.print(table)
+    console.print(_table(STAGE_COLUMNS, shown))
     spans = spans_of(pipeline)
     console.print(
         f"One micro-batch takes {1000 * max(part.seconds for part in pipeline.parts):.1f} ms on the longest part. A step of "
@@ -130,11 +127,13 @@ def schedule_lines(spans: Sequence[Sequence[Span]], width: int) -> list[str]:
     return lines
 
 
-def _table(columns: tuple[str, ...]) -> Table:
+def _table(columns: tuple[str, ...], shown: Iterable[tuple[str, ...]]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for column in columns:
         numbers = column not in ("block", "blocks", "policy", "policies", "stage", "")
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+    for row in shown:
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -197,13 +196,13 @@ class _Unit(NamedTuple):
         return count / self.size
 
 
-def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None = None) -> None:
+def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None) -> None:
     """Draws time against peak memory: the Pareto frontier, the baseline without recomputation, this plan, and its budget.
 
     Args:
         plan: with a frontier and predicted costs.
         path: of the PNG.
-        baseline: the measured cost without recomputation.
+        baseline: the measured cost without recomputation, if it was measured.
     """
     unit = _unit([plan.baseline.peak_bytes])
     figure, axes = _figure(5.4)
@@ -234,7 +233,7 @@ def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
     _save(figure, axes, path, 3)
 
 
-def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None = None) -> None:
+def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None) -> None:
     """Draws the bytes allocated over one step, without recomputation and with the plan.
 
     Recording takes longer than a step, so each curve is stretched to the time that a step takes.
@@ -242,7 +241,7 @@ def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
     Args:
         plan: with timelines.
         path: of the PNG.
-        baseline: the measured cost without recomputation.
+        baseline: the measured cost without recomputation, if it was measured.
 
     Raises:
         ValueError: the plan has no timelines.

@@ -29,16 +29,15 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.balance import best_cuts
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.chain import Block, Run, simulate
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
-from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline
+from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline, virtual_stages_of
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.text import show_bytes
 
 PARAM_SCALE = 4.0
 _POINTS = 512  # of a frontier
-_MIN_SLOWDOWN = 2.0  # "min" is the smallest budget whose longest stage takes at most so many times as long as the fastest plan's
 _SEARCH = 30  # budgets that are tried to find it
 
 
@@ -68,8 +67,8 @@ class Layout:
     @classmethod
     def make(cls, stages: int, chunks: int | None, schedule: str, virtual_stages: int | None) -> Layout:
         """With the defaults of :class:`hvd_ckpt.Pipeline`."""
-        virtual = virtual_stages if virtual_stages is not None else (2 if schedule == "interleaved" else 1)
-        return cls(stages, chunks if chunks is not None else 2 * stages, schedule, virtual)
+        chunks = chunks if chunks is not None else 2 * stages
+        return cls(stages, chunks, schedule, virtual_stages_of(schedule, virtual_stages))
 
     @property
     def parts(self) -> int:
@@ -168,8 +167,7 @@ class StagePlanner:
         key = (self._in_flight[part], first, end)
         if key not in self._known:
             count = key[0]
-            fixed = self._held(first, end) + self._transport(first, end)
-            fixed += count * (self._inputs[first] + self._shared)
+            fixed = self._fixed(count, first, end)
             kept = self._solver(count, end).from_block(first)
             memory, seconds = fixed + kept.need, kept.seconds
             if count > 1:
@@ -210,20 +208,20 @@ class StagePlanner:
             self._solvers[count, end] = Solver(blocks, max(count, 1), _POINTS)
         return self._solvers[count, end]
 
-    def _best(self, part: int, first: int, end: int, limit: float) -> _Way | None:
-        """The fastest way to run a part within its memory."""
+    def _best(self, part: int, first: int, end: int, limit: float) -> _Way:
+        """The fastest way to run a part within its memory, where there is one."""
         memory, seconds = self._ways(part, first, end)
-        fitting = np.flatnonzero(memory <= limit)
-        if not len(fitting):
-            return None
-        point = int(fitting[np.argmin(seconds[fitting])])
-        count = self._in_flight[part]
-        kept = len(self._solver(count, end).from_block(first).need)
-        solver, place = (
-            (self._solver(count, end), point) if point < kept else (self._solver(0, end), point - kept)
-        )
-        choices = solver.choices(first, place)[: end - first]
-        return _Way(int(memory[point]), float(seconds[point]), point >= kept, choices)
+        point = int(np.argmin(np.where(memory <= limit, seconds, math.inf)))
+        solver = self._solver(self._in_flight[part], end)
+        place = point - len(solver.from_block(first).need)  # among the ways to recompute all
+        recompute = place >= 0
+        choices = self._solver(0, end).choices(first, place) if recompute else solver.choices(first, point)
+        return _Way(int(memory[point]), float(seconds[point]), recompute, choices[: end - first])
+
+    def _fixed(self, count: int, first: int, end: int) -> int:
+        """Bytes that a part takes whatever it keeps, with so many micro-batches in flight."""
+        given = self._inputs[first] + self._shared
+        return self._held(first, end) + self._transport(first, end) + count * given
 
     def _transport(self, first: int, end: int) -> int:
         sent = self.layout.micro_batches * self._inputs[first]
@@ -253,15 +251,9 @@ class StagePlanner:
     def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
         """The plan of the shortest longest part within a budget that is no smaller than :attr:`smallest`, and the choice of each
         block."""
+        own = limit / self.layout.virtual_stages
         balance, _ = self._fastest(limit)
-        parts, choices, first = [], [], 0
-        for part, length in enumerate(balance):
-            way = self._best(part, first, first + length, limit / self.layout.virtual_stages)
-            assert way is not None
-            parts.append(self._part(part, first, first + length, way))
-            choices += way.choices
-            first += length
-        return self._as_plan(parts), choices
+        return self._made(balance, lambda part, first, end: self._best(part, first, end, own))
 
     @functools.cached_property
     def baseline(self) -> PipelinePlan:
@@ -271,17 +263,26 @@ class StagePlanner:
             seconds.append(seconds[-1] + block.choices[0].seconds)
         seconds[-1] += self._behind.choices[0].seconds
         balance, _ = self._cuts(lambda part, first, end: seconds[end] - seconds[first])
-        parts, first = [], 0
+        return self._made(balance, self._all_kept)[0]
+
+    def _all_kept(self, part: int, first: int, end: int) -> _Way:
+        blocks = [*self._blocks[first:end], *([self._behind] if end == len(self._blocks) else [])]
+        count = self._in_flight[part]
+        peak, seconds = simulate(blocks, [Run(index, 0) for index in range(len(blocks))], count)
+        return _Way(self._fixed(count, first, end) + peak, seconds, False, [])
+
+    def _made(
+        self, balance: Sequence[int], way_of: Callable[[int, int, int], _Way]
+    ) -> tuple[PipelinePlan, list[int]]:
+        """The plan of some cuts, with the way to run each part, and the choice of each block."""
+        layout = self.layout
+        parts, choices, first = [], [], 0
         for part, length in enumerate(balance):
-            end = first + length
-            blocks = [*self._blocks[first:end], *([self._behind] if end == len(self._blocks) else [])]
-            count = self._in_flight[part]
-            peak, taken = simulate(blocks, [Run(index, 0) for index in range(len(blocks))], count)
-            memory = self._held(first, end) + self._transport(first, end) + peak
-            memory += count * (self._inputs[first] + self._shared)
-            parts.append(self._part(part, first, end, _Way(memory, taken, False, [])))
-            first = end
-        return self._as_plan(parts)
+            way = way_of(part, first, first + length)
+            parts.append(self._part(part, first, first + length, way))
+            choices += way.choices
+            first += length
+        return PipelinePlan(layout.stages, layout.micro_batches, layout.schedule, tuple(parts)), choices
 
     def _part(self, part: int, first: int, end: int, way: _Way) -> StagePlan:
         states, transport = self._held(first, end), self._transport(first, end)
@@ -297,9 +298,6 @@ class StagePlanner:
             transport,
         )
 
-    def _as_plan(self, parts: Sequence[StagePlan]) -> PipelinePlan:
-        return PipelinePlan(self.layout.stages, self.layout.micro_batches, self.layout.schedule, tuple(parts))
-
     def cost(self, pipeline: PipelinePlan) -> Cost:
         """Bytes of the largest stage, and seconds of a step."""
         return Cost(max(pipeline.memory), max(rank[-1].end for rank in spans_of(pipeline)))
@@ -314,7 +312,7 @@ class StagePlanner:
         return limit
 
     def _min(self) -> int:
-        longest = _MIN_SLOWDOWN * self._fastest(math.inf)[1]
+        longest = MIN_SLOWDOWN * self._fastest(math.inf)[1]
         low, high = self.smallest, max(self.smallest, self.cost(self.pipeline(math.inf)[0]).peak_bytes)
         if self._fastest(low)[1] <= longest:
             return low

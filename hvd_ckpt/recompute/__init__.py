@@ -1,7 +1,7 @@
 """Activation checkpointing: the forward pass keeps some tensors, and the backward pass recomputes the others."""
 
-from hvd_ckpt.frames import without_recomputation
-from hvd_ckpt.recompute.checkpoint import checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.frames import is_checkpointing, is_recomputing, without_recomputation
+from hvd_ckpt.recompute.checkpoint import checkpoint
 from hvd_ckpt.recompute.cross_entropy import chunked_cross_entropy
 from hvd_ckpt.recompute.function import CheckpointFunction
 from hvd_ckpt.recompute.sequential import CheckpointSequential, checkpoint_sequential

@@ -1,22 +1,13 @@
-"""The torch functions that a piece of code calls, one after the other.
-
-What is done to one of them must be done to the same one in the next step, so calls are numbered, and there is one
-rule for which calls have a number: those that return tensors. The rule is here because two parties need it: the
-planner, which watches a block once and decides, and the tape, which carries the decision out in every step.
-"""
+"""Tensors in the nested values that functions take and return, and facts about torch functions that a tape asks for."""
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-from hvd_ckpt.frames import depth
 
 # Functions that draw random numbers: those that PyTorch says are, and composites of them.
 _RANDOM = {
@@ -25,33 +16,6 @@ _RANDOM = {
     "scaled_dot_product_attention", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
     "fractional_max_pool3d_with_indices", "pca_lowrank", "svd_lowrank",
 }  # fmt: skip
-
-
-class CallMode(TorchFunctionMode, ABC):
-    """While it is active on a thread, :meth:`call` runs every torch function that the thread's code calls.
-
-    Not within a region that is checkpointed as a whole: what that keeps is already decided.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depth = depth()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # What torch.compile compiles is one piece: it would look into this method otherwise.
-        if torch.compiler.is_compiling() or depth() != self.depth:
-            return func(*args, **(kwargs or {}))
-        return self.call(func, args, kwargs or {})
-
-    @abstractmethod
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs ``func(*args, **kwargs)`` and returns what it returns."""
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:

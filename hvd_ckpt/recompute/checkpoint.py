@@ -18,12 +18,10 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
 from torch.utils.checkpoint import noop_context_fn
 
-from hvd_ckpt.frames import is_checkpointing, is_recomputing, keeps_everything
+from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import disable_dynamo, pytree
-
-__all__ = ["checkpoint", "is_checkpointing", "is_recomputing"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -94,9 +92,12 @@ def checkpoint(
     return run_checkpointed(function, args, kwargs, options)
 
 
+_DEFAULTS = Options()
+
+
 @disable_dynamo
 def run_checkpointed(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options = _DEFAULTS
 ) -> Any:
     """:func:`checkpoint` for callers whose own keyword arguments might bear the names of its options."""
     if not callable(function):

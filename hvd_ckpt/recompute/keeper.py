@@ -157,6 +157,15 @@ class Plain(NamedTuple):
         return present(self.tensor)
 
 
+def saving_nothing(note: Callable[[Tensor], None] = lambda tensor: None) -> AbstractContextManager[Any]:
+    """A context in which autograd saves nothing, so no backward pass can follow; ``note`` gets each tensor that it would save."""
+    return torch.autograd.graph.saved_tensors_hooks(note, _never)
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("this graph has no backward pass")
+
+
 def changed_in_place(expected: int, version: int, user: str) -> RuntimeError:
     return RuntimeError(
         f"A tensor that '{user}' needs for the backward pass has been modified by an inplace operation: it is at "

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.batchnorm.deferred import RunningStatistics
-from hvd_ckpt.frames import Frame, Phase
+from hvd_ckpt.frames import Frame
 from hvd_ckpt.spans import span
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
@@ -153,12 +153,12 @@ class Region:
         if self._started:
             with (
                 span("recompute", self._title),
-                self._frame.enter(Phase.RECOMPUTE),
+                self._frame.enter(recomputing=True),
                 self._statistics.recomputation(),
             ):
                 return self.function(*args, **kwargs)
         self._started = True
-        with self._frame.enter(Phase.FORWARD), self._statistics.first_pass():
+        with self._frame.enter(recomputing=False), self._statistics.first_pass():
             return self.function(*args, **kwargs)
 
     def _title(self) -> str:

@@ -31,6 +31,7 @@ from hvd_ckpt.recompute.keeper import (
     changed_in_place,
     memory_of,
     random_context,
+    saving_nothing,
     version_of,
 )
 from hvd_ckpt.recompute.saved import Compressed
@@ -282,7 +283,7 @@ def _run(
             stack.enter_context(call.random())
         if call.attention is not None:
             stack.enter_context(call.attention())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
+        stack.enter_context(saving_nothing(pack))
         # The hooks keep ``pack`` alive, and a change in place makes an argument its own result, which keeps the hooks alive.
         stack.callback(storages.clear)
         stack.callback(arguments.clear)
@@ -306,10 +307,6 @@ class _Fresh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def _never(packed: None) -> Tensor:
-    raise AssertionError("this graph has no backward pass")
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,7 @@ def _binds(signature: inspect.Signature, values: tuple[Any, ...], keywords: dict
 
 
 def as_arguments(result: Any) -> tuple[Any, ...]:
+    """The positional arguments that a layer's result is to the next layer."""
     # Subclasses of tuple have named parts: they are one structured value.
     return result if type(result) is tuple else (result,)
 

@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from hvd_ckpt.frames import depth, keeps_everything
-from hvd_ckpt.recompute.calls import CallMode, call_name, in_place, map_tensors, tensors_in
+from hvd_ckpt.recompute.calls import call_name, in_place, map_tensors, tensors_in
 from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
@@ -119,7 +120,7 @@ def run_selectively(
         or not torch.is_grad_enabled()
         or keeps_everything()
         or any(
-            isinstance(mode, CallMode) and mode.depth == depth()
+            isinstance(mode, Tape) and mode.depth == depth()
             for mode in function_mode_stack()  # type: ignore[no-untyped-call]
         )
     ):
@@ -133,11 +134,18 @@ def run_selectively(
     return result
 
 
-class Tape(CallMode):
-    """One forward pass of one piece of code."""
+class Tape(TorchFunctionMode):
+    """One forward pass of one piece of code. While it is active on a thread, :meth:`call` runs every torch function that the
+    thread's code calls.
+
+    Not within a region that is checkpointed as a whole: what that keeps is already decided.
+
+    Calls that return tensors are numbered: what is done to one of them must be done to the same one in the next step.
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
+        self.depth = depth()
         self.keeper = Keeper()
         self._lossy: torch.dtype | None = getattr(torch, policy.lossy) if policy.lossy else None
         self._policy = policy
@@ -147,6 +155,18 @@ class Tape(CallMode):
         self._tagged: list[TensorWeakRef] = []
         self._stored: dict[int, list[tuple[weakref.ref[Stored], Call]]] = {}  # by memory
         self._token = object()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # What torch.compile compiles is one piece: it would look into this method otherwise.
+        if torch.compiler.is_compiling() or depth() != self.depth:
+            return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
 
     def close(self) -> None:
         """The forward pass is over."""
@@ -160,6 +180,7 @@ class Tape(CallMode):
         self._tagged.clear()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``func(*args, **kwargs)`` and returns what it returns."""
         number = self._count
         inputs = [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
         needs_grad = [tensor.requires_grad for tensor, _, _ in inputs]

@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
+from hvd_ckpt.planning.schedule import virtual_stages_of
 from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
@@ -349,7 +350,7 @@ class Config(Strict):
     @property
     def virtual_stages_of_each(self) -> int:
         """Parts of the model on each pipeline stage."""
-        return self.virtual_stages or (2 if self.pipeline_schedule == "interleaved" else 1)
+        return virtual_stages_of(self.pipeline_schedule, self.virtual_stages)
 
     @property
     def shard_stage(self) -> int:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from same import assert_same, assert_same_state, gradients
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt import grid
 from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.pipeline.microbatch import Accumulated
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers" / "scripts"))
 import stages as jobs
@@ -40,10 +42,6 @@ class Root(nn.Module):
         return x.square().sqrt()
 
 
-def gradients(model: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
-
-
 def make(case: str) -> tuple[Any, Batch]:
     make_model, make_batch = jobs.CASES[case]
     torch.manual_seed(3)
@@ -51,30 +49,37 @@ def make(case: str) -> tuple[Any, Batch]:
     return model, make_batch(7)
 
 
+def accumulated(case: str, micro_batches: int, weight: Any = jobs.weight) -> tuple[Any, Accumulated]:
+    """The whole model after a step, and its loss."""
+    whole, batch = make(case)
+    hc.seed_blocks(whole)
+    torch.manual_seed(9)
+    found = hc.accumulate(
+        lambda part: jobs.loss_of(whole(*part.inputs, **part.shared), part.targets),
+        batch,
+        micro_batches,
+        weight=weight,
+    )
+    return whole, found
+
+
+def assert_same_step(model: nn.Module, whole: nn.Module) -> None:
+    assert_same(gradients(model), gradients(whole))
+    assert_same_state(model.state_dict(), whole.state_dict())
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never", "auto"])
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 3), ("1f1b", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("case", list(jobs.CASES))
 def test_gradients_are_those_of_accumulate(case: str, schedule: str, virtual: int, checkpoint: str) -> None:
-    whole, batch = make(case)
-    hc.seed_blocks(whole)
-    torch.manual_seed(9)
-    expected = hc.accumulate(
-        lambda part: jobs.loss_of(whole(*part.inputs, **part.shared), part.targets),
-        batch,
-        4,
-        weight=jobs.weight,
-    )
+    whole, expected = accumulated(case, 4)
     state = torch.get_rng_state()
     model, batch = make(case)
     model = hc.Pipeline(model, chunks=4, schedule=schedule, virtual_stages=virtual, checkpoint=checkpoint)
     torch.manual_seed(9)
     found = model.accumulate(batch, jobs.loss_of, weight=jobs.weight)
     assert torch.equal(found.loss, expected.loss) and found.weight == expected.weight
-    for mine, theirs in zip(gradients(model), gradients(whole)):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(mine, theirs)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name])
+    assert_same_step(model, whole)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -88,15 +93,7 @@ PLANNED = ("transformer", "batch norm", "mixed values", "frozen blocks")
 def test_gradients_with_a_plan_are_those_of_accumulate(
     case: str, schedule: str, virtual: int, budget: str | None, quick_planner: None, tmp_path: Path
 ) -> None:
-    whole, batch = make(case)
-    hc.seed_blocks(whole)
-    torch.manual_seed(9)
-    hc.accumulate(
-        lambda part: jobs.loss_of(whole(*part.inputs, **part.shared), part.targets),
-        batch,
-        4,
-        weight=jobs.weight,
-    )
+    whole, _ = accumulated(case, 4)
     model, batch = make(case)
     for name, block in list(model._modules.items()):  # a plan needs a block of its own at each place
         model._modules[name] = copy.deepcopy(block)
@@ -112,11 +109,7 @@ def test_gradients_with_a_plan_are_those_of_accumulate(
     model = hc.Pipeline(model, plan=plan)
     torch.manual_seed(9)
     model.accumulate(batch, jobs.loss_of, weight=jobs.weight)
-    for mine, theirs in zip(gradients(model), gradients(whole)):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(mine, theirs)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name])
+    assert_same_step(model, whole)
 
 
 def test_recomputed_segments_of_the_whole_model_draw_the_same_numbers() -> None:
@@ -127,7 +120,7 @@ def test_recomputed_segments_of_the_whole_model_draw_the_same_numbers() -> None:
         torch.manual_seed(9)
         jobs.loss_of(model(*batch.inputs), batch.targets).backward()
         found.append(gradients(model))
-    assert all(map(torch.equal, *found))
+    assert_same(*found)
 
 
 def test_skips_of_a_recomputed_sequential() -> None:
@@ -139,20 +132,17 @@ def test_skips_of_a_recomputed_sequential() -> None:
         output = hc.checkpoint_sequential(model, segments, *batch.inputs, keep_last=False)
         jobs.loss_of(output, batch.targets).backward()
         found.append(gradients(model))
-    assert all(map(torch.equal, *found))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("balance", [[1, 6], [2, 5], [1, 1, 5], [3, 1, 3], [1] * 7])
 def test_skips_and_residuals_at_any_cut(balance: list[int]) -> None:
-    whole, batch = make("skips")
-    hc.seed_blocks(whole)
-    torch.manual_seed(9)
-    hc.accumulate(lambda part: jobs.loss_of(whole(*part.inputs), part.targets), batch, 3)
+    whole, _ = accumulated("skips", 3, weight=None)
     model, batch = make("skips")
     model = hc.Pipeline(model, balance, chunks=3, schedule="interleaved", virtual_stages=len(balance))
     torch.manual_seed(9)
     model.accumulate(batch, jobs.loss_of)
-    assert all(map(torch.equal, gradients(model), gradients(whole)))
+    assert_same_step(model, whole)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.cli.plan_models import build
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.models.objectives import NextOrHiddenToken
-from hvd_ckpt.planning.plan import BlockPlan, parameter_shapes
+from hvd_ckpt.planning.plan import BlockPlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.policy import in_chunks
 from hvd_ckpt.recompute.deferred import DeferredLogits
@@ -64,6 +63,11 @@ def assert_near(expected, actual):
         assert (one - other).norm() <= 5e-6 * max(one.norm(), most)
 
 
+def in_plan(name, head, chunks):
+    """A plan by hand: which one a planner makes hangs on measured times."""
+    return hc.Plan((BlockPlan.of({name: head}, in_chunks(chunks)),), (0,))
+
+
 def chunks_of(plan):
     return [block.policy.chunks for block in plan.blocks if block.policy.chunks is not None]
 
@@ -104,8 +108,7 @@ def test_in_evaluation_the_metrics_are_the_same_in_the_memory_of_chunks():
 
     model.eval()
     whole_peak, whole = run()
-    head = BlockPlan(("head.1",), "Linear", parameter_shapes([model.head[1]]), in_chunks(8))
-    hc.Plan((head,), (0,)).apply(model)
+    in_plan("head.1", model.head[1], 8).apply(model)
     peak, found = run()
     assert torch.equal(found["accuracy"], whole["accuracy"])
     torch.testing.assert_close(found["loss"], whole["loss"])
@@ -114,7 +117,7 @@ def test_in_evaluation_the_metrics_are_the_same_in_the_memory_of_chunks():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_two_streams_and_any_number_of_targets(seed):
-    """XLNet's chain has logits of predicted positions only. Plans by hand: which one a planner makes hangs on measured times."""
+    """XLNet's chain has logits of predicted positions only."""
     model, args, kwargs, _ = job_of("xlnet-tiny")
     torch.manual_seed(seed)
     objective, predicted = NextOrHiddenToken(), kwargs["target_mapping"].shape[1]
@@ -129,8 +132,7 @@ def test_two_streams_and_any_number_of_targets(seed):
 
         expected, _ = step(copy.deepcopy(model), args, kwargs, loss)
         for chunks in (1, 4):
-            head = BlockPlan(("head.head",), "Linear", parameter_shapes([model.head.head]), in_chunks(chunks))
-            planned = hc.Plan((head,), (0,)).apply(copy.deepcopy(model))
+            planned = in_plan("head.head", model.head.head, chunks).apply(copy.deepcopy(model))
             assert isinstance(planned(*args, **kwargs), DeferredLogits)
             assert_near(expected, step(planned, args, kwargs, loss)[0])
 
@@ -179,8 +181,8 @@ def test_a_loss_of_ones_own(name):
     """Found where cross entropy is all that is made of the logits; with chunks the numbers are right whatever is made of them."""
     model = Tagger({**USES, **OTHER_USES}[name])
     args = torch.randn(BATCH, LENGTH, 16), torch.randint(VOCABULARY, (BATCH, LENGTH))
-    (expected, _), head = step(copy.deepcopy(model), args, {}, torch.sum), model.head
-    plan = hc.Plan((BlockPlan(("head",), "Linear", parameter_shapes([head]), in_chunks(4)),), (0,))
+    expected, _ = step(copy.deepcopy(model), args, {}, torch.sum)
+    plan = in_plan("head", model.head, 4)
     assert_near(expected, step(plan.apply(copy.deepcopy(model)), args, {}, torch.sum)[0])
     types = [type(module) for module in model.modules()]
     planner = Planner(model, *args)
@@ -193,8 +195,7 @@ def test_deferred_logits_are_a_tensor_like_any_other():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
     hidden, targets = torch.randn(6, 8), torch.randint(50, (6,))
     expected = model(hidden)
-    plan = hc.Plan((BlockPlan(("1",), "Linear", parameter_shapes([model[1]]), in_chunks(2)),), (0,))
-    plan.apply(model)
+    in_plan("1", model[1], 2).apply(model)
     logits = model(hidden)
     assert isinstance(logits, DeferredLogits) and isinstance(logits, torch.Tensor)
     assert (logits.shape, logits.dtype, logits.requires_grad) == (expected.shape, expected.dtype, True)
@@ -272,8 +273,7 @@ LOSSES = {
 def test_whatever_is_done_with_deferred_logits(name):
     hidden, found = torch.randn(3, 6, 8), []
     whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
-    head = BlockPlan(("1",), "Linear", parameter_shapes([whole[1]]), in_chunks(2))
-    for model in (whole, hc.Plan((head,), (0,)).apply(copy.deepcopy(whole))):
+    for model in (whole, in_plan("1", whole[1], 2).apply(copy.deepcopy(whole))):
         loss = LOSSES[name](model(hidden))
         (loss + model[0](hidden).square().sum()).backward()
         found.append([loss.detach(), *(one.grad for one in model.parameters())])
@@ -287,8 +287,7 @@ def test_changes_before_a_view_and_tensors_of_inference_mode():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
     hidden = torch.randn(2, 3, 8)
     expected = model(hidden)
-    head = BlockPlan(("1",), "Linear", parameter_shapes([model[1]]), in_chunks(2))
-    hc.Plan((head,), (0,)).apply(model)
+    in_plan("1", model[1], 2).apply(model)
     for changed in (model[1].weight, model[1].bias):
         logits = model(hidden)
         with torch.no_grad():
@@ -303,15 +302,13 @@ def test_changes_before_a_view_and_tensors_of_inference_mode():
 
 def test_plan_files_and_models_that_do_not_fit(tmp_path):
     model = Tagger(of_slices)
-    head = BlockPlan(("head",), "Linear", parameter_shapes([model.head]), in_chunks(4))
-    plan = hc.Plan((head,), (0,))
+    plan = in_plan("head", model.head, 4)
     plan.save(tmp_path / "plan.json")
     assert hc.Plan.load(tmp_path / "plan.json") == plan
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(text.replace('"chunks": 4', '"chunks": 0'))
     with pytest.raises(hc.PlanError, match="chunks"):
         hc.Plan.load(tmp_path / "plan.json")
-    shapes = parameter_shapes([model.layers[0]])
-    layer = dataclasses.replace(head, members=("layers.0",), kind="Sequential", parameters=shapes)
+    layer = BlockPlan.of({"layers.0": model.layers[0]}, in_chunks(4))
     with pytest.raises(hc.PlanError, match=r"'layers\.0' is of class Sequential"):
         hc.Plan((layer,), (0,)).apply(model)

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from one_process import fingerprint
+from residual import Residual
 from torch import nn
-from torch.nn import functional
 
 import hvd_ckpt as hc
 
@@ -18,22 +18,12 @@ pytestmark = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.2)
-        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
-
-    def forward(self, x):
-        return x + self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
-
-
 class Model(nn.Module):
     """Layers in a list, and one of them in use twice, as the head."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Residual() for _ in range(3))
         self.mix = nn.Linear(16, 16)
 
     def forward(self, x):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt import schema
-from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError, kind_of, parameter_shapes
+from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
 
@@ -195,11 +195,7 @@ class Residual(Layer):
 
 
 def plan_of(model: nn.Sequential, items: tuple[object, ...] = (0, 1, 2)) -> Plan:
-    blocks = [
-        BlockPlan((name,), kind_of([child]), parameter_shapes([child]), KEEP)
-        for name, child in model.named_children()
-    ]
-    return Plan(tuple(blocks), items)
+    return Plan(tuple(BlockPlan.of({name: child}, KEEP) for name, child in model.named_children()), items)
 
 
 def test_a_plan_that_does_not_fit_says_which_block_and_why(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from residual import Residual
 from torch import nn
 from torch.nn import functional
 
@@ -19,19 +20,6 @@ from hvd_ckpt.planning.planner import Planner
 @pytest.fixture(autouse=True)
 def _seeded(quick_planner):
     torch.manual_seed(0)
-
-
-class Residual(nn.Module):
-    """A transformer's feed-forward block."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x, scale=1.0):
-        return x + scale * self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
 
 
 class Convolution(nn.Module):

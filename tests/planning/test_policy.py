@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from call_names import CallNames
 from same import assert_same
+from selective import drop_all, held
 from torch import Tensor, nn
 
-from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.planning.policy import (
     KEEP,
     CheckpointPolicy,
@@ -42,10 +41,8 @@ class Block(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "log"}
 
 
-def drop_all(function: Callable[[Tensor], Any], x: Tensor) -> CheckpointPolicy:
-    with torch.random.fork_rng(), CallNames() as mode:
-        function(x)
-    return CheckpointPolicy("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
+def dropping(function: Callable[[Tensor], Any], x: Tensor) -> CheckpointPolicy:
+    return CheckpointPolicy("drop all", drop_all(function, x))
 
 
 def train(model: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -57,18 +54,12 @@ def train(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def held(model: nn.Module, x: Tensor) -> int:
-    """Bytes that a forward pass leaves behind."""
-    outputs: list[Tensor] = []
-    return measure_peak(lambda: outputs.append(model(x))).held_bytes
-
-
 @pytest.mark.parametrize("recompute", [False, True], ids=["policy", "recompute"])
 def test_module_with_a_policy_is_still_itself(recompute: bool) -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(4, 8)
     expected, shown, keys = train(block, x), repr(block), list(block.state_dict())
-    apply_policy(block, CheckpointPolicy("recompute", recompute=True) if recompute else drop_all(block, x))
+    apply_policy(block, CheckpointPolicy("recompute", recompute=True) if recompute else dropping(block, x))
     assert isinstance(block, Block) and type(block) is not Block and base_class(block) is Block
     assert (type(block).__name__, repr(block), list(block.state_dict())) == ("Block", shown, keys)
     assert_same(expected, train(block, x))
@@ -95,9 +86,9 @@ def test_copies_have_the_policy_too(copied: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     chain, x = nn.Sequential(nn.Linear(8, 8), Block(), Block()), torch.randn(4, 8)
     expected = train(chain, x)
-    policy = drop_all(chain[1], x)
+    policy = dropping(chain[1], x)
     apply_policy(chain[1], policy)
-    apply_to_chain(chain, [(("0",), drop_all(chain[0], x)), [(("1",), KEEP), (("2",), policy)]])
+    apply_to_chain(chain, [(("0",), dropping(chain[0], x)), [(("1",), KEEP), (("2",), policy)]])
     other = copied(chain)
     assert type(other) is type(chain) and type(other[1]) is type(chain[1])
     assert not hasattr(other[1], "log")  # its own way of being copied is respected
@@ -111,7 +102,7 @@ def test_copies_have_the_policy_too(copied: Callable[[nn.Module], Any]) -> None:
 def test_a_policy_saves_memory_and_can_be_changed() -> None:
     block, x = Block(), torch.randn(512, 8)
     everything = held(block, x)
-    apply_policy(block, drop_all(block, x))
+    apply_policy(block, dropping(block, x))
     assert held(block, x) < everything / 2
     apply_policy(block, CheckpointPolicy("other", Policy((), frozenset())))
     assert held(block, x) == everything and base_class(block) is Block
@@ -146,8 +137,7 @@ def test_chains_with_spans_and_segments_are_bitwise_equal(name: str) -> None:
         if isinstance(item, list):
             return [with_policies(inner) for inner in item]
         names, kind = item
-        modules = copy.deepcopy(nn.Sequential(*(chain[int(name)] for name in names)))
-        return names, KEEP if kind == "keep" else drop_all(modules, x)
+        return names, KEEP if kind == "keep" else dropping(nn.Sequential(*map(chain.get_submodule, names)), x)
 
     items = [with_policies(item) for item in CHAINS[name]]
     calls: list[int] = []

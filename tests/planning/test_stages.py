@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from chains import network
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +23,6 @@ from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.show import schedule_lines
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import Layout, StagePlanner, spans_of
-
-sys.path.append(str(Path(__file__).parent))
-from test_solve import network
 
 KIB = 1024
 
@@ -53,8 +49,8 @@ def test_policies_with_several_micro_batches_in_flight_are_the_best_of_all() -> 
 
 def ends(shared: int, behind: int) -> tuple[Block, Block]:
     """What runs before and behind the blocks of a measured chain."""
-    before = Block((Choice("before", 0.0, shared, shared, shared),), shared, 0.0, shared)
-    return before, Block((Choice("behind", 0.001, 0, behind, behind),), 0, 0.0, 0)
+    before = Block((Choice(0.0, shared, shared, shared),), shared, 0.0, shared)
+    return before, Block((Choice(0.001, 0, behind, behind),), 0, 0.0, 0)
 
 
 def made(

@@ -38,9 +38,13 @@ def of(*parts):
     return mark
 
 
+KINDS = {"non-reentrant": checkpoint, "reentrant": reentrant, "CheckpointFunction": by_function}
+EVERY_KIND = pytest.mark.parametrize("run", KINDS.values(), ids=KINDS)
 VARIANTS = pytest.mark.parametrize("run", [checkpoint, reentrant], ids=["non-reentrant", "reentrant"])
-EVERY_KIND = pytest.mark.parametrize(
-    "run", [checkpoint, reentrant, by_function], ids=["non-reentrant", "reentrant", "CheckpointFunction"]
+# PyTorch's reentrant variant does not work under torch.autograd.grad, by which CheckpointFunction recomputes.
+NESTINGS = pytest.mark.parametrize(
+    ("outer", "inner"),
+    [pair for pair in itertools.product(KINDS, repeat=2) if pair != ("CheckpointFunction", "reentrant")],
 )
 
 
@@ -149,14 +153,6 @@ def test_flags_are_restored_when_the_function_raises(run):
     with pytest.raises(KeyError, match="broken"):
         y.sum().backward()
     assert not is_recomputing()
-
-
-KINDS = {"non-reentrant": checkpoint, "reentrant": reentrant, "CheckpointFunction": by_function}
-# PyTorch's reentrant variant does not work under torch.autograd.grad, by which CheckpointFunction recomputes.
-NESTINGS = pytest.mark.parametrize(
-    ("outer", "inner"),
-    [pair for pair in itertools.product(KINDS, repeat=2) if pair != ("CheckpointFunction", "reentrant")],
-)
 
 
 @NESTINGS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from same import assert_same, gradients
 from torch import nn
 
 from hvd_ckpt.recompute import CheckpointSequential, checkpoint_sequential, is_recomputing
@@ -38,10 +39,6 @@ class Counted(nn.Module):
 def chain(length: int = 5) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Counted() for _ in range(length)))
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def recomputed(model: nn.Sequential) -> list[int]:
@@ -86,9 +83,7 @@ def test_equals_the_plain_chain(
     x.grad = None
     out = checkpoint_sequential(model, segments, x, use_reentrant=use_reentrant, keep_last=keep_last)
     out.sum().backward()
-    assert all(torch.equal(one, other) for one, other in zip(plain, gradients(model)))
-    assert len(gradients(model)) == len(plain)
-    assert plain_input is None or torch.equal(plain_input, x.grad)  # type: ignore[arg-type]
+    assert_same([*plain, plain_input], [*gradients(model), x.grad])
     assert recomputed(model) == expected
 
 
