@@ -19,7 +19,7 @@ import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
 
@@ -39,7 +39,6 @@ PAIRS, QUICK_PAIRS = 5, 3
 LEARNING_RATE = 1e-3
 STEPS_TO_SETTLE = 3  # after which every engine has made the buffers that it keeps
 COUNTS = 3
-MIB = 1 << 20
 NOTES = (
     "step ms: median over jobs of a job's median step; a step ends when the slowest rank's does.",
     "of NAME: the step time as a ratio to that engine's job of the same pair (jobs alternate: A B C, then C B A); median over "
@@ -305,16 +304,15 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
 
 
 def _row(case: Case, engine: str, baselines: Iterable[str]) -> tuple[str, ...]:
-    seconds, held = case.step_seconds(engine), case.gradient_bytes.get(engine)
-    ratios = (("1" if engine == other else case.ratio(engine, other)) for other in baselines)
+    seconds = case.step_seconds(engine)
     return (
         case.workload,
         str(case.size),
         case.controller,
         engine.rpartition(":")[2],
-        "failed" if engine in case.failures else "-" if seconds is None else f"{1000 * seconds.median:.1f}",
-        *("-" if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.2f}" for ratio in ratios),
-        "-" if held is None else f"{held / MIB:.1f}",
+        "failed" if engine in case.failures else shown(seconds and 1000 * seconds.median, ".1f"),
+        *("1" if engine == other else shown(case.ratio(engine, other), ".2f") for other in baselines),
+        mebibytes(case.gradient_bytes.get(engine)),
     )
 
 

@@ -101,12 +101,13 @@ class Comparison:
             if cell in cells[engine]
         ]
         add_ratios(results)
+        told = self._told()
         return make_report(
             results,
             workloads,
             self.subject,
-            self._told(),
-            machine_facts(self.threads),
+            told,
+            machine_facts(self.threads, told),
             absent=absent,
             left_out=[
                 f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"

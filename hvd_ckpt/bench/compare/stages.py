@@ -438,7 +438,7 @@ def compare_stages(
         {"scenario": name, "engine": column, "status": status, "reason": why}
         for (name, column), (status, why) in found.items()
     ]
-    facts = {**machine_facts(1), **{name: str(value) for name, value in settings.items()}}
+    facts = machine_facts(1, settings)
     report = Report("Pipeline stages compared", facts, [table], results, reasons, NOTES, settings=settings)
     run.finish(report, success)
 

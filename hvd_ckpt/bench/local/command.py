@@ -21,7 +21,7 @@ import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain, save_figure
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure, shown
 from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
 from hvd_ckpt.bench.local.job import METHODS, LocalJob, MethodResult, RankResult
 from hvd_ckpt.command_line import split_names
@@ -96,9 +96,9 @@ class Case:
         return (
             *first,
             f"{statistics.median(self.rates):,.0f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-            "-" if self.on_link is None else f"{self.on_link:,.0f}",
-            "-" if self.on_link is None or not slow else f"{self.on_link / slow:.1f}",
+            shown(ratio, ".2f"),
+            shown(self.on_link, ",.0f"),
+            shown(self.on_link / slow if self.on_link and slow else None, ".1f"),
         )
 
 
@@ -230,7 +230,7 @@ def make_report(
         f"each rank sends at most {settings['link']} Mbit/s: the loopback network of a network namespace passes as many times "
         "that as there are ranks"
     )
-    facts = {**machine_facts(1), **{name: str(value) for name, value in settings.items()}}
+    facts = machine_facts(1, settings)
     facts["link"] = (
         link if throttled else "none: throttling needs Linux, root and the commands unshare, ip and tc"
     )
@@ -249,7 +249,7 @@ def make_report(
                 SPEED, [case.speed_row(base.get(case.size)) for case in cases], "Speed", SPEED[:2], folded=1
             ),
         ],
-        [plain(case) for case in cases],
+        cases,
         remarks=list(failures),
         notes=NOTES,
         settings=settings,

@@ -15,8 +15,8 @@ import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure
-from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, save_figure, shown
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 WORKLOADS = ("gpt", "resnet")
 PAIRS, QUICK_PAIRS = 5, 1
 STEPS, QUICK_STEPS = 5, 1
-MIB = 1 << 20
 COLUMNS = (
     "workload", "np", "schedule", "engine", "step ms", "of torch", "of ideal",
     "peak MiB", "of unstaged", "recomputing", "sent MiB",
@@ -206,7 +205,7 @@ def make_report(
     table = Table(COLUMNS, [_row(one) for one in results], left=("workload", "schedule", "engine"), folded=3)
     return Report(
         "Pipeline stages, timed",
-        {**machine_facts(threads=1), **{name: str(value) for name, value in settings.items()}},
+        machine_facts(1, settings),
         [table],
         results,
         remarks=[f"{where}: {why}" for where, why in failures.items()],
@@ -235,22 +234,17 @@ def _result(case: Case, title: str, whole: Case) -> dict[str, Any]:
 
 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
-    held, peak = result["unstaged_peak_bytes"], result["peak_bytes"]
-    recomputed, sent = result["recomputed_peak_bytes"], result["sent_bytes"]
+    held, peak, recomputed = (result[f"{name}peak_bytes"] for name in ("unstaged_", "", "recomputed_"))
     return (
         *(str(result[name]) for name in ("workload", "np", "schedule", "engine")),
-        _shown(1000 * quartiles(result["jobs"]).median if result["jobs"] else None, ".0f"),
-        "1" if result["engine"] == TORCH else _shown(result["of_torch"], ".2f"),
-        _shown(result["of_ideal"], ".2f"),
-        _shown(peak and peak / MIB, ".1f"),
-        _shown(peak and held and peak / held, ".2f"),
-        _shown(recomputed and held and recomputed / held, ".2f"),
-        _shown(None if sent is None else sent / MIB, ".2f"),
+        shown(1000 * statistics.median(result["jobs"]) if result["jobs"] else None, ".0f"),
+        "1" if result["engine"] == TORCH else shown(result["of_torch"], ".2f"),
+        shown(result["of_ideal"], ".2f"),
+        mebibytes(peak),
+        shown(peak and held and peak / held, ".2f"),
+        shown(recomputed and held and recomputed / held, ".2f"),
+        mebibytes(result["sent_bytes"], ".2f"),
     )
-
-
-def _shown(value: float | Quartiles | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def draw(folder: Path, cases: Sequence[Case]) -> list[str]:

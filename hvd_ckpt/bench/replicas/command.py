@@ -217,7 +217,7 @@ def make_report(
     success = len(done) == len(columns) and not several
     return Report(
         "Logical replicas: one hash on any number of ranks",
-        {**machine_facts(threads=1), **{name: str(value) for name, value in settings.items()}},
+        machine_facts(1, settings),
         [Table(("workload", *titles, "one hash"), rows, left=("workload",))],
         results,
         remarks=failures + [f"{name}: several hashes" for name in several],

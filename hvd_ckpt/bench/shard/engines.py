@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.report import MIB
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.chain import Chain
@@ -21,7 +22,6 @@ from hvd_ckpt.models.gpt import GPTBlock
 LEARNING_RATE = 1e-3
 SEED = 0
 STRIDE = 7919  # windows from one sample to the next; prime, so that all windows have their turn
-MIB = 1 << 20
 Adam = torch.optim.Adam
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.harness.report import Table, plain, save_figure
+from hvd_ckpt.bench.harness.report import MIB, Table, mebibytes, save_figure, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings, RankResult
 
-MIB = 1 << 20
 ITEM = 4  # bytes of a parameter
 PICTURE = "shard.png"
 TIME_COLUMNS = (
@@ -173,14 +172,12 @@ class Results:
         def row(one: Result) -> tuple[str, ...]:
             return (
                 *_who(one),
-                _number(
-                    quartiles([1000 * seconds for seconds in one.seconds]) if one.seconds else None, ".0f"
-                ),
-                _number(self.samples_per_second(one), ".1f"),
-                _number(self.of_best_baseline(one), ".2f"),
-                _mebibytes(one.mean("counted")),
-                _number(self.model_volumes(one), ".2f"),
-                _number(self.loss_difference(one), ".1e"),
+                shown(quartiles([1000 * seconds for seconds in one.seconds]) if one.seconds else None, ".0f"),
+                shown(self.samples_per_second(one), ".1f"),
+                shown(self.of_best_baseline(one), ".2f"),
+                mebibytes(one.mean("counted")),
+                shown(self.model_volumes(one), ".2f"),
+                shown(self.loss_difference(one), ".1e"),
             )
 
         return Table(
@@ -194,9 +191,9 @@ class Results:
             kinds, on_disk = one.kinds(), one.mean("on_disk")
             rows.append((
                 *_who(one),
-                *(_mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state")),
-                _mebibytes(on_disk) if on_disk else "-",
-                *(_mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))),
+                *(mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state")),
+                mebibytes(on_disk or None),
+                *(mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))),
                 f"{one.states / self.elements:.2f}",
             ))  # fmt: skip
         return Table(MEMORY_COLUMNS, rows, "Memory of a rank, MiB", left=MEMORY_COLUMNS[:2])
@@ -211,13 +208,13 @@ class Results:
         return [
             {
                 "configuration": one.configuration.name,
-                **dataclasses.asdict(one.configuration),
+                **vars(one.configuration),
                 "seconds": one.seconds,
-                "of_best_baseline": plain(self.of_best_baseline(one)),
+                "of_best_baseline": self.of_best_baseline(one),
                 "model_volumes": self.model_volumes(one) if one.ranks else None,
                 "loss_difference": self.loss_difference(one),
                 "kinds": one.kinds() if one.ranks else {},
-                "ranks": plain(one.ranks),
+                "ranks": one.ranks,
                 "failure": one.failure,
             }
             for one in self.all
@@ -256,11 +253,3 @@ class Results:
 
 def _who(one: Result) -> tuple[str, str]:
     return one.configuration.title, "yes" if one.configuration.recompute else "no"
-
-
-def _number(value: float | Quartiles | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value / MIB:.1f}"
