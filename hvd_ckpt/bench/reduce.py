@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
@@ -218,9 +225,7 @@ class Case:
 @count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @click.option("--steps", type=click.IntRange(1), help="Timed steps per job.  [default: by workload]")
 @quick_option("Two ranks and fewer pairs.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one job."
-)
+@timeout_option(300)
 def reduce(
     run: BenchRun,
     sizes: str | None,

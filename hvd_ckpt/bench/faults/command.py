@@ -14,7 +14,7 @@ import click
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hvd_ckpt.bench.harness.jobs import JobError
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, timeout_option, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
@@ -54,9 +54,7 @@ STALL_MEGABYTES = 150
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the first run.  [default: 1, or the next of --add]")
 @click.option("--add", metavar="FILE", help="Add the results to those in a file of JSON lines.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one launch."
-)
+@timeout_option(300, "launch")
 def faults(
     run: BenchRun,
     runs: int,

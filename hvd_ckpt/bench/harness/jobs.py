@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -162,6 +163,15 @@ def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
         sys.stderr.flush()
         job.error_file(rank).write_text(reason(error), encoding="utf-8")
         os._exit(1)
+
+
+def join_torch(folder: Path, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    """Makes this process a rank of ``torch.distributed`` over Gloo; ``folder`` is that of the job."""
+    import torch
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size, timeout=timeout
+    )
 
 
 class Process:

@@ -20,7 +20,14 @@ from typing import Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure, shown
 from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
 from hvd_ckpt.bench.local.job import METHODS, LocalJob, MethodResult, RankResult
@@ -134,9 +141,7 @@ def _rate(ranks: Sequence[MethodResult]) -> float:
     help="Of DiLoCo.",
 )
 @quick_option("A tiny model and few steps: whether it works, not how good or fast it is.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds for one job."
-)
+@timeout_option(1800)
 def local(
     run: BenchRun,
     sizes: str | None,

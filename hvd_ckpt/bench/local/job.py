@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hvd_ckpt.bench.harness.jobs import RankJob
 
@@ -60,7 +59,7 @@ class LocalJob(RankJob):
         outer_lr, outer_momentum: of DiLoCo.
     """
 
-    worker: ClassVar[str] = "hvd_ckpt.bench.local.worker"
+    worker = "hvd_ckpt.bench.local.worker"
 
     methods: tuple[str, ...]
     text: str | None

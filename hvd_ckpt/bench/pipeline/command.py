@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, save_figure, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
@@ -111,9 +118,7 @@ class Case:
 @count_option("--rounds", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @count_option("--steps", help="Timed steps per job.", default=STEPS, quick=QUICK_STEPS)
 @quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one job."
-)
+@timeout_option(600)
 def pipeline(
     run: BenchRun,
     sizes: str | None,

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    job_options,
+    quick_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, check_device, job_options, split_names
+from hvd_ckpt.command_line import BadArgument, check_controller, check_device, split_names
 
 if TYPE_CHECKING:
     import torch

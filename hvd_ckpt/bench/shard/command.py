@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, job_options, quick_option
 from hvd_ckpt.bench.harness.report import Report, machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
+from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.shard.job import Training

@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, job_options, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
+from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 COLUMNS = ("model", "micro-batches", "trainer ms", "by hand ms", "ratio", "same weights")
 NOTES = (
