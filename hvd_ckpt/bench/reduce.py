@@ -81,20 +81,16 @@ class RankResult:
     """The measurements of one rank.
 
     Attributes:
-        threads: CPU threads that PyTorch used.
         seconds: for each workload, the time of every timed step.
         gradient_bytes: for each workload, the bytes held for gradients after a step; empty if not counted.
     """
 
-    threads: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def measure(job: Job) -> RankResult:
     """Times every workload of a job on one rank."""
-    import torch
-
     from hvd_ckpt.bench.compare.engines import find_engine
     from hvd_ckpt.bench.harness.workloads import workload
 
@@ -104,7 +100,7 @@ def measure(job: Job) -> RankResult:
         raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
     gc.collect()
     gc.freeze()  # objects that the imports left behind are not collected again while the clock runs
-    result = RankResult(torch.get_num_threads())
+    result = RankResult()
     for name in job.workloads:
         kind, _, warm_up, steps = WORKLOADS[name]
         trained = workload(kind)
@@ -182,7 +178,6 @@ class Case:
         seconds: for each engine, the step time of its job in each pair, in order.
         gradient_bytes: for each engine, the most bytes that a rank held for gradients.
         failures: for each engine that failed, why.
-        threads: CPU threads of each rank.
     """
 
     workload: str
@@ -191,13 +186,11 @@ class Case:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    threads: int = 0
 
     def add(self, engine: str, ranks: Sequence[RankResult]) -> None:
         """Adds the results of one job of an engine."""
         times = slowest(rank.seconds[self.workload] for rank in ranks)
         self.seconds.setdefault(engine, []).append(statistics.median(times))
-        self.threads = ranks[0].threads
         if self.workload in ranks[0].gradient_bytes:
             self.gradient_bytes[engine] = max(rank.gradient_bytes[self.workload] for rank in ranks)
 
@@ -275,6 +268,8 @@ def reduce(
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
     """The report of all cases."""
+    from hvd_ckpt.runtime import threads_per_rank
+
     engines: Sequence[str] = settings["engines"]
     baselines = [name for name in BASELINES if name in engines]
     table = Table(
@@ -283,10 +278,11 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
         left=("workload", "controller", "engine"),
         folded=3,
     )  # fmt: skip
-    threads = sorted({(case.size, case.threads) for case in cases if case.threads})
     facts = {
         **machine_facts(),
-        "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads),
+        "threads per rank": ", ".join(
+            f"{threads_per_rank(size)} at np={size}" for size in sorted(settings["sizes"])
+        ),
         "pairs": str(settings["pairs"]),
         **{name: WORKLOADS[name][1] for name in settings["workloads"]},
     }

@@ -234,7 +234,7 @@ def work(job: Job) -> int:
             if engine.size != job.size:
                 raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
             worker = Worker(job, engine, events)
-            events.write("ready", threads=torch.get_num_threads())
+            events.write("ready")
             worker.run()
             engine.stop()
             events.write("done")

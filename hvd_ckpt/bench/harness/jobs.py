@@ -6,8 +6,6 @@ A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, ``
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import re
 import signal
@@ -22,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import psutil
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 from typing_extensions import Self
 
 from hvd_ckpt.install.extras import explain_import_error
@@ -85,12 +84,7 @@ class RankJob:
 
 def save_json(value: Any, file: Path) -> None:
     """Writes a dataclass or a list of such; losses and differences may be infinite."""
-    write_text(json.dumps(value, default=_as_plain) + "\n", file)
-
-
-def _as_plain(value: Any) -> Any:
-    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_data else str(value)
+    write_text(to_json(value, inf_nan_mode="constants").decode() + "\n", file)
 
 
 def load_json(kind: type[R], file: Path) -> R:
@@ -125,7 +119,7 @@ def run_job(
 
     Args:
         job: the job; its folder is made.
-        result: the dataclass that :func:`run_rank` wrote.
+        result: the type of what :func:`run_rank` wrote: a dataclass, or a list or dict of such.
         controller: ``gloo`` or ``mpi``.
         timeout: seconds after which the job is ended.
         threads: CPU threads of each rank; None leaves that to the ranks.
@@ -150,7 +144,7 @@ def run_job(
 
 
 def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
-    """One rank of a job: calls ``measure(job)`` and writes the dataclass that it returns.
+    """One rank of a job: calls ``measure(job)`` and writes what it returns.
 
     An error is written for the launcher, and ends the process at once: a clean exit would wait for ranks that are not coming.
     """
@@ -212,7 +206,8 @@ class Process:
         """Ends the command and what it started: SIGTERM, on which a launcher ends its ranks, then SIGKILL for what is left."""
         if self.status is not None:
             return
-        started = _with_descendants(self._process.pid)
+        process = psutil.Process(self._process.pid)
+        started = [process, *process.children(recursive=True)]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         self.wait(GRACE_SECONDS)
@@ -232,13 +227,6 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(list(processes), timeout=GRACE_SECONDS)
-
-
-def _with_descendants(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    return []
 
 
 def error_line(log_file: Path) -> str:

@@ -30,7 +30,7 @@ from hvd_ckpt.bench.harness.options import (
 )
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure, shown
 from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, MethodResult, RankResult
+from hvd_ckpt.bench.local.job import METHODS, LocalJob, MethodResult
 from hvd_ckpt.command_line import split_names
 
 FULL, QUICK = {"width": 128, "layers": 2, "length": 32}, {"width": 16, "layers": 1, "length": 16}
@@ -196,12 +196,12 @@ def local(
             job = LocalJob(folder, size, order, seed=seed or 0, **of_job)
             try:
                 within = throttle(size * link) if seed is None else ()
-                ranks = run_job(job, RankResult, "gloo", timeout, threads=1, within=within)
+                ranks = run_job(job, dict[str, MethodResult], "gloo", timeout, threads=1, within=within)
             except JobError as error:
                 failures.append(f"{folder.name}: {error}")
                 continue
             for name in names:
-                found = [rank.methods[name] for rank in ranks]
+                found = [rank[name] for rank in ranks]
                 if seed is None:
                     cases[size, name].on_link = _rate(found)
                 else:

@@ -94,16 +94,3 @@ class MethodResult:
     seconds: float = 0.0
     timed: int = 0
     sent: int = 0
-
-
-@dataclass
-class RankResult:
-    """The results of one rank.
-
-    Attributes:
-        threads: CPU threads that PyTorch used.
-        methods: by name.
-    """
-
-    threads: int
-    methods: dict[str, MethodResult] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, MethodResult, RankResult
+from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, MethodResult
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.models.objectives import Objective
@@ -29,10 +29,10 @@ TORCHFT_TIMEOUT = timedelta(seconds=120)
 _kept: list[Any] = []  # of torchft, which must outlive a method
 
 
-def measure(job: LocalJob) -> RankResult:
-    """One rank's part of a job."""
+def measure(job: LocalJob) -> dict[str, MethodResult]:
+    """One rank's part of a job: what it finds out about each method."""
     hc.init()
-    return RankResult(torch.get_num_threads(), {name: _train(job, METHODS[name]) for name in job.methods})
+    return {name: _train(job, METHODS[name]) for name in job.methods}
 
 
 def _train(job: LocalJob, method: Method) -> MethodResult:

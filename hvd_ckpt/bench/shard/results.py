@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_ckpt.bench.harness.report import MIB, Table, mebibytes, save_figure, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings, RankResult
+from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings
 
 ITEM = 4  # bytes of a parameter
 PICTURE = "shard.png"
@@ -102,23 +102,21 @@ class Results:
     Attributes:
         size: number of ranks.
         passes: micro-batches of a step.
+        elements: of all parameters.
         all: in the order of the tables.
-        elements: of all parameters; ``threads``: of each rank.
         failure: why there are no times, in one line.
     """
 
     size: int
     passes: int
-    all: list[Result] = field(default_factory=list)
-    elements: int = 0
-    threads: int = 0
+    elements: int
+    all: list[Result]
     failure: str | None = None
 
-    def take(self, ranks: Sequence[RankResult], chosen: Iterable[Result], *, memory: bool) -> None:
+    def take(self, ranks: Sequence[dict[str, Findings]], chosen: Iterable[Result], *, memory: bool) -> None:
         """Add the results of a job about some configurations: everything, or without ``memory`` the times."""
-        self.elements, self.threads = ranks[0].elements, ranks[0].threads
         for result in chosen:
-            found = [rank.findings[result.configuration.name] for rank in ranks]
+            found = [rank[result.configuration.name] for rank in ranks]
             failures = [one.failure for one in found if one.failure is not None]
             if failures:
                 result.failure = failures[0]
