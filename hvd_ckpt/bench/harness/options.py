@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,18 @@ def count_option(*names: str, help: str, default: int, quick: int) -> Decorator:
 
     shown = f"{help}  [default: {default}; with --quick {quick}]"
     return click.option(*names, type=click.IntRange(1), callback=choose, help=shown)
+
+
+def check_replicas(replicas: int, sizes: Sequence[int]) -> None:
+    """Checks numbers of ranks that have so many logical replicas together.
+
+    Raises:
+        BadArgument: one of these numbers is not a power of two, or more than the replicas.
+    """
+    wrong = next((one for one in (replicas, *sizes) if one & (one - 1) or one > replicas), None)
+    if wrong is not None:
+        given = f"--replicas {replicas}, --np {','.join(map(str, sizes))}"
+        raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong}")
 
 
 def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:

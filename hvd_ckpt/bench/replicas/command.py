@@ -16,6 +16,7 @@ from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
     bench_command,
+    check_replicas,
     count_option,
     quick_option,
     timeout_option,
@@ -98,11 +99,7 @@ def replicas(
     from hvd_ckpt.bench.replicas.job import WORKLOADS, Job, RankResult
 
     counts = whole_numbers("--np", sizes, "ranks")
-    wrong = next((one for one in (replicas, *counts) if one & (one - 1) or one > replicas), None)
-    if wrong is not None:
-        raise BadArgument(
-            f"--replicas {replicas}, --np {sizes}: give powers of two up to --replicas, not {wrong}"
-        )
+    check_replicas(replicas, counts)
     names = QUICK if quick else tuple(WORKLOADS)
     if workloads is not None:
         numbers = whole_numbers("--workloads", workloads, "a workload")
