@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, MethodResult
+from hvd_ckpt.bench.local.command import METHODS, LocalJob, Method, MethodResult
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.models.objectives import Objective
