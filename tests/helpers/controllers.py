@@ -33,7 +33,7 @@ def start_ranks(
     output: IO[str] | int = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Starts a script on ranks of one thread, in a session of its own; all that they say goes to ``output``, one pipe by default."""
+    """Starts a script on ranks of one thread, in a session of its own; all that they say goes to ``output``, by default a pipe."""
     if "PYTHONPATH" in environment:
         paths = environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
