@@ -144,14 +144,8 @@ def pipeline(
     counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
     for name in chosen:
         check_controller(CONTENDERS[name][2])
-    settings = {
-        "engines": chosen,
-        "np": counts,
-        "workloads": names,
-        "schedules": kinds,
-        "chunks": chunks,
-        "rounds": rounds,
-    }
+    settings: dict[str, Any] = {"engines": chosen, "np": counts, "workloads": names}
+    settings |= {"schedules": kinds, "chunks": chunks, "rounds": rounds}
     cases = [Case(name, size, kind, chunks) for name in names for size in counts for kind in kinds]
     unstaged = {name: Case(name, 1, UNSTAGED, chunks) for name in names}
     costs: dict[str, list[float]] = {}
@@ -166,18 +160,9 @@ def pipeline(
                 continue
             folder = run.jobs / f"round{number + 1}-np{size}-{name}"
             job = Job(
-                folder,
-                size,
-                program,
-                names,
-                kinds,
-                chunks,
-                steps,
-                1 if quick else 2,
-                quick,
-                costs,
-                number == 0,
-            )
+                folder, size, program, names, kinds, chunks, steps,
+                warm_up=1 if quick else 2, quick=quick, costs=costs, details=number == 0,
+            )  # fmt: skip
             try:
                 ranks = run_job(job, RankResult, controller, timeout, threads=1)
             except JobError as error:
