@@ -96,11 +96,12 @@ def recording_horovod(recording: Recording, rank: int, folder: Path) -> Iterator
         return enqueue
 
     timeline = folder / "timeline.json"
-    functions = ("_allreduce_async", "_allgather_async", "_grouped_allreduce_async")
+    names = ("_allreduce_async", "_allgather_async", "_grouped_allreduce_async")
+    functions: dict[str, Any] = {name: recorded(getattr(mpi_ops, name)) for name in names}
     if rank == 0:
         timeline.unlink(missing_ok=True)
         hvd.start_timeline(str(timeline))
-    with mock.patch.multiple(mpi_ops, **{name: recorded(getattr(mpi_ops, name)) for name in functions}):
+    with mock.patch.multiple(mpi_ops, **functions):
         yield
     if rank == 0:
         hvd.stop_timeline()
