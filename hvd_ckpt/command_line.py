@@ -83,17 +83,6 @@ def split_names(
     return names
 
 
-def whole_number(option: str, text: str, what: str) -> int:
-    """The number in ``text``, from 1.
-
-    Raises:
-        BadArgument: it is not a number; the message calls it a number of ``what``.
-    """
-    if not text.isdecimal() or len(text) > 18 or int(text) < 1:
-        raise BadArgument(f"{option}: '{text[:40]}' is not a number of {what}: give whole numbers from 1")
-    return int(text)
-
-
 def check_controller(name: str) -> str:
     """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI.
 
@@ -139,28 +128,6 @@ def output_folder(name: str | None, command: str) -> Path:
         return new_folder(name, command)
     except ValueError as error:
         raise BadArgument(f"--output: {error}") from None
-
-
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options ``--controller`` and ``--timeout`` of a command that starts jobs."""
-    for option in (
-        click.option(
-            "--timeout",
-            type=click.FloatRange(1),
-            default=7200,
-            show_default=True,
-            help="Seconds for one job.",
-        ),
-        click.option(
-            "--controller",
-            type=click.Choice(["auto", "gloo", "mpi"]),
-            default="auto",
-            show_default=True,
-            help="Controller that starts the ranks.",
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 def progress_bar(each: bool = False) -> Progress:

@@ -4,6 +4,8 @@ harness     jobs of ranks, statistics, reports, command options and workloads of
 compare     the main job: does training give the right weights, and at what price in time and memory?
 reduce      speed of gradient reduction beside stock Horovod and DDP
 recompute   plans beside other ways to recompute
+local       local SGD and DiLoCo beside synchronous training
+replicas    hashes of training as logical replicas on several numbers of ranks
 pipeline    pipeline stages beside torch.distributed.pipelining
 shard       memory and time of sharding
 faults      runs that are killed, resumed and checked

@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
 
@@ -39,7 +46,6 @@ PAIRS, QUICK_PAIRS = 5, 3
 LEARNING_RATE = 1e-3
 STEPS_TO_SETTLE = 3  # after which every engine has made the buffers that it keeps
 COUNTS = 3
-MIB = 1 << 20
 NOTES = (
     "step ms: median over jobs of a job's median step; a step ends when the slowest rank's does.",
     "of NAME: the step time as a ratio to that engine's job of the same pair (jobs alternate: A B C, then C B A); median over "
@@ -75,20 +81,16 @@ class RankResult:
     """The measurements of one rank.
 
     Attributes:
-        threads: CPU threads that PyTorch used.
         seconds: for each workload, the time of every timed step.
         gradient_bytes: for each workload, the bytes held for gradients after a step; empty if not counted.
     """
 
-    threads: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def measure(job: Job) -> RankResult:
     """Times every workload of a job on one rank."""
-    import torch
-
     from hvd_ckpt.bench.compare.engines import find_engine
     from hvd_ckpt.bench.harness.workloads import workload
 
@@ -98,7 +100,7 @@ def measure(job: Job) -> RankResult:
         raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
     gc.collect()
     gc.freeze()  # objects that the imports left behind are not collected again while the clock runs
-    result = RankResult(torch.get_num_threads())
+    result = RankResult()
     for name in job.workloads:
         kind, _, warm_up, steps = WORKLOADS[name]
         trained = workload(kind)
@@ -176,7 +178,6 @@ class Case:
         seconds: for each engine, the step time of its job in each pair, in order.
         gradient_bytes: for each engine, the most bytes that a rank held for gradients.
         failures: for each engine that failed, why.
-        threads: CPU threads of each rank.
     """
 
     workload: str
@@ -185,13 +186,11 @@ class Case:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradient_bytes: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    threads: int = 0
 
     def add(self, engine: str, ranks: Sequence[RankResult]) -> None:
         """Adds the results of one job of an engine."""
         times = slowest(rank.seconds[self.workload] for rank in ranks)
         self.seconds.setdefault(engine, []).append(statistics.median(times))
-        self.threads = ranks[0].threads
         if self.workload in ranks[0].gradient_bytes:
             self.gradient_bytes[engine] = max(rank.gradient_bytes[self.workload] for rank in ranks)
 
@@ -219,9 +218,7 @@ class Case:
 @count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @click.option("--steps", type=click.IntRange(1), help="Timed steps per job.  [default: by workload]")
 @quick_option("Two ranks and fewer pairs.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one job."
-)
+@timeout_option(300)
 def reduce(
     run: BenchRun,
     sizes: str | None,
@@ -271,6 +268,8 @@ def reduce(
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
     """The report of all cases."""
+    from hvd_ckpt.runtime import threads_per_rank
+
     engines: Sequence[str] = settings["engines"]
     baselines = [name for name in BASELINES if name in engines]
     table = Table(
@@ -279,10 +278,11 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
         left=("workload", "controller", "engine"),
         folded=3,
     )  # fmt: skip
-    threads = sorted({(case.size, case.threads) for case in cases if case.threads})
     facts = {
         **machine_facts(),
-        "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads),
+        "threads per rank": ", ".join(
+            f"{threads_per_rank(size)} at np={size}" for size in sorted(settings["sizes"])
+        ),
         "pairs": str(settings["pairs"]),
         **{name: WORKLOADS[name][1] for name in settings["workloads"]},
     }
@@ -305,16 +305,15 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
 
 
 def _row(case: Case, engine: str, baselines: Iterable[str]) -> tuple[str, ...]:
-    seconds, held = case.step_seconds(engine), case.gradient_bytes.get(engine)
-    ratios = (("1" if engine == other else case.ratio(engine, other)) for other in baselines)
+    seconds = case.step_seconds(engine)
     return (
         case.workload,
         str(case.size),
         case.controller,
         engine.rpartition(":")[2],
-        "failed" if engine in case.failures else "-" if seconds is None else f"{1000 * seconds.median:.1f}",
-        *("-" if ratio is None else ratio if isinstance(ratio, str) else f"{ratio:.2f}" for ratio in ratios),
-        "-" if held is None else f"{held / MIB:.1f}",
+        "failed" if engine in case.failures else shown(seconds and 1000 * seconds.median, ".1f"),
+        *("1" if engine == other else shown(case.ratio(engine, other), ".2f") for other in baselines),
+        mebibytes(case.gradient_bytes.get(engine)),
     )
 
 

@@ -291,10 +291,10 @@ def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
 
 
 def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
-    def report_of(*results, subject="engine", **changes):
+    def report_of(*results, subject="engine", absent=None, left_out=()):
         workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
         settings = {"np": 2, "controller": "gloo", "precision": "fp32"}
-        return make_report(results, workloads, subject, settings, {"machine": "m"}, **changes)
+        return make_report(results, workloads, subject, settings, {"machine": "m"}, absent or {}, left_out)
 
     right = judged([trained(0), trained(1)])
     wrong = judged([trained(0, losses=[2.0, 9.0]), trained(1, weights="v", difference="nan")])

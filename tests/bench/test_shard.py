@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hvd_ckpt.bench.shard.job import Configuration, Findings, RankResult, configurations
+from hvd_ckpt.bench.shard.job import Configuration, Findings, configurations
 from hvd_ckpt.bench.shard.results import Result, Results
 from hvd_ckpt.bench.shard.worker import storage_bytes
 
@@ -20,10 +20,9 @@ def findings(state: int, seconds: list[float], counted: int = 9000, loss: float 
 
 def results(found: dict[Configuration, list[Findings]]) -> Results:
     """Of two ranks that train four micro-batches a step."""
-    all_of_them = Results(2, 4, [Result(configuration) for configuration in found])
+    all_of_them = Results(2, 4, ELEMENTS, [Result(configuration) for configuration in found])
     answers = [
-        RankResult(1, ELEMENTS, {configuration.name: ranks[rank] for configuration, ranks in found.items()})
-        for rank in range(2)
+        {configuration.name: ranks[rank] for configuration, ranks in found.items()} for rank in range(2)
     ]
     all_of_them.take(answers, all_of_them.all, memory=True)
     return all_of_them
@@ -85,7 +84,7 @@ def test_what_is_missing_is_told_and_only_a_failure_of_this_library_is_unsound()
     assert ours[:5] == ("hvd_ckpt, stage 3", "no", "1000 [1000, 1000]", "8.0", "1.00 [1.00, 1.00]")
     assert theirs[-1] == "5.0e-01"
     broken = Findings(failure="RuntimeError: no")
-    again = [RankResult(1, ELEMENTS, {"hvd_ckpt-3": one}) for one in (findings(1, [1.0]), broken)]
+    again = [{"hvd_ckpt-3": one} for one in (findings(1, [1.0]), broken)]
     found.take(again, found.all[:1], memory=True)
     assert not found.sound
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from programs import Program
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.compare.training import fingerprint
 
 MARGIN = 16.0  # over what rounding the gradients of one process does; programs differ in their roundings, and in where they fall
 FLOOR = 1e-6  # a few units in the last place of weights of about 1
@@ -24,7 +24,7 @@ def check(program: Program) -> list[str]:
     result = run.result()
     buffers = {name: value for name, value in result.items() if name[0].isdigit()}
     weights = {name: value for name, value in result.items() if name not in buffers}
-    failures = ["ranks differ"] if len(set(hc.allgather_object(digest(weights)))) > 1 else []
+    failures = ["ranks differ"] if len(set(hc.allgather_object(fingerprint(weights.items())))) > 1 else []
 
     again = complete(Run(program), program.resume)
     if program.resume:
@@ -95,14 +95,6 @@ def tolerance_of(program: Program, alone: Mapping[str, Tensor]) -> float:
 
 def together(failures: list[str]) -> list[str]:
     return [f"rank {rank}: {one}" for rank, own in enumerate(hc.allgather_object(failures)) for one in own]
-
-
-def digest(values: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name, value in values.items():
-        found.update(name.encode())
-        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def distance(value: Tensor, other: Tensor) -> float:

@@ -86,31 +86,18 @@ class Job:
         self, seeds: Sequence[int], until: float = float("inf")
     ) -> tuple[list[int], dict[int, list[str]]]:
         """Runs programs until one of them ends the job; returns the seeds of those that ended, and the failures of seeds."""
+        from controllers import start_ranks
+
         with tempfile.TemporaryDirectory(prefix="hvd_ckpt_differential_") as folder:
             log = Path(folder, "log")
             log.touch()
-            launcher = str(Path(sys.executable).parent / "horovodrun")
-            command = [
-                launcher,
-                "-np",
-                str(self.ranks),
-                f"--{self.controller}",
-                sys.executable,
-                __file__,
-                "--worker",
-            ]
-            command += [str(log), *map(str, seeds)]
-            path = os.pathsep.join([*SHARED, os.environ.get("PYTHONPATH", "")])
-            environment = {
-                "OMPI_MCA_mpi_yield_when_idle": "1",
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                "PYTHONPATH": path,
-            }
+            arguments = ("--worker", str(log), *map(str, seeds))
+            environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": os.pathsep.join(SHARED)}
             with open(Path(folder, "output"), "w+") as output:
-                process = subprocess.Popen(
-                    command, env=environment, stdout=output, stderr=output, start_new_session=True
-                )
+                process = start_ranks(
+                    self.ranks, Path(__file__), *arguments,
+                    controller=self.controller, output=output, **environment,
+                )  # fmt: skip
                 why = self._wait(process, log, until)
                 output.seek(0)
                 said = output.read()[-3000:]
@@ -129,7 +116,7 @@ class Job:
                 failures.setdefault(current, []).extend([why, *(own or errors or [said])])
             return done, failures
 
-    def _wait(self, process: subprocess.Popen[bytes], log: Path, until: float) -> str:
+    def _wait(self, process: subprocess.Popen[str], log: Path, until: float) -> str:
         size, since = -1, time.monotonic()
         try:
             while process.poll() is None:

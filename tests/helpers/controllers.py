@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvd_ckpt.probe import ProbeResult
 from hvd_ckpt.probe import probe as ask
@@ -30,9 +30,10 @@ def start_ranks(
     *arguments: str,
     controller: str = "gloo",
     launcher: Sequence[str] = HOROVODRUN,
+    output: IO[str] | int = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Starts a script on ranks of one thread, in a session of its own; all that they say comes from one pipe."""
+    """Starts a script on ranks of one thread, in a session of its own; all that they say goes to ``output``, by default a pipe."""
     if "PYTHONPATH" in environment:
         paths = environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -40,7 +41,7 @@ def start_ranks(
         [*launcher, "-np", str(ranks), f"--{controller}", sys.executable, str(script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,

@@ -5,19 +5,18 @@ Every *engine* (this library, stock Horovod, PyTorch's DDP, Apex's) trains every
 small *scenario* with one difficulty) in every *cell* (a way to recompute), and each result is compared with a reference computed in
 one process.
 
-    cells        the cells: variants of recomputation and numbers of segments
+    cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
     workloads    real models: model, batches, loss, and the passes of a step
     scenarios    small models that are hard, and the catalogue of all
-    recomputing  how a model's forward pass recomputes in a cell
     engines      how a rank joins the others, wraps model and optimizer, and recomputes
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process
     worker       a rank of an engine's job: trains the cells, writes events
-    jobs         what the launcher tells the ranks, and their events
     launch       starts jobs, watches them, ends those that hang
     comparison   one comparison from settings to report
     verdict      from events to a judgement of each cell
     report       tables and pages; ``pictures`` draws them
+    stages       the comparison in pipeline stages, whole
     command      ``hvd-ckpt compare``
 """

@@ -8,11 +8,14 @@ recomputes nothing until the plan is applied (see :mod:`.worker`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from hvd_ckpt.recompute.function import CheckpointFunction
+from hvd_ckpt.recompute.sequential import split
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.engines import Engine
@@ -119,7 +122,9 @@ class Recompute:
             return _apply(functions, *inputs, **shared)
         segments = min(self._chunks, len(functions))
         if self._variant.explicit:
-            for part in _split(functions, segments):
+            left = list(functions)
+            for length in split(len(functions), segments):
+                part, left = left[:length], left[length:]
                 inputs = (_explicitly(functools.partial(_apply, part, **shared), inputs, part),)
             return inputs[0]
         return self._engine.checkpoint_sequential(
@@ -180,15 +185,6 @@ def _apply(functions: Sequence[Function], *inputs: Any, **shared: Any) -> Any:
 
 def _explicitly(function: Function, inputs: tuple[Any, ...], layers: Sequence[Function]) -> Any:
     """Apply ``function``, which applies these layers, with their parameters as arguments."""
-    from hvd_ckpt.recompute.function import CheckpointFunction
-
     modules = nn.ModuleList(layer for layer in layers if isinstance(layer, nn.Module))
     parameters = [parameter for parameter in modules.parameters() if parameter.requires_grad]
     return CheckpointFunction.apply(function, len(inputs), *inputs, *parameters)
-
-
-def _split(functions: Sequence[Function], segments: int) -> Iterator[Sequence[Function]]:
-    """Segments of equal length, the last with what is left over."""
-    length = len(functions) // segments
-    for index in range(segments):
-        yield functions[index * length : None if index == segments - 1 else (index + 1) * length]

@@ -64,7 +64,7 @@ class Comparison:
             for cell in self._cells_of(engine)
         )
 
-    def run(self, listener: Listener = lambda where, event: None) -> Report:
+    def run(self, listener: Listener) -> Report:
         """Makes the comparison; ``listener`` hears of every event and where it happens.
 
         Raises:
@@ -76,8 +76,7 @@ class Comparison:
         if self.subject in absent:
             raise ComparisonError(f"{self.subject} cannot run here: {absent[self.subject]}")
         present = [engine for engine in self.engines if engine not in absent]
-        environment = {"OMP_NUM_THREADS": str(self.threads)}
-        with Launcher(self.controller, self.size, self.timeout, environment) as launcher:
+        with Launcher(self.controller, self.size, self.timeout, self.threads) as launcher:
             workloads = self._references(launcher, listener)
             checks, failures = self._check(launcher, present, listener)
             left_out = {engine: _left_out(events) for engine, events in checks.items()}
@@ -101,12 +100,13 @@ class Comparison:
             if cell in cells[engine]
         ]
         add_ratios(results)
+        told = self._told()
         return make_report(
             results,
             workloads,
             self.subject,
-            self._told(),
-            machine_facts(self.threads),
+            told,
+            machine_facts(self.threads, told),
             absent=absent,
             left_out=[
                 f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.launchers import whole_in
 from hvd_ckpt.named import import_named
 
@@ -334,9 +335,7 @@ class DDP(Engine):
 
     def start(self, folder: Path) -> None:
         self.rank, self.size = launched_rank_and_size()
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=self.rank, world_size=self.size
-        )
+        join_torch(folder, self.rank, self.size)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **self.options)

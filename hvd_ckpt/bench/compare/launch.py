@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -91,16 +91,12 @@ class Launcher:
         controller: ``gloo`` or ``mpi``.
         size: number of ranks.
         timeout: seconds without an event after which a running job counts as hanging.
-        environment: variables to set for the ranks, beyond those of this process.
+        threads: CPU threads of each rank.
     """
 
-    def __init__(
-        self, controller: str, size: int, timeout: float, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self._controller = controller
-        self._size = size
-        self._timeout = timeout
-        self._environment = {**jobs.rank_environment(), **(environment or {})}
+    def __init__(self, controller: str, size: int, timeout: float, threads: int) -> None:
+        self._controller, self._size, self._timeout = controller, size, timeout
+        self._environment = jobs.rank_environment(threads)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(IMPORTED))
 
@@ -113,14 +109,14 @@ class Launcher:
     def __exit__(self, *_: object) -> None:
         self._rendezvous.close()
 
-    def reference(self, job: Job, listener: Listener = lambda event: None) -> Outcome:
+    def reference(self, job: Job, listener: Listener) -> Outcome:
         """Computes the references of a job's workloads, in one process."""
         job.save()
         process = self._context.Process(target=run_reference, args=(str(job.file),))
         events, failure = self._follow(_Forked([process]), job, 1, listener)
         return Outcome(events, {"reference": failure} if failure else {})
 
-    def train(self, job: Job, listener: Listener = lambda event: None) -> Outcome:
+    def train(self, job: Job, listener: Listener) -> Outcome:
         """Trains a job's cells, with a fresh start after each one that fails."""
         outcome = Outcome()
         left, starts = list(job.cells), 0
@@ -143,8 +139,6 @@ class Launcher:
 
     def _start(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
         """Starts the ranks of one job, and waits for their end or for a reason to end them."""
-        if job.checks:  # so that a timeline can be started later
-            job = dataclasses.replace(job, environment={**job.environment, "HOROVOD_TIMELINE": "DYNAMIC"})
         job.save()
         ranks: _Forked | _Launched
         if self._controller == "mpi" and find_engine(job.engine).uses_horovod:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from hvd_ckpt.bench.compare.verdict import Result, engines_of, recomputed, short_name, worst
-from hvd_ckpt.bench.harness.report import save_figure
+from hvd_ckpt.bench.harness.report import MIB, save_figure
 
 COLORS = {
     "right": "#4daf6e",
@@ -22,7 +22,6 @@ COLORS = {
 }
 MEANINGS = {"loose": "loose: right, but reduced more than once, or in another order each time"}
 LINES = ("#1b6ca8", "#d1495b", "#edae49", "#66a182", "#7b5ea7", "#8d6a4f", "#5c677d")
-MIB = 1 << 20
 VISIBLE = 1e-3  # a difference of losses, as a share, that a line shows
 
 

@@ -88,33 +88,20 @@ def recording_horovod(recording: Recording, rank: int, folder: Path) -> Iterator
     import horovod.torch as hvd
     from horovod.torch import mpi_ops
 
-    def one(original: Callable[..., Any]) -> Callable[..., Any]:
-        def allreduce(tensor: torch.Tensor, output: Any, name: str | None, *rest: Any) -> Any:
-            recording.note_memory([tensor], name)
-            return original(tensor, output, name, *rest)
+    def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue(given: Any, output: Any, name: str | None, *rest: Any) -> Any:
+            recording.note_memory([given] if isinstance(given, torch.Tensor) else given, name)
+            return original(given, output, name, *rest)
 
-        return allreduce
-
-    def many(original: Callable[..., Any]) -> Callable[..., Any]:
-        def grouped(tensors: Sequence[torch.Tensor], outputs: Any, name: str | None, *rest: Any) -> Any:
-            recording.note_memory(tensors, name)
-            return original(tensors, outputs, name, *rest)
-
-        return grouped
+        return enqueue
 
     timeline = folder / "timeline.json"
-    patches = [
-        mock.patch.object(mpi_ops, name, wrap(getattr(mpi_ops, name)))
-        for name, wrap in (
-            ("_allreduce_async", one),
-            ("_allgather_async", one),
-            ("_grouped_allreduce_async", many),
-        )
-    ]
+    names = ("_allreduce_async", "_allgather_async", "_grouped_allreduce_async")
+    functions: dict[str, Any] = {name: recorded(getattr(mpi_ops, name)) for name in names}
     if rank == 0:
         timeline.unlink(missing_ok=True)
         hvd.start_timeline(str(timeline))
-    with patches[0], patches[1], patches[2]:
+    with mock.patch.multiple(mpi_ops, **functions):
         yield
     if rank == 0:
         hvd.stop_timeline()

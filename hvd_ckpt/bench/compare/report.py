@@ -21,10 +21,9 @@ from hvd_ckpt.bench.compare.verdict import (
     short_name,
     worst,
 )
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.report import Report, Table, mebibytes, shown
 
 REASON = 160  # characters
-MIB = 1 << 20
 STYLES = {"right": "green", "loose": "yellow", "-": "dim"}
 DETAILS = (
     "workload", "recomputed", "engine", "verdict", "ranks", "weights", "buffers", "runs", "reduced", "order", "step ms",
@@ -75,8 +74,8 @@ def make_report(
     subject: str,
     settings: dict[str, Any],
     facts: dict[str, str],
-    absent: Mapping[str, str] | None = None,
-    left_out: Sequence[str] = (),
+    absent: Mapping[str, str],
+    left_out: Sequence[str],
 ) -> Report:
     """The report of a comparison.
 
@@ -85,12 +84,11 @@ def make_report(
         workloads: for each workload its ``title``, ``line``, the reference's mean ``losses``, and whether it is ``small``.
         subject: the engine that must be right for the comparison to succeed.
         settings: of the comparison, as plain values.
-        facts: machine and versions.
+        facts: of the machine, and the settings.
         absent: engines that cannot run here, and why.
         left_out: a line for each cell that an engine did not train: which, and why.
     """
     success, conclusion = conclude(results, subject)
-    absent = absent or {}
     large = [result for result in results if not workloads[result.workload].get("small")]
     title = f"{settings['np']} ranks over {settings['controller']}, {settings['precision']}"
 
@@ -102,7 +100,7 @@ def make_report(
     planned = any(find_variant(result.variant).budget for result in results)
     return Report(
         "Engines compared",
-        {**facts, **{name: str(value) for name, value in settings.items()}},
+        facts,
         [_verdicts(results, title), *([_price(large)] if large else []), *_trained(workloads)],
         [
             {**dataclasses.asdict(one), "right": one.right, "step_seconds": one.step_seconds}
@@ -187,8 +185,8 @@ def _price(results: Sequence[Result]) -> Table:
 def _cost(result: Result) -> str:
     if result.status in ("error", "hang"):
         return result.status
-    peak = _number(result.peak_bytes and result.peak_bytes / MIB, ".1f")
-    cost = f"{_number(result.ratio, '.2f')}, {peak}"
+    peak = mebibytes(result.peak_bytes)
+    cost = f"{shown(result.ratio, '.2f')}, {peak}"
     return f"({cost})" if result.status == "wrong" else cost
 
 
@@ -216,14 +214,10 @@ def _details(result: Result) -> tuple[str, ...]:
         _choose(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
         reduced,
         _choose(result.same_order, "same", "VARIES"),
-        _number(result.step_seconds and 1000 * result.step_seconds, ".1f"),
-        _number(result.ratio, ".2f"),
-        _number(result.peak_bytes and result.peak_bytes / MIB, ".2f"),
+        shown(result.step_seconds and 1000 * result.step_seconds, ".1f"),
+        shown(result.ratio, ".2f"),
+        mebibytes(result.peak_bytes, ".2f"),
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def _choose(value: bool | None, yes: str, no: str) -> str:

@@ -88,18 +88,15 @@ class UnusedOnOneRank(Scenario):
 
 class Accumulation(Scenario):
     title = "two backward passes before each update"
-    passes = 2
-
-    def batches(self, rank: int, size: int, step: int) -> list[Batch]:
-        return [self.batch(rank, size, step, part) for part in range(2)]
+    parts = passes = 2
 
 
 class ShortLastGroup(Scenario):
     title = "three backward passes before each update, but one before every third"
-    passes = 3
+    parts = passes = 3
 
     def batches(self, rank: int, size: int, step: int) -> list[Batch]:
-        return [self.batch(rank, size, step, part) for part in range(1 if step % 3 == 2 else 3)]
+        return super().batches(rank, size, step)[: 1 if step % 3 == 2 else 3]
 
 
 class Frozen(Scenario):
@@ -132,9 +129,7 @@ class ChangingGraph(Scenario):
 
 class TwoForwards(Scenario):
     title = "two forward passes, then one backward pass through both"
-
-    def batches(self, rank: int, size: int, step: int) -> list[Batch]:
-        return [self.batch(rank, size, step, part) for part in range(2)]
+    parts = 2
 
     def run(self, step: Step) -> list[torch.Tensor]:
         with step.autocast():
@@ -146,9 +141,7 @@ class TwoForwards(Scenario):
 
 class ForwardWithoutGrad(Scenario):
     title = "an evaluation under no_grad before and after each forward pass"
-
-    def batches(self, rank: int, size: int, step: int) -> list[Batch]:
-        return [self.batch(rank, size, step, part) for part in range(3)]
+    parts = 3
 
     def run(self, step: Step) -> list[torch.Tensor]:
         before, batch, after = step.batches

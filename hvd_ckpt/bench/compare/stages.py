@@ -24,7 +24,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.bench.compare.reference import largest_difference
 from hvd_ckpt.bench.compare.verdict import SEVERITY
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, join_torch, run_job, run_rank
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.planning.balance import balance_costs
@@ -227,13 +227,7 @@ def measure(job: Job) -> Result:
     else:
         rank = launched_rank() or 0
         os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")  # read by DeepSpeed
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{job.folder / 'rendezvous'}",
-            rank=rank,
-            world_size=job.size,
-            timeout=timedelta(seconds=STALL_SECONDS),
-        )
+        join_torch(job.folder, rank, job.size, timedelta(seconds=STALL_SECONDS))
     torch.manual_seed(job.seed)
     whole = nn.Sequential(*scenario.blocks())
     start = copy.deepcopy(whole.state_dict())
@@ -438,7 +432,7 @@ def compare_stages(
         {"scenario": name, "engine": column, "status": status, "reason": why}
         for (name, column), (status, why) in found.items()
     ]
-    facts = {**machine_facts(1), **{name: str(value) for name, value in settings.items()}}
+    facts = machine_facts(1, settings)
     report = Report("Pipeline stages compared", facts, [table], results, reasons, NOTES, settings=settings)
     run.finish(report, success)
 

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class Job(RankJob):
         settings: of each training run.
         checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
             once, with nothing that takes time.
-        environment: variables that a rank sets before it starts the engine.
     """
 
     worker = "hvd_ckpt.bench.compare.worker"
@@ -58,8 +57,7 @@ class Job(RankJob):
     engine: str
     cells: tuple[str, ...]
     settings: Settings
-    checks: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
+    checks: bool
 
     @property
     def workloads(self) -> list[str]:
@@ -224,7 +222,8 @@ def _reductions(trained: Trained) -> dict[str, object]:
 
 def work(job: Job) -> int:
     """Joins the job's other ranks, trains, leaves; returns an exit status. An error is an event and a traceback in the log."""
-    os.environ.update(job.environment)
+    if job.checks:
+        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # so that a timeline can be started later
     rank, _ = launched_rank_and_size()
     with EventWriter(job.folder, rank) as events:
         events.write("born", pid=os.getpid())
@@ -235,7 +234,7 @@ def work(job: Job) -> int:
             if engine.size != job.size:
                 raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
             worker = Worker(job, engine, events)
-            events.write("ready", threads=torch.get_num_threads())
+            events.write("ready")
             worker.run()
             engine.stop()
             events.write("done")

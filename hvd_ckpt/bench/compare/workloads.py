@@ -54,6 +54,7 @@ class Workload(ABC):
         requires: optional packages that it needs.
         variants: the ways to recompute that mean something for it.
         plannable: planning what it recomputes means something for it, too.
+        parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
         static: the same graph in every step, so that each gradient takes part in exactly one reduction.
         scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
@@ -71,6 +72,7 @@ class Workload(ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[str, ...]] = ("none", "reentrant", "non-reentrant")
     plannable: ClassVar[bool] = True
+    parts: ClassVar[int] = 1
     passes: ClassVar[int] = 1
     static: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False
@@ -99,7 +101,7 @@ class Workload(ABC):
 
     def batches(self, rank: int, size: int, step: int) -> list[Batch]:
         """All batches of one rank in one step."""
-        return [self.batch(rank, size, step)]
+        return [self.batch(rank, size, step, part) for part in range(self.parts)]
 
     def run(self, step: Step) -> list[torch.Tensor]:
         """The forward and backward passes of a step; returns its losses."""

@@ -14,7 +14,13 @@ import click
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hvd_ckpt.bench.harness.jobs import JobError
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    check_replicas,
+    timeout_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
@@ -54,9 +60,7 @@ STALL_MEGABYTES = 150
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the first run.  [default: 1, or the next of --add]")
 @click.option("--add", metavar="FILE", help="Add the results to those in a file of JSON lines.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=300, show_default=True, help="Seconds for one launch."
-)
+@timeout_option(300, "launch")
 def faults(
     run: BenchRun,
     runs: int,
@@ -85,12 +89,8 @@ def faults(
     numbers = list(whole_numbers("--np", sizes, "ranks"))
     if any(number % stages for number in numbers):
         raise BadArgument(f"--stages {stages}: --np {sizes} has other numbers than its multiples")
-    if replicas is not None and any(
-        number & (number - 1) or number > replicas for number in (replicas, *numbers)
-    ):
-        raise BadArgument(
-            f"--replicas {replicas}, --np {sizes}: give powers of two, and --np up to --replicas"
-        )
+    if replicas is not None:
+        check_replicas(replicas, numbers)
     if elastic and (replicas is None or min(numbers) < 2 or controllers not in ("auto", "gloo")):
         raise BadArgument(
             f"--elastic: give --replicas, 2 or more ranks (--np {sizes}), and no controller but gloo"

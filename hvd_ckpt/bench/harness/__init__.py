@@ -2,7 +2,8 @@
 
 A benchmark is a command, a worker that runs on every rank, and a function that turns results into a table:
 
-    jobs        ``RankJob`` (a dataclass that the ranks are given), ``run_job`` (launcher side), ``run_rank`` (rank side)
+    jobs        ``RankJob`` (a dataclass that the ranks are given), ``run_job`` (launcher side), ``run_rank`` (rank side),
+                ``join_torch`` for engines on ``torch.distributed``
     stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
     report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
     options     ``bench_command``: the options, the progress line and the ending that all benchmark commands share

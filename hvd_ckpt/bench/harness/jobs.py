@@ -6,8 +6,6 @@ A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, ``
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import re
 import signal
@@ -16,11 +14,13 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import psutil
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 from typing_extensions import Self
 
 from hvd_ckpt.install.extras import explain_import_error
@@ -84,12 +84,7 @@ class RankJob:
 
 def save_json(value: Any, file: Path) -> None:
     """Writes a dataclass or a list of such; losses and differences may be infinite."""
-    write_text(json.dumps(value, default=_as_plain) + "\n", file)
-
-
-def _as_plain(value: Any) -> Any:
-    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_data else str(value)
+    write_text(to_json(value, inf_nan_mode="constants").decode() + "\n", file)
 
 
 def load_json(kind: type[R], file: Path) -> R:
@@ -124,7 +119,7 @@ def run_job(
 
     Args:
         job: the job; its folder is made.
-        result: the dataclass that :func:`run_rank` wrote.
+        result: the type of what :func:`run_rank` wrote: a dataclass, or a list or dict of such.
         controller: ``gloo`` or ``mpi``.
         timeout: seconds after which the job is ended.
         threads: CPU threads of each rank; None leaves that to the ranks.
@@ -149,7 +144,7 @@ def run_job(
 
 
 def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
-    """One rank of a job: calls ``measure(job)`` and writes the dataclass that it returns.
+    """One rank of a job: calls ``measure(job)`` and writes what it returns.
 
     An error is written for the launcher, and ends the process at once: a clean exit would wait for ranks that are not coming.
     """
@@ -162,6 +157,15 @@ def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
         sys.stderr.flush()
         job.error_file(rank).write_text(reason(error), encoding="utf-8")
         os._exit(1)
+
+
+def join_torch(folder: Path, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    """Makes this process a rank of ``torch.distributed`` over Gloo; ``folder`` is that of the job."""
+    import torch
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size, timeout=timeout
+    )
 
 
 class Process:
@@ -202,7 +206,8 @@ class Process:
         """Ends the command and what it started: SIGTERM, on which a launcher ends its ranks, then SIGKILL for what is left."""
         if self.status is not None:
             return
-        started = _with_descendants(self._process.pid)
+        process = psutil.Process(self._process.pid)
+        started = [process, *process.children(recursive=True)]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         self.wait(GRACE_SECONDS)
@@ -222,13 +227,6 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(list(processes), timeout=GRACE_SECONDS)
-
-
-def _with_descendants(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    return []
 
 
 def error_line(log_file: Path) -> str:

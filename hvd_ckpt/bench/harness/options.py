@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from rich.progress import Progress, TaskID
 
 from hvd_ckpt.bench.harness.report import Report
 from hvd_ckpt.command_line import (
+    BadArgument,
     OneLineErrors,
     console_for_tables,
     output_folder,
     progress_bar,
     split_names,
-    whole_number,
 )
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 class Steps:
@@ -70,17 +72,6 @@ class BenchRun:
         """The folder for jobs and their logs."""
         return self.folder / "jobs"
 
-    @property
-    def command(self) -> str:
-        """How to repeat the run."""
-        words = self._name.split()
-        return shlex.join(["hvd-ckpt", *words, *sys.argv[1 + len(words) :]])
-
-    @property
-    def seconds(self) -> float:
-        """How long the run has taken."""
-        return time.monotonic() - self._start
-
     @contextlib.contextmanager
     def progress(self, total: int) -> Iterator[Steps]:
         """The progress over so many parts; SIGTERM ends the ranks that are running."""
@@ -93,7 +84,9 @@ class BenchRun:
 
     def save(self, report: Report) -> None:
         """Writes the report; call it after each part too, and a long run that is ended leaves what it has found."""
-        report.facts.update({"took": f"{self.seconds:.0f} s", "command": self.command})
+        words = self._name.split()
+        command = shlex.join(["hvd-ckpt", *words, *sys.argv[1 + len(words) :]])
+        report.facts.update({"took": f"{time.monotonic() - self._start:.0f} s", "command": command})
         report.save(self.folder)
 
     def finish(self, report: Report, success: bool) -> None:
@@ -130,14 +123,26 @@ def bench_command(
     return decorate
 
 
-def quick_option(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def timeout_option(seconds: float = 7200, what: str = "job") -> Decorator:
+    """The option ``--timeout``, with its default."""
+    text = f"Seconds for one {what}."
+    return click.option("--timeout", type=click.FloatRange(1), default=seconds, show_default=True, help=text)
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options ``--controller`` and ``--timeout`` of a command that starts jobs."""
+    controllers = click.Choice(["auto", "gloo", "mpi"])
+    text = "Controller that starts the ranks."
+    controller = click.option("--controller", type=controllers, default="auto", show_default=True, help=text)
+    return controller(timeout_option()(command))
+
+
+def quick_option(help: str) -> Decorator:
     """The flag ``--quick``."""
     return click.option("--quick", is_flag=True, is_eager=True, help=help)
 
 
-def count_option(
-    *names: str, help: str, default: int, quick: int
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def count_option(*names: str, help: str, default: int, quick: int) -> Decorator:
     """An option for a number from 1 whose default depends on ``--quick``."""
 
     def choose(context: click.Context, option: click.Parameter, value: int | None) -> int:
@@ -147,10 +152,26 @@ def count_option(
     return click.option(*names, type=click.IntRange(1), callback=choose, help=shown)
 
 
+def check_replicas(replicas: int, sizes: Sequence[int]) -> None:
+    """Checks numbers of ranks that have so many logical replicas together.
+
+    Raises:
+        BadArgument: one of these numbers is not a power of two, or more than the replicas.
+    """
+    wrong = next((one for one in (replicas, *sizes) if one & (one - 1) or one > replicas), None)
+    if wrong is not None:
+        given = f"--replicas {replicas}, --np {','.join(map(str, sizes))}"
+        raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong}")
+
+
 def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:
     """Whole numbers from 1, separated by commas.
 
     Raises:
         BadArgument: the list is empty, an entry is not a number of ``what``, or one is given twice.
     """
-    return tuple(whole_number(option, one, what) for one in split_names(option, text))
+    names = split_names(option, text)
+    for one in names:
+        if not one.isdecimal() or len(one) > 18 or int(one) < 1:
+            raise BadArgument(f"{option}: '{one[:40]}' is not a number of {what}: give whole numbers from 1")
+    return tuple(map(int, names))

@@ -9,7 +9,7 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,11 @@ from hvd_ckpt.schema import write_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from hvd_ckpt.bench.harness.stats import Quartiles
+
 PACKAGES = ("torch", "horovod", "transformers")
 PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
+MIB = 1 << 20
 
 
 @dataclass
@@ -179,6 +182,16 @@ def plain(value: Any) -> Any:
     return value
 
 
+def shown(value: float | Quartiles | None, form: str) -> str:
+    """An entry of a table: the value in this format, or ``-`` where there is none."""
+    return "-" if value is None else f"{value:{form}}"
+
+
+def mebibytes(count: float | None, form: str = ".1f") -> str:
+    """Bytes as an entry of a table whose column is in MiB, or ``-`` where there is none."""
+    return shown(None if count is None else count / MIB, form)
+
+
 def save_figure(figure: Figure, file: Path) -> str:
     """Writes a matplotlib figure as PNG; returns the file name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -188,11 +201,12 @@ def save_figure(figure: Figure, file: Path) -> str:
     return file.name
 
 
-def machine_facts(threads: int | None = None) -> dict[str, str]:
-    """Machine, versions, and variables that are set for Horovod and Open MPI, as lines for a report.
+def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Machine, versions, variables that are set for Horovod and Open MPI, and settings, as lines for a report.
 
     Args:
         threads: CPU threads of each rank, where that is one number.
+        settings: of the benchmark.
     """
     from hvd_ckpt.runtime import allowed_cpus  # which imports PyTorch
 
@@ -203,6 +217,7 @@ def machine_facts(threads: int | None = None) -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs{per_rank}",
         "versions": ", ".join(versions),
         "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
+        **{name: str(value) for name, value in (settings or {}).items()},
     }
 
 

@@ -150,8 +150,7 @@ class DenseNet(Workload):
         return densenet(self.depth, classes=CLASSES).train()
 
     def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(self.batch, 3, self.pixels, self.pixels, generator=generator)
-        return images, torch.arange(self.batch) % CLASSES
+        return _images(self.batch, 3, self.pixels, generator)
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,7 @@ class ResNet(Workload):
         return nn.Sequential(OrderedDict(resnet(self.depth, classes=CLASSES).named_children())).train()
 
     def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(self.batch, 3, self.pixels, self.pixels, generator=generator)
-        return images, torch.arange(self.batch) % CLASSES
+        return _images(self.batch, 3, self.pixels, generator)
 
 
 @dataclass(frozen=True)
@@ -214,8 +212,7 @@ class ManyGradients(Workload):
         return DenseNet(shape, channels=1, classes=CLASSES).train()
 
     def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(self.batch, 1, self.pixels, self.pixels, generator=generator)
-        return images, torch.arange(self.batch) % CLASSES
+        return _images(self.batch, 1, self.pixels, generator)
 
 
 class _MeanClassifier(nn.Module):
@@ -290,6 +287,11 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 def workload(name: str, sizes: str = "cpu") -> Workload:
     """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`."""
     return WORKLOADS[name](**SIZES[sizes].get(name, {}))
+
+
+def _images(batch: int, channels: int, pixels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noise (batch, channels, pixels, pixels), and the classes in turn."""
+    return torch.randn(batch, channels, pixels, pixels, generator=generator), torch.arange(batch) % CLASSES
 
 
 def _next_tokens(

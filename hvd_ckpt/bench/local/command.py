@@ -19,11 +19,17 @@ from typing import Any
 
 import click
 
-from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain, save_figure
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure, shown
 from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, MethodResult, RankResult
 from hvd_ckpt.command_line import split_names
 
 FULL, QUICK = {"width": 128, "layers": 2, "length": 32}, {"width": 16, "layers": 1, "length": 16}
@@ -40,6 +46,95 @@ NOTES = (
     "allreduce the 2 (n - 1) / n of its bytes that a ring sends.",
     "tokens/s: of all ranks, without evaluations. Speed-up: to the synchronous job of the same seed, median.",
 )
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train on several ranks.
+
+    Attributes:
+        title: for people.
+        every: steps between two averages; 0 reduces the gradients of every step.
+        outer: with Nesterov momentum, as DiLoCo.
+        fragments, delay, wire: as in :func:`hvd_ckpt.LocalSGD`.
+        of: the package whose implementation it is, with ``torch.distributed`` over Gloo; None for this one's.
+    """
+
+    title: str
+    every: int = 0
+    outer: bool = False
+    fragments: int = 1
+    delay: int = 0
+    wire: str = "fp32"
+    of: str | None = None
+
+
+METHODS: dict[str, Method] = {
+    "synchronous": Method("synchronous"),
+    "local-10": Method("local SGD, every 10", 10),
+    "local-50": Method("local SGD, every 50", 50),
+    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", 50, of="torch"),
+    "diloco-10": Method("DiLoCo, every 10", 10, True),
+    "diloco-50": Method("DiLoCo, every 50", 50, True),
+    "diloco-100": Method("DiLoCo, every 100", 100, True),
+    "torchft-50": Method("DiLoCo of torchft, every 50", 50, True, of="torchft"),
+    "fragments-50": Method("DiLoCo, every 50, 4 fragments, delay 5", 50, True, 4, 5),
+    "int8-50": Method("DiLoCo, every 50, int8", 50, True, wire="int8"),
+}
+
+
+@dataclass(frozen=True)
+class LocalJob(RankJob):
+    """Runs of several methods, one after the other.
+
+    Attributes:
+        methods: names in :data:`METHODS`, in the order in which they run.
+        text: a file, or None for the source text of the Python standard library.
+        seed: of weights and order of samples.
+        steps: of each rank.
+        evaluations: evenly spread over the steps, besides one before the first; 0 for none.
+        batch: samples of each rank in a step.
+        length: tokens of a sample.
+        width, layers: of the GPT.
+        lr: of AdamW, after a short warm-up, with a cosine decay.
+        outer_lr, outer_momentum: of DiLoCo.
+    """
+
+    worker = "hvd_ckpt.bench.local.worker"
+
+    methods: tuple[str, ...]
+    text: str | None
+    seed: int
+    steps: int
+    evaluations: int
+    batch: int
+    length: int
+    width: int
+    layers: int
+    lr: float
+    outer_lr: float
+    outer_momentum: float
+
+
+@dataclass
+class MethodResult:
+    """What one rank has found out about a method.
+
+    Attributes:
+        tokens: of all ranks in a step.
+        points: steps taken at each evaluation.
+        losses: over the validation split, with the mean of the ranks' weights.
+        seconds: of all steps but the first ones, from a barrier to a barrier, without evaluations.
+        timed: these steps.
+        sent: bytes that this rank hands to the network for gradients or averages, in all steps.
+    """
+
+    tokens: int
+    points: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    timed: int = 0
+    sent: int = 0
 
 
 @dataclass
@@ -96,9 +191,9 @@ class Case:
         return (
             *first,
             f"{statistics.median(self.rates):,.0f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-            "-" if self.on_link is None else f"{self.on_link:,.0f}",
-            "-" if self.on_link is None or not slow else f"{self.on_link / slow:.1f}",
+            shown(ratio, ".2f"),
+            shown(self.on_link, ",.0f"),
+            shown(self.on_link / slow if self.on_link and slow else None, ".1f"),
         )
 
 
@@ -134,9 +229,7 @@ def _rate(ranks: Sequence[MethodResult]) -> float:
     help="Of DiLoCo.",
 )
 @quick_option("A tiny model and few steps: whether it works, not how good or fast it is.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds for one job."
-)
+@timeout_option(1800)
 def local(
     run: BenchRun,
     sizes: str | None,
@@ -191,12 +284,12 @@ def local(
             job = LocalJob(folder, size, order, seed=seed or 0, **of_job)
             try:
                 within = throttle(size * link) if seed is None else ()
-                ranks = run_job(job, RankResult, "gloo", timeout, threads=1, within=within)
+                ranks = run_job(job, dict[str, MethodResult], "gloo", timeout, threads=1, within=within)
             except JobError as error:
                 failures.append(f"{folder.name}: {error}")
                 continue
             for name in names:
-                found = [rank.methods[name] for rank in ranks]
+                found = [rank[name] for rank in ranks]
                 if seed is None:
                     cases[size, name].on_link = _rate(found)
                 else:
@@ -230,7 +323,7 @@ def make_report(
         f"each rank sends at most {settings['link']} Mbit/s: the loopback network of a network namespace passes as many times "
         "that as there are ranks"
     )
-    facts = {**machine_facts(1), **{name: str(value) for name, value in settings.items()}}
+    facts = machine_facts(1, settings)
     facts["link"] = (
         link if throttled else "none: throttling needs Linux, root and the commands unshare, ip and tc"
     )
@@ -249,7 +342,7 @@ def make_report(
                 SPEED, [case.speed_row(base.get(case.size)) for case in cases], "Speed", SPEED[:2], folded=1
             ),
         ],
-        [plain(case) for case in cases],
+        cases,
         remarks=list(failures),
         notes=NOTES,
         settings=settings,

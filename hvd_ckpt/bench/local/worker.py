@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import run_rank
-from hvd_ckpt.bench.local.job import METHODS, LocalJob, Method, MethodResult, RankResult
-from hvd_ckpt.bench.local.peers import add_torchft_diloco, torch_averager
+from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
+from hvd_ckpt.bench.local.command import METHODS, LocalJob, Method, MethodResult
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.models.objectives import Objective
@@ -24,12 +25,14 @@ from hvd_ckpt.training.optim import Schedule, build_optimizer
 WARM_UP = 3  # steps that are not timed
 EVALUATED = 512  # samples, the same ones each time
 EVALUATION_BATCH = 32
+TORCHFT_TIMEOUT = timedelta(seconds=120)
+_kept: list[Any] = []  # of torchft, which must outlive a method
 
 
-def measure(job: LocalJob) -> RankResult:
-    """One rank's part of a job."""
+def measure(job: LocalJob) -> dict[str, MethodResult]:
+    """One rank's part of a job: what it finds out about each method."""
     hc.init()
-    return RankResult(torch.get_num_threads(), {name: _train(job, METHODS[name]) for name in job.methods})
+    return {name: _train(job, METHODS[name]) for name in job.methods}
 
 
 def _train(job: LocalJob, method: Method) -> MethodResult:
@@ -78,26 +81,74 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
     return result
 
 
-def _optimizer(method: Method, job: LocalJob, model: nn.Module) -> tuple[Any, Any]:
+def _no_average() -> None:
+    """What is called after each step where the optimizer itself averages or reduces."""
+
+
+def _optimizer(method: Method, job: LocalJob, model: nn.Module) -> tuple[Any, Callable[[], None]]:
     """An optimizer, and what is called after each step."""
     bare = build_optimizer("adamw", model, job.lr, 0.01, {})
     named = model.named_parameters()
     if method.of == "torch":
-        return bare, torch_averager(model, method.every, job.folder / "rendezvous")
+        return bare, _torch_averager(model, method.every, job.folder)
     if method.of == "torchft":
-        add_torchft_diloco(model, bare, method.every, job.outer_lr, job.outer_momentum)
-        return bare, _nothing
+        _add_torchft_diloco(model, bare, method.every, job.outer_lr, job.outer_momentum)
+        return bare, _no_average
     if not method.every:
-        return hc.DistributedOptimizer(bare, named_parameters=named), _nothing
+        return hc.DistributedOptimizer(bare, named_parameters=named), _no_average
     outer = hc.Nesterov(job.outer_lr, job.outer_momentum) if method.outer else None
     ours = hc.LocalSGD(
         bare, named, method.every, outer, fragments=method.fragments, delay=method.delay, wire=method.wire
     )
-    return ours, _nothing
+    return ours, _no_average
 
 
-def _nothing() -> None:
-    pass
+def _torch_averager(model: nn.Module, every: int, folder: Path) -> Callable[[], None]:
+    """PyTorch's averages of parameters, over Gloo; the result is to be called after each step."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    if not torch.distributed.is_initialized():
+        join_torch(folder, hc.rank(), hc.size())
+    averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
+    return lambda: averager.average_parameters(model.parameters())
+
+
+def _add_torchft_diloco(
+    model: nn.Module, optimizer: torch.optim.Optimizer, every: int, lr: float, momentum: float
+) -> None:
+    """Has torchft's hooks average the model after each ``every`` steps of the optimizer; each rank is a replica group."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft._torchft import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    port = None
+    if hc.rank() == 0:
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=hc.size())
+        _kept.append(server)
+        port = server.address().rpartition(":")[2]
+    port = hc.broadcast_object(port, root_rank=0)
+    distributed: Any = torch.distributed  # whose stores have no types
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TORCHFT_TIMEOUT),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=hc.size(),
+        use_async_quorum=False,
+        timeout=TORCHFT_TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=f"http://127.0.0.1:{port}",
+        replica_id=f"rank{hc.rank()}",
+        hostname="127.0.0.1",
+        init_sync=False,
+    )
+    outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=True)
+    diloco = DiLoCo(manager, [model], optimizer, outer, every, pin_memory=False)
+    diloco.__enter__()
+    _kept.extend([store, manager, diloco])
 
 
 def _sent(method: Method, job: LocalJob, model: nn.Module, optimizer: Any) -> int:

@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure
-from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, save_figure, shown
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
 
 if TYPE_CHECKING:
@@ -32,7 +39,6 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 WORKLOADS = ("gpt", "resnet")
 PAIRS, QUICK_PAIRS = 5, 1
 STEPS, QUICK_STEPS = 5, 1
-MIB = 1 << 20
 COLUMNS = (
     "workload", "np", "schedule", "engine", "step ms", "of torch", "of ideal",
     "peak MiB", "of unstaged", "recomputing", "sent MiB",
@@ -112,9 +118,7 @@ class Case:
 @count_option("--rounds", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @count_option("--steps", help="Timed steps per job.", default=STEPS, quick=QUICK_STEPS)
 @quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one job."
-)
+@timeout_option(600)
 def pipeline(
     run: BenchRun,
     sizes: str | None,
@@ -140,14 +144,8 @@ def pipeline(
     counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
     for name in chosen:
         check_controller(CONTENDERS[name][2])
-    settings = {
-        "engines": chosen,
-        "np": counts,
-        "workloads": names,
-        "schedules": kinds,
-        "chunks": chunks,
-        "rounds": rounds,
-    }
+    settings: dict[str, Any] = {"engines": chosen, "np": counts, "workloads": names}
+    settings |= {"schedules": kinds, "chunks": chunks, "rounds": rounds}
     cases = [Case(name, size, kind, chunks) for name in names for size in counts for kind in kinds]
     unstaged = {name: Case(name, 1, UNSTAGED, chunks) for name in names}
     costs: dict[str, list[float]] = {}
@@ -162,18 +160,9 @@ def pipeline(
                 continue
             folder = run.jobs / f"round{number + 1}-np{size}-{name}"
             job = Job(
-                folder,
-                size,
-                program,
-                names,
-                kinds,
-                chunks,
-                steps,
-                1 if quick else 2,
-                quick,
-                costs,
-                number == 0,
-            )
+                folder, size, program, names, kinds, chunks, steps,
+                warm_up=1 if quick else 2, quick=quick, costs=costs, details=number == 0,
+            )  # fmt: skip
             try:
                 ranks = run_job(job, RankResult, controller, timeout, threads=1)
             except JobError as error:
@@ -206,7 +195,7 @@ def make_report(
     table = Table(COLUMNS, [_row(one) for one in results], left=("workload", "schedule", "engine"), folded=3)
     return Report(
         "Pipeline stages, timed",
-        {**machine_facts(threads=1), **{name: str(value) for name, value in settings.items()}},
+        machine_facts(1, settings),
         [table],
         results,
         remarks=[f"{where}: {why}" for where, why in failures.items()],
@@ -235,22 +224,17 @@ def _result(case: Case, title: str, whole: Case) -> dict[str, Any]:
 
 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
-    held, peak = result["unstaged_peak_bytes"], result["peak_bytes"]
-    recomputed, sent = result["recomputed_peak_bytes"], result["sent_bytes"]
+    held, peak, recomputed = (result[f"{name}peak_bytes"] for name in ("unstaged_", "", "recomputed_"))
     return (
         *(str(result[name]) for name in ("workload", "np", "schedule", "engine")),
-        _shown(1000 * quartiles(result["jobs"]).median if result["jobs"] else None, ".0f"),
-        "1" if result["engine"] == TORCH else _shown(result["of_torch"], ".2f"),
-        _shown(result["of_ideal"], ".2f"),
-        _shown(peak and peak / MIB, ".1f"),
-        _shown(peak and held and peak / held, ".2f"),
-        _shown(recomputed and held and recomputed / held, ".2f"),
-        _shown(None if sent is None else sent / MIB, ".2f"),
+        shown(1000 * statistics.median(result["jobs"]) if result["jobs"] else None, ".0f"),
+        "1" if result["engine"] == TORCH else shown(result["of_torch"], ".2f"),
+        shown(result["of_ideal"], ".2f"),
+        mebibytes(peak),
+        shown(peak and held and peak / held, ".2f"),
+        shown(recomputed and held and recomputed / held, ".2f"),
+        mebibytes(result["sent_bytes"], ".2f"),
     )
-
-
-def _shown(value: float | Quartiles | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def draw(folder: Path, cases: Sequence[Case]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob, join_torch, run_rank
 from hvd_ckpt.bench.harness.workloads import Workload, workload
 from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.memory import recording_peak
@@ -275,12 +275,7 @@ def measure(job: Job) -> RankResult:
     if kind is Ours:
         hc.init(stages=job.size)
     elif kind is Torch:
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{job.folder / 'rendezvous'}",
-            rank=launched_rank() or 0,
-            world_size=job.size,
-        )
+        join_torch(job.folder, launched_rank() or 0, job.size)
     result = RankResult()
     for name in job.workloads:
         if kind is Unstaged and job.details:

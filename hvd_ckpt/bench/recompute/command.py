@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    count_option,
+    job_options,
+    quick_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, check_device, job_options, split_names
+from hvd_ckpt.command_line import BadArgument, check_controller, check_device, split_names
 
 if TYPE_CHECKING:
     import torch
@@ -114,23 +121,16 @@ def recompute(
         "precision": precision,
     }
     plan = list(itertools.product(names, sizes, counts))
-    jobs = run.jobs
     with run.progress(len(plan)) as progress:
         for name, size, count in plan:
             what = name if size == 1 else f"{name}, {size} ranks"
             progress.start(what)
             batch = None if count is None else count // size
+            folder = run.jobs / f"{name}-np{size}-{count}"
             job = RecomputeJob(
-                jobs / f"{name}-np{size}-{count}",
-                size,
-                name,
-                scale,
-                batch,
-                families,
-                wishes,
-                rounds,
-                "bfloat16" if precision == "bf16" else None,
-            )
+                folder, size, name, scale, batch, families, wishes, rounds,
+                autocast="bfloat16" if precision == "bf16" else None,
+            )  # fmt: skip
             case = Case.of(job)
             if batch is not None and place.type == "cpu":
                 case.left_out = _too_large(job)

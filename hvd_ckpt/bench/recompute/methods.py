@@ -127,15 +127,9 @@ def segment_counts(blocks: int) -> list[int]:
 
 
 def _sequential(count: int) -> Builder:
-    def build(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
-        return functools.partial(_run_sequential, model, count)
-
-    return build
-
-
-def _run_sequential(model: nn.Sequential, count: int, hidden: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = checkpoint_sequential(model, count, hidden, use_reentrant=False)  # type: ignore[no-untyped-call]
-    return output
+    return lambda model, inputs, needed: functools.partial(
+        checkpoint_sequential, model, count, use_reentrant=False
+    )
 
 
 def _blocks(stride: int) -> Builder:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_ckpt.bench.harness.report import Report, Table, plain, save_figure
-from hvd_ckpt.bench.harness.stats import Quartiles
+from hvd_ckpt.bench.harness.report import Report, Table, mebibytes, save_figure, shown
 from hvd_ckpt.bench.recompute.case import Case
 from hvd_ckpt.bench.recompute.measure import Entry
 from hvd_ckpt.bench.recompute.methods import KEEP, OURS
@@ -16,7 +14,6 @@ from hvd_ckpt.bench.recompute.methods import KEEP, OURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MIB = 1 << 20
 PICTURE = "recompute.png"
 COLUMNS = ("method", "peak MiB", "peak ratio", "time ratio", "result", "plan: peak MiB", "plan: time ratio")
 PLAN_COLUMNS = (
@@ -72,7 +69,7 @@ def method_table(case: Case) -> Table:
             continue
         plan = case.answer(entry.name)
         ours = "none" if plan is not None and not plan.runs else _mib(plan)
-        rows[entry.name] = (*_figures(case, entry), ours, _spread(plan.ratio(entry) if plan else None))
+        rows[entry.name] = (*_figures(case, entry), ours, shown(plan.ratio(entry) if plan else None, ".2f"))
     return Table(COLUMNS, list(rows.values()), _title(case), left=("method", "result"))
 
 
@@ -99,7 +96,7 @@ def _fails(case: Case, entry: Entry) -> bool:
 
 def _figures(case: Case, entry: Entry) -> tuple[str, ...]:
     """The first columns of every row."""
-    time = "1" if entry.family == KEEP else _spread(case.time_of_keep(entry))
+    time = "1" if entry.family == KEEP else shown(case.time_of_keep(entry), ".2f")
     return entry.name, _mib(entry), _ratio(entry.peak_bytes, case.keep.peak_bytes), time, entry.same
 
 
@@ -131,14 +128,14 @@ def result(case: Case) -> dict[str, Any]:
     def entry(one: Entry) -> dict[str, Any]:
         answer = case.answer(one.name)
         return {
-            **dataclasses.asdict(one),
-            "time_of_keep": plain(case.time_of_keep(one)),
-            "our_time_of_it": plain(answer and answer.ratio(one)),
+            **vars(one),
+            "time_of_keep": case.time_of_keep(one),
+            "our_time_of_it": answer and answer.ratio(one),
         }
 
     smallest = case.smallest()
     return {
-        **dataclasses.asdict(case),
+        **vars(case),
         "entries": [entry(one) for one in case.entries],
         "plans": [entry(one) for one in case.plans],
         "smallest_peak_ratio": smallest and smallest[2],
@@ -200,12 +197,8 @@ def _title(case: Case) -> str:
 
 
 def _mib(entry: Entry | None) -> str:
-    return "-" if entry is None or entry.peak_bytes is None else f"{entry.peak_bytes / MIB:.1f}"
+    return mebibytes(None if entry is None else entry.peak_bytes)
 
 
 def _ratio(one: float | None, other: float | None, digits: int = 2) -> str:
     return f"{one / other:.{digits}f}" if one is not None and other else "-"
-
-
-def _spread(ratio: Quartiles | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    check_replicas,
+    count_option,
+    quick_option,
+    timeout_option,
+    whole_numbers,
+)
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
@@ -70,9 +78,7 @@ class Column:
     f"[default: {CURVES}; with --quick 0]",
 )
 @quick_option("Two of the workloads.")
-@click.option(
-    "--timeout", type=click.FloatRange(1), default=900, show_default=True, help="Seconds for one job."
-)
+@timeout_option(900)
 def replicas(
     run: BenchRun,
     replicas: int,
@@ -93,11 +99,7 @@ def replicas(
     from hvd_ckpt.bench.replicas.job import WORKLOADS, Job, RankResult
 
     counts = whole_numbers("--np", sizes, "ranks")
-    wrong = next((one for one in (replicas, *counts) if one & (one - 1) or one > replicas), None)
-    if wrong is not None:
-        raise BadArgument(
-            f"--replicas {replicas}, --np {sizes}: give powers of two up to --replicas, not {wrong}"
-        )
+    check_replicas(replicas, counts)
     names = QUICK if quick else tuple(WORKLOADS)
     if workloads is not None:
         numbers = whole_numbers("--workloads", workloads, "a workload")
@@ -152,7 +154,7 @@ def train_curves(
     timeout: float,
 ) -> Curves:
     """Trains a GPT on each number of ranks, with stock Horovod and as logical replicas."""
-    from hvd_ckpt.bench.replicas.curves import Job, Losses
+    from hvd_ckpt.bench.replicas.curves import Job
 
     curves = Curves()
     for stock, kind in ((True, "stock Horovod"), (False, f"{replicas} logical replicas")):
@@ -162,7 +164,7 @@ def train_curves(
             folder = run.jobs / f"curve-{'stock' if stock else 'replicas'}-np{count}"
             try:
                 job = Job(folder, count, replicas, stock, steps)
-                curves.losses[kind][count] = run_job(job, Losses, controller, timeout, threads=1)[0].losses
+                curves.losses[kind][count] = run_job(job, list[float], controller, timeout, threads=1)[0]
             except JobError as error:
                 curves.failures.append(f"np={count} {controller}, losses of {kind}: {error}")
     return curves
@@ -193,22 +195,17 @@ def make_report(
     curves: Curves | None = None,
 ) -> Report:
     """The report of all jobs so far."""
-    done = [column for column in columns if column.result is not None]
-    titles: list[str] = []
-    for column in done:
-        assert column.result is not None
-        titles += [column.title, *(["resumed"] if column.result.resumed else [])]
+    done = [(column.title, column.result) for column in columns if column.result is not None]
+    hashes: list[tuple[str, dict[str, str]]] = []
+    for title, result in done:
+        hashes += [(title, result.whole), *([("resumed", result.resumed)] if result.resumed else [])]
     rows, results, several = [], [], []
     for name in names:
-        found = []
-        for column in done:
-            assert column.result is not None
-            found.append(column.result.whole[name])
-            found += [column.result.resumed[name]] if name in column.result.resumed else []
+        found = [of_run[name] for _, of_run in hashes]
         one = len(set(found)) == 1
         several += [] if one else [name]
         rows.append((name, *found, "yes" if one else "NO"))
-        skipped = sorted({column.result.overflows[name] for column in done if column.result is not None})
+        skipped = sorted({result.overflows[name] for _, result in done})
         results.append({"workload": name, "hashes": found, "one": one, "skipped_steps": skipped})
     failures = [f"{column.title}: {column.failure}" for column in columns if column.failure is not None]
     if curves is not None:
@@ -217,8 +214,8 @@ def make_report(
     success = len(done) == len(columns) and not several
     return Report(
         "Logical replicas: one hash on any number of ranks",
-        {**machine_facts(threads=1), **{name: str(value) for name, value in settings.items()}},
-        [Table(("workload", *titles, "one hash"), rows, left=("workload",))],
+        machine_facts(1, settings),
+        [Table(("workload", *(title for title, _ in hashes), "one hash"), rows, left=("workload",))],
         results,
         remarks=failures + [f"{name}: several hashes" for name in several],
         notes=NOTES,

@@ -6,7 +6,7 @@ Both draw the same samples for each step, and divide them among however many ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,23 +41,16 @@ class Job(RankJob):
     steps: int
 
 
-@dataclass
-class Losses:
-    """The mean loss of each step, over all samples."""
-
-    losses: list[float] = field(default_factory=list)
-
-
-def measure(job: Job) -> Losses:
-    """Trains on one rank."""
+def measure(job: Job) -> list[float]:
+    """Trains on one rank; the mean loss of each step, over all samples."""
     options = {"width": 32, "heads": 2, "layers": 2, "dropout": 0.1}
     parts = assemble(Config("gpt-tiny", model_options=options, sequence_length=32, seed=SEED))
     return (_stock if job.stock else _replicas)(job, parts)
 
 
-def _replicas(job: Job, parts: Assembly) -> Losses:
+def _replicas(job: Job, parts: Assembly) -> list[float]:
     hc.init()
-    model, found = parts.model, Losses()
+    model, found = parts.model, list[float]()
     optimizer: Any = hc.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
         named_parameters=model.named_parameters(),
@@ -70,15 +63,15 @@ def _replicas(job: Job, parts: Assembly) -> Losses:
             with replica:
                 losses.append(_pass(parts, _samples(parts, step, replica.index, job.replicas, job.replicas)))
         optimizer.step()
-        found.losses.append(optimizer.replicas.mean(losses))
+        found.append(optimizer.replicas.mean(losses))
     return found
 
 
-def _stock(job: Job, parts: Assembly) -> Losses:
+def _stock(job: Job, parts: Assembly) -> list[float]:
     import horovod.torch as hvd
 
     hvd.init()
-    model, found = parts.model, Losses()
+    model, found = parts.model, list[float]()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), named_parameters=model.named_parameters()
     )
@@ -88,7 +81,7 @@ def _stock(job: Job, parts: Assembly) -> Losses:
         optimizer.zero_grad()
         loss = _pass(parts, _samples(parts, step, hvd.rank(), hvd.size(), job.replicas))
         optimizer.step()
-        found.losses.append(float(hvd.allreduce(loss)))
+        found.append(float(hvd.allreduce(loss)))
     return found
 
 

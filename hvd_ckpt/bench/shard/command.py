@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, quick_option
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, job_options, quick_option
 from hvd_ckpt.bench.harness.report import Report, machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
+from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.shard.job import Training
@@ -125,17 +125,19 @@ def _stages(
     how: dict[str, Any],
 ) -> None:
     """Measure the memory of each engine in a job of its own, then time all that have not failed; ``quick``: in one job."""
-    from hvd_ckpt.bench.shard.job import ENGINES, RankResult, ShardJob
+    from hvd_ckpt.bench.shard.engines import build
+    from hvd_ckpt.bench.shard.job import ENGINES, Findings, ShardJob
     from hvd_ckpt.bench.shard.results import NOTES, PICTURE, Result, Results
 
-    results = Results(size, training.passes, [Result(configuration) for configuration in everyone])
+    elements = sum(parameter.numel() for parameter in build(training).parameters())
+    results = Results(size, training.passes, elements, [Result(configuration) for configuration in everyone])
 
     def measure(chosen: list[Result], name: str, *, memory: bool, rounds: int) -> None:
         job = ShardJob(
             run.jobs / name, size, tuple(one.configuration for one in chosen), training, memory, rounds
         )
         try:
-            results.take(run_job(job, RankResult, **how), chosen, memory=memory)
+            results.take(run_job(job, dict[str, Findings], **how), chosen, memory=memory)
         except JobError as error:
             if rounds:
                 results.failure = str(error)
@@ -162,8 +164,8 @@ def _stages(
 
     facts |= {
         "rounds": str(rounds),
-        "model": f"{results.elements} parameters",
-        "threads per rank": str(results.threads),
+        "model": f"{elements} parameters",
+        "threads per rank": str(how["threads"]),
     }
     tables = [results.time_table(), results.memory_table()]
     found = results.for_programs()

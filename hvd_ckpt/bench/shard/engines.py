@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.jobs import join_torch
+from hvd_ckpt.bench.harness.report import MIB
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
 from hvd_ckpt.data.tokens import Tokens
 from hvd_ckpt.models.chain import Chain
@@ -21,7 +23,6 @@ from hvd_ckpt.models.gpt import GPTBlock
 LEARNING_RATE = 1e-3
 SEED = 0
 STRIDE = 7919  # windows from one sample to the next; prime, so that all windows have their turn
-MIB = 1 << 20
 Adam = torch.optim.Adam
 
 
@@ -188,9 +189,7 @@ def join(folder: Path, rank: int, size: int) -> None:
     """Initialize ``torch.distributed`` over Gloo, beside Horovod; DeepSpeed uses it, too."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size
-    )
+    join_torch(folder, rank, size)
 
 
 class DDP(Session):

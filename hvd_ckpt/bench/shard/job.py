@@ -128,18 +128,3 @@ class Findings:
     counted: int = 0
     seconds: list[float] = field(default_factory=list)
     failure: str | None = None
-
-
-@dataclass
-class RankResult:
-    """The result of one rank.
-
-    Attributes:
-        threads: CPU threads that PyTorch used.
-        elements: of all parameters of the model.
-        findings: by the configuration's name.
-    """
-
-    threads: int
-    elements: int
-    findings: dict[str, Findings]

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.harness.report import Table, plain, save_figure
+from hvd_ckpt.bench.harness.report import MIB, Table, mebibytes, save_figure, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings, RankResult
+from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings
 
-MIB = 1 << 20
 ITEM = 4  # bytes of a parameter
 PICTURE = "shard.png"
 TIME_COLUMNS = (
@@ -103,23 +102,21 @@ class Results:
     Attributes:
         size: number of ranks.
         passes: micro-batches of a step.
+        elements: of all parameters.
         all: in the order of the tables.
-        elements: of all parameters; ``threads``: of each rank.
         failure: why there are no times, in one line.
     """
 
     size: int
     passes: int
-    all: list[Result] = field(default_factory=list)
-    elements: int = 0
-    threads: int = 0
+    elements: int
+    all: list[Result]
     failure: str | None = None
 
-    def take(self, ranks: Sequence[RankResult], chosen: Iterable[Result], *, memory: bool) -> None:
+    def take(self, ranks: Sequence[dict[str, Findings]], chosen: Iterable[Result], *, memory: bool) -> None:
         """Add the results of a job about some configurations: everything, or without ``memory`` the times."""
-        self.elements, self.threads = ranks[0].elements, ranks[0].threads
         for result in chosen:
-            found = [rank.findings[result.configuration.name] for rank in ranks]
+            found = [rank[result.configuration.name] for rank in ranks]
             failures = [one.failure for one in found if one.failure is not None]
             if failures:
                 result.failure = failures[0]
@@ -173,14 +170,12 @@ class Results:
         def row(one: Result) -> tuple[str, ...]:
             return (
                 *_who(one),
-                _number(
-                    quartiles([1000 * seconds for seconds in one.seconds]) if one.seconds else None, ".0f"
-                ),
-                _number(self.samples_per_second(one), ".1f"),
-                _number(self.of_best_baseline(one), ".2f"),
-                _mebibytes(one.mean("counted")),
-                _number(self.model_volumes(one), ".2f"),
-                _number(self.loss_difference(one), ".1e"),
+                shown(quartiles([1000 * seconds for seconds in one.seconds]) if one.seconds else None, ".0f"),
+                shown(self.samples_per_second(one), ".1f"),
+                shown(self.of_best_baseline(one), ".2f"),
+                mebibytes(one.mean("counted")),
+                shown(self.model_volumes(one), ".2f"),
+                shown(self.loss_difference(one), ".1e"),
             )
 
         return Table(
@@ -194,9 +189,9 @@ class Results:
             kinds, on_disk = one.kinds(), one.mean("on_disk")
             rows.append((
                 *_who(one),
-                *(_mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state")),
-                _mebibytes(on_disk) if on_disk else "-",
-                *(_mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))),
+                *(mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state")),
+                mebibytes(on_disk or None),
+                *(mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))),
                 f"{one.states / self.elements:.2f}",
             ))  # fmt: skip
         return Table(MEMORY_COLUMNS, rows, "Memory of a rank, MiB", left=MEMORY_COLUMNS[:2])
@@ -211,13 +206,13 @@ class Results:
         return [
             {
                 "configuration": one.configuration.name,
-                **dataclasses.asdict(one.configuration),
+                **vars(one.configuration),
                 "seconds": one.seconds,
-                "of_best_baseline": plain(self.of_best_baseline(one)),
+                "of_best_baseline": self.of_best_baseline(one),
                 "model_volumes": self.model_volumes(one) if one.ranks else None,
                 "loss_difference": self.loss_difference(one),
                 "kinds": one.kinds() if one.ranks else {},
-                "ranks": plain(one.ranks),
+                "ranks": one.ranks,
                 "failure": one.failure,
             }
             for one in self.all
@@ -256,11 +251,3 @@ class Results:
 
 def _who(one: Result) -> tuple[str, str]:
     return one.configuration.title, "yes" if one.configuration.recompute else "no"
-
-
-def _number(value: float | Quartiles | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _mebibytes(value: float) -> str:
-    return f"{value / MIB:.1f}"

@@ -14,7 +14,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
-from hvd_ckpt.bench.harness.report import Table
+from hvd_ckpt.bench.harness.report import Table, mebibytes
 from hvd_ckpt.bench.shard.engines import Ours, Samples, build, loss
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
 from hvd_ckpt.sharding.formats import WireFormat, wire_formats
@@ -22,7 +22,6 @@ from hvd_ckpt.sharding.formats import WireFormat, wire_formats
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 STAGES = (2, 3)
 LAST = 20  # steps whose mean loss is the final one
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ def wire_table(runs: Sequence[Run]) -> Table:
         to_fp32 = _spread(run.against(exact), "+")
         errors = (f"{run.gradient_error:.1e}", f"{run.weight_error:.1e}")
         of_fp32 = f"{run.sent / exact.sent:.3f}" if exact.sent else "-"
-        rows.append((str(run.stage), run.format, final, to_fp32, *errors, f"{run.sent / MIB:.2f}", of_fp32))
+        rows.append(
+            (str(run.stage), run.format, final, to_fp32, *errors, mebibytes(run.sent, ".2f"), of_fp32)
+        )
     columns = (
         "stage", "format", "final loss", "to fp32", "error of gradients", "error of weights", "MiB a step", "of fp32"
     )  # fmt: skip

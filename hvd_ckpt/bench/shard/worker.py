@@ -21,7 +21,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import reason, run_rank
 from hvd_ckpt.bench.harness.stats import alternating
 from hvd_ckpt.bench.shard.engines import SESSIONS, Samples, Session, build, join, loss
-from hvd_ckpt.bench.shard.job import Configuration, Findings, RankResult, ShardJob
+from hvd_ckpt.bench.shard.job import Configuration, Findings, ShardJob
 from hvd_ckpt.memory import measure_peak, recording_marks
 
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
@@ -155,8 +155,8 @@ def _bytes(shapes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> int:
     return sum(torch.Size(shape).numel() * ITEM_BYTES.get(dtype, 4) for shape, dtype in pairs if dtype)
 
 
-def measure(job: ShardJob) -> RankResult:
-    """One rank's part of a job."""
+def measure(job: ShardJob) -> dict[str, Findings]:
+    """One rank's part of a job: what it finds out about each configuration, by name."""
     hc.init()
     bench = Bench(job)
     running = list(job.configurations)
@@ -172,8 +172,7 @@ def measure(job: ShardJob) -> RankResult:
             running.remove(configuration)
     if job.rounds:
         bench.time(running)
-    elements = sum(parameter.numel() for parameter in build(job.training).parameters())
-    return RankResult(torch.get_num_threads(), elements, bench.findings)
+    return bench.findings
 
 
 if __name__ == "__main__":

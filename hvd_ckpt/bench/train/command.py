@@ -6,6 +6,7 @@ Exit status 0 if both loops ran and did the same, 1 if not, 2 for a bad argument
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, plain
-from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.command_line import BadArgument, check_controller, job_options, split_names
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, job_options, whole_numbers
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
+from hvd_ckpt.bench.harness.stats import Quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 COLUMNS = ("model", "micro-batches", "trainer ms", "by hand ms", "ratio", "same weights")
 NOTES = (
@@ -115,7 +116,7 @@ class Case:
         name, ratio = (self.model, str(self.accumulate)), self.ratio
         if ratio is None:
             return (*name, "-", "-", "-", "failed")
-        times = (f"{quartiles(times).median * 1000:.1f}" for times in (self.trainer, self.by_hand))
+        times = (f"{statistics.median(times) * 1000:.1f}" for times in (self.trainer, self.by_hand))
         return (*name, *times, f"{ratio:.3f}", "no" if self.differences else "yes")
 
 
@@ -178,16 +179,12 @@ def train(
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
     """The report of the cases so far."""
-    facts = {
-        **machine_facts(),
-        **{name: str(value) for name, value in settings.items()},
-        "threads per rank": str(max(case.threads for case in cases)),
-    }
+    threads = max(case.threads for case in cases)
     return Report(
         "The training loop beside a loop written by hand",
-        facts,
+        machine_facts(settings={**settings, "threads per rank": threads}),
         [Table(COLUMNS, [case.row() for case in cases], left=("model", "same weights"), folded=1)],
-        [{**plain(case), "ratio": case.ratio, "passed": case.passed} for case in cases],
+        [{**vars(case), "ratio": case.ratio, "passed": case.passed} for case in cases],
         remarks=[case.remark() for case in cases if not case.passed],
         notes=NOTES,
         settings=settings,

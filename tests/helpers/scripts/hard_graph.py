@@ -7,13 +7,13 @@ Each run is trained with one VARIANT: none, reentrant or nonreentrant.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 
 import torch
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.compare.training import fingerprint
 
 STEPS = 6
 
@@ -50,10 +50,7 @@ def run(variant: str) -> tuple[str, int]:
         optimizer.zero_grad()
         (model(torch.randn(16, 64)) - 1).square().mean().backward()
         optimizer.step()
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()[:16], len(optimizer.reduction_stats.last.launch_order)
+    return fingerprint(model.named_parameters())[:16], len(optimizer.reduction_stats.last.launch_order)
 
 
 def main(variants: list[str]) -> None:

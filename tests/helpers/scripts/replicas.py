@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.replicas.job import tensors_of
 from hvd_ckpt.models.densenet import densenet
 from hvd_ckpt.models.gpt import gpt
 
@@ -168,7 +169,7 @@ def train(case: Case, shard: str, replicas: int, saved: Path, resume: bool) -> s
     digest = hashlib.sha256(str(told).encode())
     state = optimizer.full_state_dict(all_ranks=True)
     for tensor in tensors_of([model.state_dict(), state["state"]]):
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -187,17 +188,6 @@ def compute(case: Case, model: nn.Module, scaler: Any, step: int, replica: int, 
         scaler.scale(loss).backward()
         total += loss.item()
     return total
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value.reshape(-1)
-    elif isinstance(value, dict):
-        for _, each in sorted(value.items(), key=lambda item: str(item[0])):
-            yield from tensors_of(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_of(each)
 
 
 def main() -> None:

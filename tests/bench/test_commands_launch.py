@@ -1,0 +1,111 @@
+"""Benchmark commands in short, as whole commands that start jobs; the others run their job in the ranks of ``test_commands.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.compare import stages
+from hvd_ckpt.bench.compare.command import compare
+from hvd_ckpt.bench.faults.kill import FaultPlan, Kill
+from hvd_ckpt.bench.local.command import can_throttle
+
+pytestmark = pytest.mark.launch
+
+Run = Callable[..., tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a command, which must succeed; returns its output and ``results.json``. The report is in ``tmp_path / "report"``."""
+
+    def run(command: click.Command, *arguments: str) -> tuple[str, dict[str, Any]]:
+        result = CliRunner().invoke(command, [*arguments, "--output", str(tmp_path / "report")])
+        assert isinstance(result.exception, SystemExit | None), result.exception
+        assert result.exit_code == 0, result.output
+        return result.output, json.loads((tmp_path / "report" / "results.json").read_text())
+
+    return run
+
+
+def test_methods_of_local_sgd_send_what_they_say(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 60)
+    options = ("--quick", "--methods", "int8-50,torch-50", "--steps", "50", "--link-steps", "4")
+    found = run(bench, "local", *options, "--text", str(text))[1]["results"]
+    sent = {one["method"]: one["sent"] for one in found}
+    assert 3.6 < sent["torch-50"] / sent["int8-50"] < 4  # a byte for each value, and scales
+    for one in found:
+        assert len(one["curves"][0]) == len(one["points"]) == 3 and one["rates"][0] > 0
+        assert (one["on_link"] is not None) == can_throttle()
+    assert (tmp_path / "report" / "losses-np2.png").exists()
+
+
+def test_replicas_have_one_hash_on_any_number_of_ranks(run: Run) -> None:
+    """On 1 and 4 ranks, and resumed; over MPI: tests/reduction/test_replicas_launch.py."""
+    _, report = run(bench, "replicas", "--quick", "--np", "1,4", "--controllers", "gloo", "--curves", "2")
+    *_, ours = report["losses"].values()
+    assert len(report["losses"]) == 2 and ours["1"] == ours["4"] and len(ours["1"]) == 2
+    found = report["results"]
+    assert all(one["one"] and len(one["hashes"]) >= 3 for one in found)
+    assert len({one["hashes"][0] for one in found}) == len(found) == 2
+    assert found[0]["skipped_steps"][0] > 0  # where the loss scale found an overflow
+
+
+def test_engines_of_pipeline_take_the_same_steps(run: Run, tmp_path: Path) -> None:
+    options = ("--workloads", "gpt", "--schedules", "1f1b,interleaved", "--engines", "gloo,torch")
+    found = run(bench, "pipeline", "--quick", *options)[1]["results"][1:]
+    assert [(one["schedule"], one["engine"]) for one in found] == [
+        (schedule, engine)
+        for schedule in ("1f1b", "interleaved")
+        for engine in ("hvd_ckpt, Gloo", "torch, Gloo")
+    ]
+    for one in found:
+        assert one["jobs"] and one["of_ideal"] and 0 < one["peak_bytes"] < one["unstaged_peak_bytes"]
+    sent = [one["sent_bytes"] for one in found]
+    for ours, theirs in zip(sent[::2], sent[1::2]):
+        assert 0 < theirs <= ours < 2 * theirs  # lengths of headers, random states and the loss
+    for rank in found[0]["timelines"]:
+        kinds = [span["kind"] for span in rank]
+        assert kinds.count("forward") == kinds.count("backward") == 8
+        assert {"wait", "recompute"} <= set(kinds)
+    assert list((tmp_path / "report").glob("timeline-*.png"))
+
+
+def test_stages_are_right_where_micro_batches_have_unevenly_many_tokens(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "SCHEDULES", ("1f1b",))
+    found = run(compare, "--stages", "2", "--scenarios", "weighted")[1]["results"]
+    assert {one["engine"]: one["status"] for one in found} == {
+        "hvd_ckpt, 1f1b": "right",
+        "torch, 1f1b": "wrong",
+    }
+
+
+def test_a_killed_run_ends_as_the_undisturbed_one_and_killed_saves_leave_a_good_snapshot(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = Kill("all ranks", "SIGKILL", "step", 20, 0.0)
+    monkeypatch.setattr(
+        "hvd_ckpt.bench.faults.kill.draw_plan", lambda seed, *_: FaultPlan(seed, 1, "gloo", (kill,))
+    )
+    file = tmp_path / "results.jsonl"
+    options = ("--np", "1", "--seed", "8", "--runs", "1", "--saves", "2", "--add", str(file))
+    output, report = run(bench, "faults", *options)
+    (killed,) = report["results"]["kill"]["found"]
+    assert (killed["seed"], killed["restarts"], killed["differences"]) == (8, 1, [])
+    assert (killed["lost"], killed["left"]) == (0, 0)
+    assert [one["signal"] for one in killed["kills"]] == ["SIGKILL"]
+    saves = report["results"]["save"]["found"]
+    assert [one["fault"] for one in saves] == [None] * 2
+    assert {one["writer"] for one in saves} == {"blocking", "background"}
+    assert len(file.read_text().splitlines()) == 3
+    assert "1 of 1 runs" in output and "2 of 2 kills" in output
