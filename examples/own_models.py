@@ -5,8 +5,9 @@
         --metric iou=own_models:iou
     horovodrun -np 2 hvd-ckpt train --model own_models:vit --data own_models:digits --loss torch.nn.functional:cross_entropy
 
-Both models are chains (``nn.Sequential``), so ``--stages 2`` cuts them into pipeline stages and ``--budget 0.5x`` plans what is
-recomputed. The skip connections of the U-Net go by name, straight to the stage that needs them.
+Both models are chains (``nn.Sequential``), so ``--stages 2`` cuts them into pipeline stages. The skip connections of the U-Net go
+by name, straight to the stage that needs them; a model that has some cannot be planned, so ``--budget 0.5x`` is for the
+vision transformer.
 """
 
 from itertools import pairwise

@@ -54,10 +54,18 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"no {what} '{name}'{hint} Known: {', '.join(known)}"
 
 
+def printable(text: str, but: str = "\n\t") -> str:
+    """A text whose characters can all be shown on a terminal: others are escaped, ``but`` these."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(one if one.isprintable() or one in but else ascii(one)[1:-1] for one in text)
+    )
+
+
 def one_line(message: str) -> str:
     """A message as one line of printable characters, cut in the middle if it is very long: it may quote what somebody has made."""
-    if not message.isprintable():
-        message = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in message)
+    message = printable(message, but="")
     return message if len(message) <= LONGEST else f"{message[: LONGEST - 300]} ... {message[-290:]}"
 
 

@@ -5,12 +5,14 @@ Exit status 0 with text, 2 if the run cannot be used, or its model does not pred
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from hvd_ckpt.cli.export import snapshot_of
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.text import printable
 
 
 @click.command("generate", cls=OneLineErrors)
@@ -44,15 +46,16 @@ def generate(
     from hvd_ckpt.training.trained import generate as texts
 
     shown = text = ""
+    plain = printable if sys.stdout.isatty() else str
     try:
         for number, text in enumerate(
             texts(snapshot_of(Path(run)), prompt, tokens, temperature, top_k, seed, ema)
         ):
             if number == 0:
-                click.echo(prompt, nl=False)
+                click.echo(plain(prompt), nl=False)
             if text.startswith(shown) and not text.endswith("\ufffd"):  # the first bytes of a character
-                click.echo(text[len(shown) :], nl=False)
+                click.echo(plain(text[len(shown) :]), nl=False)
                 shown = text
     except (SnapshotError, Wrong, ValueError) as error:
         raise BadArgument(str(error)) from None
-    click.echo(text[len(shown) :])
+    click.echo(plain(text[len(shown) :]))

@@ -125,6 +125,10 @@ def _open_text(
     config: Config, entry: catalog.Entry | OwnModel
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     tokenizer = find_tokenizer(config, entry.folder)
+    if config.prompt is not None and config.tokens is not None and tokenizer is None:
+        raise ValueError(
+            f"prompt {config.prompt}: nothing tells which tokens it has, give the tokenizer of the token ids as well"
+        )
     tokens = (
         Tokens(config.text, tokenizer, documents=config.documents)
         if config.tokens is None

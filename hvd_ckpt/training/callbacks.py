@@ -8,6 +8,7 @@ more.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import secrets
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_ckpt.grid import current
 from hvd_ckpt.install.extras import explain_import_error, pip_command
 from hvd_ckpt.named import import_named
+from hvd_ckpt.text import unknown
 from hvd_ckpt.training.config import Config
 
 if TYPE_CHECKING:
@@ -101,6 +103,9 @@ class MLflow(Tracker):
     def on_begin(self, trainer: Trainer) -> None:
         import mlflow
 
+        # Of a server that does not answer, so that training waits for seconds and not for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         if "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # databases need more packages
             mlflow.set_tracking_uri((trainer.folder / "mlflow").resolve().as_uri())
@@ -141,10 +146,22 @@ def callbacks_of(config: Config) -> list[Any]:
     make = None if config.callback is None else import_named("callback", config.callback)
     if current().number != 0:
         return []
-    made = [] if make is None else [make()]
+    made = []
+    if make is not None:
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise ValueError(f"callback {config.callback}: it is made without arguments: {error}") from None
+        made.append(make())
     for one in made:
-        if not any(callable(getattr(one, name, None)) for name in METHODS):
+        methods = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+        if not methods:
             raise ValueError(f"callback {config.callback}: it has none of the methods {', '.join(METHODS)}")
+        for name in methods:
+            if name not in METHODS:
+                raise ValueError(
+                    f"callback {config.callback}: {unknown('method of a callback', name, METHODS)}"
+                )
     trackers: list[Any] = [TensorBoard()] if config.tensorboard else []
     return [*trackers, *([] if config.tracker is None else [TRACKERS[config.tracker]()]), *made]
 

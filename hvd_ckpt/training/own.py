@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections import deque
@@ -11,15 +12,19 @@ from typing import Any
 
 import horovod.torch as hvd
 import numpy
+import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from hvd_ckpt.data.dataset import Dataset, Purpose, generator, validation_size
+from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.models.catalog import FACTS
 from hvd_ckpt.models.objectives import OBJECTIVES, Batch, Objective
-from hvd_ckpt.named import import_named
+from hvd_ckpt.named import import_named, is_named
+from hvd_ckpt.schema import shown
 from hvd_ckpt.text import unknown
 from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.training.report import KEYS
 
 KIND = "own"  # of data that --data names
 ENDLESS = 1 << 62  # samples, more than any run takes
@@ -88,6 +93,10 @@ class Samples:
 
 
 def _collated(samples: list[Any]) -> Batch:
+    first = samples[0]
+    if not isinstance(first, (tuple, list)) or len(first) not in (2, 3):
+        keys = f" with the keys {', '.join(map(str, first))}" if isinstance(first, Mapping) else ""
+        raise ValueError(f"a sample is a {type(first).__name__}{keys}")
     inputs, targets, *shared = default_collate(samples)
     return Batch(
         tuple(inputs) if isinstance(inputs, list) else (inputs,), targets, shared[0] if shared else {}
@@ -166,7 +175,13 @@ def is_stream(samples: Any) -> bool:
 
 
 def _are_numbered(samples: Any) -> bool:
-    return hasattr(samples, "__len__") and (hasattr(samples, "__getitem__") or hasattr(samples, "batch"))
+    return hasattr(samples, "__len__") and (hasattr(samples, "__getitem__") or _makes_batches(samples))
+
+
+def _makes_batches(samples: Any) -> bool:
+    """Whether there is a method ``batch(indices, epoch)``; that of Hugging Face's data sets is another one."""
+    method = getattr(samples, "batch", None)
+    return callable(method) and "epoch" in inspect.signature(method).parameters
 
 
 def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
@@ -177,15 +192,23 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
         ValueError: there is no such function, or it returns something else.
     """
     name = str(config.data)
-    made = import_named("data", name)()
-    train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    for one in (train, test):
-        if one is not None and not _are_numbered(one) and not is_stream(one):
+    function = import_named("data", name)
+    try:
+        made = function()
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"data: {name} raised {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    if isinstance(made, tuple) and len(made) != 2:
+        raise ValueError(f"data: {name} returned a tuple of {len(made)}, and must return one data set or two")
+    train, test = made if isinstance(made, tuple) else (made, None)
+    for one in (train,) if test is None else (train, test):
+        if not _are_numbered(one) and not is_stream(one):
             raise ValueError(
                 f"data: {name} returned {type(made).__name__}, and must return a data set with a length and numbered samples, or "
                 "one to iterate over, or two, to train and to evaluate on"
             )
-        if one is not None and is_stream(one) and iter(one) is one:
+        if is_stream(one) and iter(one) is one:
             raise ValueError(
                 f"data: {name} returned a {type(one).__name__}, which can be read once; return an object whose __iter__ begins anew"
             )
@@ -199,12 +222,15 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
             )
         train = Stream(train)
     if test is None and (count := validation_size(len(train), config.validation_split)):
-        if hasattr(train, "batch"):
-            raise ValueError(f"data: {name} returned one data set, give a second one or validation_split 0")
+        if isinstance(train, Stream) or _makes_batches(train):
+            kind = "stream, which" if isinstance(train, Stream) else "data set that makes batches, which"
+            raise ValueError(
+                f"data: {name} returned one {kind} cannot be split, return a second one to evaluate on, or give validation_split 0"
+            )
         order = generator(Purpose.SPLIT, config.seed).permutation(len(train))
         train, test = (Subset(train, numpy.sort(part).tolist()) for part in (order[count:], order[:count]))
-    samples: Dataset = train if hasattr(train, "batch") else Samples(train)
-    evaluated: Dataset | None = test if test is None or hasattr(test, "batch") else Samples(test)
+    samples: Dataset = train if _makes_batches(train) else Samples(train)
+    evaluated: Dataset | None = test if test is None or _makes_batches(test) else Samples(test)
     try:
         samples.batch([0], [0])
     except Exception as error:
@@ -291,6 +317,8 @@ def objective_of(config: Config, kind: str) -> Objective:
     base = OBJECTIVES[kind]() if kind in OBJECTIVES else None
     metrics = {}
     for name, function in config.metrics.items():
+        if name in KEYS:
+            raise ValueError(f"metrics: {name} is the name of something else in the log, choose another name")
         if not isinstance(function, str):
             raise ValueError(f"metrics: {name} is {function!r}, give the name of a function, module:function")
         metrics[name] = import_named("metric", function)
@@ -302,3 +330,50 @@ def objective_of(config: Config, kind: str) -> Objective:
     if base is not None and loss is None and not metrics:
         return base
     return OwnObjective(base, loss, metrics)
+
+
+def check_functions(
+    config: Config, model: nn.Module, objective: Objective, train: Dataset, device: torch.device
+) -> None:
+    """Runs functions of the user's own on one micro-batch, so that what does not fit is found before anything is trained.
+
+    Raises:
+        ValueError: model, loss or metrics cannot take it, or return something else than they must.
+    """
+    if not (is_named(config.model) or config.data or config.loss or config.metrics):
+        return
+    count = min(config.micro_batch, len(train))
+    batch = train.batch(range(count), [0] * count).to(device)
+    shapes = ", ".join(str(tuple(one.shape)) for one in batch.inputs if isinstance(one, Tensor))
+    with torch.no_grad(), undisturbed(model, device):
+        model.train(config.batch_norm != "synchronized")  # which trains on the samples of all ranks
+        try:
+            with _explained(
+                f"model {config.model}: it cannot take a micro-batch of inputs of shape {shapes}"
+            ):
+                output = model(*batch.inputs, **batch.shared)
+            with _explained(f"loss {config.loss}: it cannot take the model's output and the targets"):
+                loss = objective.loss(output, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(
+                    f"loss {config.loss}: it returned {what}, and must return a tensor of one element, the mean over the samples"
+                )
+            with _explained("metrics: they cannot take the model's output and the targets"):
+                found = objective.metrics(output, batch)
+            for name, value in found.items():
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise ValueError(
+                        f"metrics: {name} returned {shown(value)}, and must return a tensor of one element, a mean over the samples"
+                    )
+        finally:
+            model.train()
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{what}: {type(error).__name__}: {reason}") from error

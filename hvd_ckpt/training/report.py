@@ -27,7 +27,7 @@ from hvd_ckpt.launchers import launcher_terminal
 from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.spans import KINDS, SpanTimes, recording
-from hvd_ckpt.text import Heartbeat, elapsed, show_bytes
+from hvd_ckpt.text import Heartbeat, elapsed, one_line, show_bytes
 from hvd_ckpt.training.callbacks import Callbacks
 from hvd_ckpt.training.config import Config
 from hvd_ckpt.training.logs import Logs, loss_plot
@@ -37,7 +37,7 @@ TIMES = (
     "step_seconds",
     *(f"{kind}_seconds" for kind in KINDS),
 )  # of records: of a step, means over steps and ranks
-_SHOWN = (
+KEYS = (  # of records; others are metrics
     "step",
     "kind",
     "loss",
@@ -48,6 +48,7 @@ _SHOWN = (
     "memory_of",
     "samples",
     "seconds",
+    "sample",
     "mfu",
     *TIMES,
 )
@@ -227,7 +228,7 @@ class ProgressLine:
         parts += [
             f"{name} {value:.5g}"
             for name, value in record.items()
-            if name not in _SHOWN and isinstance(value, (int, float))
+            if name not in KEYS and isinstance(value, (int, float))
         ]
         if "samples" in record:
             parts.append(f"over {record['samples']} samples")
@@ -355,7 +356,7 @@ class Report:
         """Writes the result of an evaluation, and a text that the model has made."""
         self._write({"step": step, "kind": "eval", **means, "seconds": seconds, **sample})
         for text in sample.values():
-            self.say(f"sample at step {step}: {text}")
+            self.say(f"sample at step {step}: {one_line(text)}")
 
     def draw(self) -> None:
         """Draws the loss over the steps, on rank 0."""

@@ -74,7 +74,8 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             the early warning of a scheduler.
 
     Returns:
-        the exit status: the job's; 128 + signal if a signal stopped it; 1 if the job reports that a restart would fail the same way
+        the exit status: the job's; 128 + signal if a signal stopped it; 2 if a setting is invalid, and 1 if a restart would fail in
+        the same way for another reason
     """
     for left in (FAILURE_FILE, STOP_FILE):  # of an earlier job
         _remove(commands.run / left)
@@ -92,7 +93,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 _say(f"not launched again: {failure}")
                 if not (commands.run / "config.yaml").exists():
                     _remove(commands.run / FAILURE_FILE)  # the folder can be used again
-                return 1
+                return status if status in NOT_AGAIN else 1
             if status == 0:
                 return 0
             ended = f"the job ended ({_shown(status)})"

@@ -68,7 +68,7 @@ def trained_on_text(config: Config) -> Trained:
     way_out = "export its weights with --format safetensors or pt"
     if is_named(config.model):
         raise ConfigError(
-            f"model {config.model}: only models of the catalogue and folders can be made here: {way_out}"
+            f"model {config.model}: only models of the catalogue and folders can be made for this: {way_out}"
         )
     try:
         entry = catalog.find(config.model)

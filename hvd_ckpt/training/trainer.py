@@ -25,6 +25,7 @@ from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated
 from hvd_ckpt.pipeline.pipeline import Pipeline
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
+from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.snapshots.content import tensors_of
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
@@ -36,7 +37,7 @@ from hvd_ckpt.training.config import Config, first_and_last
 from hvd_ckpt.training.ending import Reports, check_weights, config_errors, errors_everywhere
 from hvd_ckpt.training.evaluation import evaluate
 from hvd_ckpt.training.optim import Schedule, build_optimizer, freeze
-from hvd_ckpt.training.own import Stream
+from hvd_ckpt.training.own import Stream, check_functions
 from hvd_ckpt.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
 from hvd_ckpt.training.prepare import (
     choose_plan,
@@ -139,6 +140,7 @@ class Trainer:
                 config.optimizer_options,
                 config.layer_decay,
             )
+            check_functions(config, self.model, objective, train, self.device)
 
         # Snapshot: read, validated, and its weights loaded
         point = point or find_resume_point(config)
@@ -258,7 +260,9 @@ class Trainer:
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
         )
         with loader, self.report, self._trace, self.snapshots:
-            self.report.tell("on_begin", self)
+            with self.report.meter.excluded():
+                self.report.tell("on_begin", self)
+                of_first_process(None, "hvd_ckpt.train.begun")  # which trackers may keep waiting
             if progress.pending_evaluation and self.test is not None:
                 self._evaluate_and_report(due=True)
             while not self._finished():

@@ -81,6 +81,7 @@ def test_the_vocabulary_is_given_or_that_of_a_tokenizer_beside_the_ids(folder: P
         )
 
     assert "give vocabulary" in failure(tokens="ids.bin")
+    assert "prompt To: nothing tells" in failure(tokens="ids.bin", vocabulary=5, prompt="To")
     assert size("gpt-tiny", vocabulary=50257) == 50257
     assert size("bert-tiny", vocabulary=7) == 8  # and the mask
     write_tokenizer(folder / "tokenizer.json")

@@ -192,6 +192,12 @@ def test_what_does_not_fit_is_refused() -> None:
         pipeline(*batch.inputs, surprise=1)
 
 
+def test_a_model_with_skips_is_not_planned() -> None:
+    model, batch = make("skips")
+    with pytest.raises(ValueError, match="Module '.*' pops a skip connection"):
+        hc.plan(model, *batch.inputs)
+
+
 def test_skips_without_a_partner_are_refused() -> None:
     for blocks in ([jobs.Down()], [jobs.Up(), jobs.Down()], [jobs.Down(), jobs.Down(), jobs.Up()]):
         with pytest.raises(ValueError, match="'skip'"):

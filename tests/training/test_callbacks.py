@@ -41,6 +41,14 @@ class Callback:
         self.heard.append(f"end {outcome.steps}")
         self.names.write_text(chr(10).join(self.heard))
 
+class Misspelled:
+    def on_log(self, record): pass
+    def on_evaluate(self, record): pass
+
+class Needy:
+    def __init__(self, path): pass
+    def on_log(self, record): pass
+
 class Failing:
     def on_log(self, record):
         if record["step"] == 2:
@@ -103,6 +111,14 @@ def test_a_tracker_that_fails_is_a_warning_and_hears_no_more() -> None:
     [
         ({"callback": "own_callback:Missing"}, "no callback 'own_callback:Missing'"),
         ({"callback": "own_callback:Path"}, "own_callback:Path: it has none of the methods on_begin"),
+        (
+            {"callback": "own_callback:Misspelled"},
+            "no method of a callback 'on_evaluate': did you mean 'on_evaluation'",
+        ),
+        (
+            {"callback": "own_callback:Needy"},
+            "own_callback:Needy: it is made without arguments: missing a required argument",
+        ),
         ({"tracker": "mlflow"}, "tracker mlflow: it is not installed: pip install"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import tarfile
@@ -14,6 +15,7 @@ from PIL import Image
 
 import hvd_ckpt as hc
 from hvd_ckpt.training.config import ConfigError
+from hvd_ckpt.training.own import check_functions
 
 MODULE = """
 import torch
@@ -37,6 +39,26 @@ def one(): return Pairs()
 def broken(): return [torch.zeros(2)]
 def endless(): return iter(())
 def number(): return 3
+def nothing(): pass
+def three(): return Pairs(), Pairs(), Pairs()
+def fails(): return open("missing.bin")
+
+class Records:
+    # As a data set of Hugging Face: records are dicts, and batch() is another method.
+    def __len__(self): return 20
+    def __getitem__(self, index): return {"x": torch.zeros(2), "y": index}
+    def batch(self, batch_size, drop_last_batch=False): raise AssertionError
+
+class Wide(torch.utils.data.Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, index): return torch.zeros(3), 0
+
+def records(): return Records(), None
+class Stream:
+    def __iter__(self): return iter([(torch.zeros(2), 0)] * 30)
+def wide(): return Wide(), Wide()
+def each(output, target): return functional.cross_entropy(output, target, reduction="none")
+def words(output, target): return "good"
 def right(output, target): return (output.argmax(1) == target).double().mean()
 loss = functional.cross_entropy
 text = "model"
@@ -107,6 +129,12 @@ def test_other_forms(module: Any) -> None:
         ({"loss": None}, "loss: give a function"),
         ({"loss": "own_module:missing"}, "no loss 'own_module:missing'"),
         ({"metrics": {"one": 3}}, "metrics: one is 3"),
+        ({"metrics": {"loss": "own_module:right"}}, "metrics: loss is the name of something else"),
+        ({"data": "own_module:nothing"}, "own_module:nothing returned NoneType"),
+        ({"data": "own_module:fails"}, "data: own_module:fails raised FileNotFoundError: [Errno 2]"),
+        ({"data": "own_module:three"}, "own_module:three returned a tuple of 3"),
+        ({"data": "own_module:records"}, "a sample is a dict with the keys x, y"),
+        ({"data": "own_module:Stream", "steps": 3}, "one stream, which cannot be split"),
         ({"text": "book.txt"}, "trained on own_module:data, leave it out"),
     ],
 )
@@ -114,6 +142,27 @@ def test_errors_are_one_line(module: Any, settings: dict[str, Any], said: str) -
     with pytest.raises(ConfigError) as caught:
         made(**settings)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data": "own_module:wide"}, r"model own_module:model: .* shape \(8, 3\)"),
+        ({"loss": "own_module:each"}, r"loss own_module:each: it returned shape \(8,\)"),
+        ({"metrics": {"right": "own_module:words"}}, 'metrics: right returned "good"'),
+        ({}, None),
+    ],
+)
+def test_functions_are_tried_before_the_first_step(
+    module: Any, settings: dict[str, Any], said: str | None
+) -> None:
+    parts = made(**settings)
+    names = {"model": "own_module:model", "data": "own_module:data", "loss": "own_module:loss"}
+    config = hc.Config(**{**names, **settings})
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        check_functions(config, parts.model, parts.objective, parts.train, torch.device("cpu"))
+    assert all(torch.equal(value, before[name]) for name, value in parts.model.state_dict().items())
 
 
 def test_images_in_tar_files_of_webdataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_what_has_been_read_is_read_again_from_its_pass(module: Any) -> None:
     [
         ({"epochs": 2, "steps": None}, "epochs 2: own_streams:data returned a stream, which has no length, give steps"),
         ({"eval_batches": None}, "returned a stream to evaluate on, give eval_batches"),
-        ({"data": "own_streams:alone"}, "returned one data set, give a second one or validation_split 0"),
+        ({"data": "own_streams:alone"}, "returned one stream, which cannot be split"),
         ({"data": "own_streams:empty"}, "ValueError: pass 0 over the stream has no samples"),
         ({"data": "own_streams:once"}, "returned a generator, which can be read once"),
     ],
