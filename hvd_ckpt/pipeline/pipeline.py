@@ -138,8 +138,6 @@ class Pipeline(nn.Module):
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         self._plan = planned
         virtual = virtual_stages_of(schedule, virtual_stages)
-        if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
-            raise ValueError(f"virtual_stages must be a number from 1, got {virtual_stages!r}")
         # named_children() would leave out the second of two places of one block, such as a shared activation.
         names, blocks = zip(*((name, one) for name, one in model._modules.items() if one is not None))
         parts = grid.stages * virtual

@@ -66,7 +66,8 @@ def find_blocks(
     Blocks that are called more than once in a forward pass, or not at all, are left as they are.
 
     Raises:
-        ValueError: a name is not that of a module, two names lie in one another, or no block is called.
+        ValueError: a name is not that of a module, two names lie in one another, no block is called, or a block pops a skip
+            connection of another one, so that it cannot be measured by itself.
     """
     proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}
@@ -107,12 +108,32 @@ def find_blocks(
             f"No chain of blocks was found in this {type(model).__name__}: none of its nn.Sequential and nn.ModuleList children is "
             "called exactly once. Name the modules to plan for with blocks=[...]."
         )
+    for block in blocks:
+        _check_skips(block)
     first: dict[int, int] = {}  # the first of its kind may have been one that is called twice
     for index, block in enumerate(blocks):
         kind = block.like
         block.like = first.setdefault(kind, index)
         block.args, block.kwargs = inputs[kind] if block.like == index else (None, None)
     return blocks
+
+
+def _check_skips(block: FoundBlock) -> None:
+    """Raises ValueError if the block pops what another one has stashed (see ``hc.skippable``)."""
+    inside = [part for module in block.modules for part in module.modules()]
+    stashed, popped = (
+        {
+            (getattr(part, "_skip_namespace", None), name)
+            for part in inside
+            for name in getattr(part, names, ())
+        }
+        for names in ("_stashed_names", "_popped_names")
+    )
+    for _, name in popped - stashed:
+        raise ValueError(
+            f"Block '{block.members[0]}' pops the skip connection '{name}', so it cannot be measured by itself: such a model has "
+            "no plan. Use pipeline stages with a balance of your own, or segments."
+        )
 
 
 def proposed_blocks(model: nn.Module) -> list[FoundBlock]:

@@ -69,12 +69,6 @@ class Planner:
         budget: int | float | str | None = None,
         chunk_head: bool = True,
     ) -> None:
-        for name, module in model.named_modules():
-            if getattr(module, "_popped_names", ()):  # of hc.skippable
-                raise ValueError(
-                    f"Module '{name}' pops a skip connection, so it cannot be measured by itself: models of @skippable modules run "
-                    "without a plan. Use pipeline stages, segments, or checkpoint."
-                )
         self._step = Step(model, args, kwargs or {}, loss, autocast)
         self._sample = sample_shapes(args, kwargs or {})
         self._say = say

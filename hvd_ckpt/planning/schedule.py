@@ -54,8 +54,15 @@ Schedule = list[list[Action]]
 
 
 def virtual_stages_of(schedule: str, given: int | None) -> int:
-    """Chunks of the model on each rank: as given, or the schedule's default."""
-    return given if given is not None else 2 if schedule == "interleaved" else 1
+    """Chunks of the model on each rank: as given, or the schedule's default.
+
+    Raises:
+        ValueError: it is not a number from 1.
+    """
+    virtual = given if given is not None else 2 if schedule == "interleaved" else 1
+    if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
+        raise ValueError(f"virtual_stages must be a number from 1, got {given!r}")
+    return virtual
 
 
 def chain_edges(chunks: int, skips: Iterable[Edge] = ()) -> list[Edge]:

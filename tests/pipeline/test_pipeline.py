@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_a_model_with_skips_is_not_planned() -> None:
     model, batch = make("skips")
-    with pytest.raises(ValueError, match="Module '.*' pops a skip connection"):
+    with pytest.raises(ValueError, match="Block '.*' pops the skip connection '.*'"):
         hc.plan(model, *batch.inputs)
 
 
