@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from hvd_ckpt.command_line import BadArgument, OneLineErrors
-from hvd_ckpt.text import SECONDS, talking
+from hvd_ckpt.text import SECONDS, show_bytes, talking
 
 OUTPUTS = {"safetensors": "model.safetensors", "pt": "model.pt", "hf": "model"}
 
@@ -66,7 +66,7 @@ def export(run: str, kind: str, output: str | None, ema: bool) -> None:
     except OSError as error:
         raise BadArgument(f"--output: cannot write '{place}': {error.strerror or error}") from None
     ranks = "1 rank" if written.ranks == 1 else f"{written.ranks} ranks"
-    size = f"{written.tensors} tensors, {written.bytes / 2**20:.1f} MiB"
+    size = f"{written.tensors} tensors, {show_bytes(written.bytes)}"
     click.echo(
         f"{'Averaged weights' if ema else 'Weights'} of step {written.step}, written by {ranks}, {size}: {place}"
     )

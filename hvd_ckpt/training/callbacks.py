@@ -195,7 +195,8 @@ class Callbacks:
                     self._callbacks.remove(one)
                 reason = explain_import_error(error) if isinstance(error, ImportError) else None
                 reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
-                self._say(f"Warning: {one.name} gets no more of this run: {reason}")
+                rest = "nothing" if method == "on_begin" else "no more"
+                self._say(f"Warning: {one.name} gets {rest} of this run: {reason}")
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
