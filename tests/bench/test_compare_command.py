@@ -33,6 +33,7 @@ def run(tmp_path, monkeypatch):
         output = tmp_path / "out"
         result = CliRunner().invoke(compare, [*SMALL, *arguments, "--output", str(output)])
         assert isinstance(result.exception, SystemExit | None), result.output
+        assert (output / "results.json").exists(), result.output
         found = json.loads((output / "results.json").read_text())["results"]
         names = ("engine", "workload", "variant")
         results = {tuple(one[name].rpartition(":")[2] for name in names): one for one in found}
@@ -85,7 +86,7 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(run, 
 def test_exit_status_is_1_if_the_judged_engine_is_wrong_hangs_or_raises(run, tmp_path):
     faulty = "planted_engines:Faulty"
     status, output, results = run(
-        engines=faulty, subject=faulty, workloads="densenet", scenarios="nothing", timeout="5"
+        engines=faulty, subject=faulty, workloads="densenet", scenarios="nothing", timeout="20"
     )
     assert status == 1, output
     assert "is not right in 3 of 3 cells: densenet none, densenet reentrant x2" in output
