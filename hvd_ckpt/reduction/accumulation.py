@@ -97,20 +97,20 @@ class AccumulationCounts:
 
 
 @dataclass
-class _Holders:
-    """The reducers that have a parameter, and the active one, which it belongs to."""
+class _Reducers:
+    """The reducers of a parameter, and the one of them that owns it."""
 
-    active: weakref.ref[OwningReducer] | None = None
+    owner: weakref.ref[OwningReducer] | None = None
     all: list[weakref.ref[OwningReducer]] = field(default_factory=list)
 
 
-_holders: Any = WeakTensorKeyDictionary()  # by parameter
+_reducers: Any = WeakTensorKeyDictionary()  # by parameter
 
 
 def owner_of(parameter: torch.Tensor) -> Any | None:
     """The distributed optimizer that a parameter belongs to, or None."""
-    holders = _holders.get(parameter)
-    reducer = None if holders is None or holders.active is None else holders.active()
+    reducers = _reducers.get(parameter)
+    reducer = None if reducers is None or reducers.owner is None else reducers.owner()
     return None if reducer is None else reducer.optimizer()
 
 
@@ -135,27 +135,27 @@ class OwningReducer(ABC):
     def __init__(self, parameters: Sequence[torch.Tensor], watched: Container[int]) -> None:
         self.active = False
         self.optimizer: Callable[[], Any] = lambda: None
-        self._hooked, self._watched_indices = parameters, watched
+        self._parameters, self._watched_indices = parameters, watched
         self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
-        self._waiting: list[int] = []  # own parameters without hooks
-        self._owners: dict[int, Any] = {}  # of parameters that belong to another optimizer: that one
+        self._unhooked: list[int] = []  # own parameters that have no hooks yet
+        self._owners: dict[int, Any] = {}  # by index: the other optimizer that owns the parameter
 
     def begin(self, optimizer: Any) -> None:
         """Makes all parameters this optimizer's own. To be called on every rank."""
         self.optimizer = weakref.ref(optimizer)
-        self.own(range(len(self._hooked)))
+        self.own(range(len(self._parameters)))
 
     def own(self, indices: Iterable[int]) -> None:
         """Makes the parameters, which are new here, this optimizer's own; a step of their owners' that has begun is dropped."""
         indices = list(indices)
         before: dict[OwningReducer, None] = {}
         for index in indices:
-            parameter = self._hooked[index]
+            parameter = self._parameters[index]
             self._number_of[id(parameter)] = index
-            holders = _holders.setdefault(parameter, _Holders())
-            holders.all = [one for one in holders.all if one() is not None] + [weakref.ref(self)]
-            owner = None if holders.active is None else holders.active()
+            reducers = _reducers.setdefault(parameter, _Reducers())
+            reducers.all = [one for one in reducers.all if one() is not None] + [weakref.ref(self)]
+            owner = None if reducers.owner is None else reducers.owner()
             if owner is not None:
                 before[owner] = None
         for owner in before:
@@ -190,13 +190,13 @@ class OwningReducer(ABC):
     def _take(self, indices: Iterable[int]) -> None:
         losers: dict[OwningReducer, list[torch.Tensor]] = {}
         for index in indices:
-            holders = _holders[self._hooked[index]]
-            holders.active = weakref.ref(self)
-            self._waiting.append(index)
-            for reference in holders.all:
+            reducers = _reducers[self._parameters[index]]
+            reducers.owner = weakref.ref(self)
+            self._unhooked.append(index)
+            for reference in reducers.all:
                 other = reference()
                 if other is not None and other is not self:
-                    losers.setdefault(other, []).append(self._hooked[index])
+                    losers.setdefault(other, []).append(self._parameters[index])
         for other, parameters in losers.items():
             other._give(parameters, self.optimizer())
         self.hook_parameters()
@@ -207,14 +207,14 @@ class OwningReducer(ABC):
             for handle in self._handles.pop(index, ()):
                 handle.remove()
             self._owners[index] = to
-        self._waiting = [index for index in self._waiting if index not in self._owners]
+        self._unhooked = [index for index in self._unhooked if index not in self._owners]
         self.lose(indices)
 
     def hook_parameters(self) -> None:
         """Hooks own parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
         frozen = []
-        for index in self._waiting:
-            parameter = self._hooked[index]
+        for index in self._unhooked:
+            parameter = self._parameters[index]
             if parameter.requires_grad:
                 before, after = _hooks(weakref.ref(self), index, self._watched_indices)
                 self._handles[index] = [
@@ -223,7 +223,7 @@ class OwningReducer(ABC):
                 ]
             else:
                 frozen.append(index)
-        self._waiting = frozen
+        self._unhooked = frozen
 
     @property
     def naming(self) -> tuple[int, int]:

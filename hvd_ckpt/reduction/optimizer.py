@@ -54,7 +54,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _scaling_agreed: bool  # this library's GradScaler is stepping
     _wrapped_supports_amp_scaling: bool
     _notice = _noticed = False  # where there is no reducer
-    _announced = False  # reduce_for_caller() has reduced: step() reduces only if a gradient has come since
+    _reduced_for_caller = False  # since the last step(), which then reduces only if a gradient has come since
     backward_passes_per_step: int
     replicas: Any = None
     can_join = True  # allreduces alone, in which ranks without data may be absent
@@ -131,7 +131,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if closure is not None:
             closure = self._reduced_closure(closure)
         elif self._should_synchronize:
-            if self._synchronized and not self._announced:
+            if self._synchronized and not self._reduced_for_caller:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
@@ -139,7 +139,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                     stacklevel=2,
                 )
             self.synchronize()
-        self._synchronized = self._announced = False
+        self._synchronized = self._reduced_for_caller = False
         return self._local_step(closure, *args, **kwargs)
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self._synchronized, self._should_synchronize, self._announced = False, True, False
+        self._synchronized, self._should_synchronize, self._reduced_for_caller = False, True, False
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -332,7 +332,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         if not self.reduces_updates:
             self.synchronize()
-            self._announced = True
+            self._reduced_for_caller = True
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
