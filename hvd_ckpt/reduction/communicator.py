@@ -125,7 +125,7 @@ class Communicator:
 
     @property
     def is_leader(self) -> bool:
-        """This is the rank whose order of gradients counts."""
+        """This is rank 0 of the process set, whose order of gradients counts."""
         return bool(self.process_set.rank() == 0)
 
     @property
@@ -261,7 +261,7 @@ def empty_sparse_like(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
 # is done per tensor, when all gradients are final, in a fixed order; nothing is reduced during the backward pass.
 
 
-def unavailable() -> str | None:
+def adasum_unavailable() -> str | None:
     """Why Adasum cannot be used in this job, or None."""
     ranks = mpi_ops.size()
     if ranks & (ranks - 1):
@@ -276,12 +276,12 @@ def adasum_step(
     local_step: Callable[[], Any],
     identity: int,
     compression: Any,
-) -> Any:
+) -> None:
     """Runs ``local_step()`` and replaces every parameter's change by the Adasum of all ranks' changes.
 
     Args:
         named_parameters: all parameters, in the same order on every rank.
-        local_step: the wrapped optimizer's own step on this rank's gradients; its result is returned.
+        local_step: the wrapped optimizer's own step on this rank's gradients.
     """
     flags = torch.tensor([float(parameter.grad is not None) for _, parameter in named_parameters])
     used = mpi_ops.synchronize(
@@ -290,7 +290,7 @@ def adasum_step(
     moving = [(name, parameter) for (name, parameter), ranks in zip(named_parameters, used) if ranks]
     with torch.no_grad():
         starts = [parameter.detach().clone() for _, parameter in moving]
-    result = local_step()
+    local_step()
     with torch.no_grad():
         for (name, parameter), start in zip(moving, starts):
             change = parameter.detach() - start
@@ -301,4 +301,3 @@ def adasum_step(
             )
             decode(wire, context, compression, flat)
             parameter.copy_(start.add_(flat.view(change.shape)))
-    return result

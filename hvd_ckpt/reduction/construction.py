@@ -21,12 +21,12 @@ from hvd_ckpt.reduction.agreement import (
     raise_first_failure,
 )
 from hvd_ckpt.reduction.collectives import broadcast_optimizer_state
-from hvd_ckpt.reduction.communicator import unavailable as adasum_unavailable
+from hvd_ckpt.reduction.communicator import adasum_unavailable
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 
 # Preconditions of wrapping an optimizer: right arguments, named parameters, and the same on every rank.
 #
-# Checks collect an error instead of raising it, so that :func:`agree_at_construction` can raise it everywhere.
+# A check raises its error on one rank; the caller hands it to :func:`agree_at_construction`, which raises it everywhere.
 
 
 _constructed = itertools.count(1)
@@ -180,7 +180,7 @@ def _check_options_equal(options: Sequence[dict[str, Any]]) -> None:
 
 # Horovod Elastic around this library's optimizer.
 #
-# ``horovod.torch.elastic.TorchState`` keeps a registry of what it knows how to save and send. This module adds the
+# ``horovod.torch.elastic.TorchState`` keeps a registry of what it knows how to save and send. The handler below adds the
 # optimizer, so that a sync sends its state untouched and makes all ranks, old and new, learn order and counts anew.
 
 
