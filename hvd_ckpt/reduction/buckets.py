@@ -77,10 +77,10 @@ class Bucket:
     flat: torch.Tensor | None = None
 
     # State of the current step.
-    waiting: int = 0
+    waiting: int = 0  # parameters whose gradient is not complete yet
     launched: bool = False
-    void: bool = False
-    version: int = 0
+    void: bool = False  # was sent as zeros, since a parameter has been converted
+    version: int = 0  # of the storage when it was sent; another one later tells of a change in place
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
         shape, stride = parameter.shape, parameter.stride()
@@ -286,7 +286,7 @@ def _group_keys(
     return keys
 
 
-VERSION = 2
+VERSION = 2  # of the reduction state
 
 
 class BucketAssignment:
@@ -344,24 +344,27 @@ class BucketAssignment:
         Args:
             last_arrival: of all parameters, on the leader: places in its sequence of gradients.
         """
-        facts = torch.zeros(3, len(fresh), dtype=torch.float64)
+        votes = torch.zeros(3, len(fresh), dtype=torch.float64)
         for column, index in enumerate(fresh):
             gradient = self.parameters[index].grad
             if last_arrival is not None:
-                facts[0, column] = last_arrival[index]
+                votes[0, column] = last_arrival[index]
             if gradient is not None and gradient.is_sparse:
-                facts[1, column] = 1
-                facts[2, column] = gradient.sparse_dim()
-        return facts
+                votes[1, column] = 1
+                votes[2, column] = gradient.sparse_dim()
+        return votes
 
     def extend(
-        self, fresh: Sequence[int], facts: Sequence[Sequence[float]], sparse_as_dense: bool
+        self, fresh: Sequence[int], votes: Sequence[Sequence[float]], sparse_as_dense: bool
     ) -> tuple[list[int], list[int]]:
         """Takes parameters that are used for the first time into the order; returns the dense ones, in order, and the sparse ones.
 
         The order is the leader's. What has no gradient there comes last, later layers first.
+
+        Args:
+            votes: the sum over the ranks of their :meth:`placement_votes`.
         """
-        last_arrival, sparse_ranks, sparse_dims = facts
+        last_arrival, sparse_ranks, sparse_dims = votes
         dims = {
             index: round(total / ranks)
             for index, ranks, total in zip(fresh, sparse_ranks, sparse_dims)

@@ -141,14 +141,13 @@ def broadcast_optimizer_state(
     """Gives every rank the optimizer state and options of one rank. Collective.
 
     Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of
-    tensors, numbers, lists, tuples and dicts is sent, LBFGS's too.
+    tensors, numbers, lists, tuples and dicts is sent, LBFGS's too. Of a sharded optimizer only the options are: each rank's
+    state is its own part of the whole.
 
     Args:
         optimizer: a bare optimizer or a ``DistributedOptimizer``.
         root_rank: the rank whose state everyone gets.
         model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
-
-    Of a sharded optimizer only the options travel: each rank's state is its own part of the whole.
 
     Raises:
         ValueError: the numbers of parameter groups or parameters differ between ranks; on every rank.

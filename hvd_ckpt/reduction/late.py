@@ -185,9 +185,8 @@ def find_changes(
             elif gradient is None:
                 changed = index in cleared or (entry.filled and index not in diverted)
             else:
-                same_kind = (
-                    entry.parameter.dtype is bucket.dtype
-                )  # else the model was converted, and its gradients moved
+                # Else the model was converted, and its gradients moved.
+                same_kind = entry.parameter.dtype is bucket.dtype
                 changed = index in cleared or bool(entry.numel and same_kind and not entry.holds(gradient))
             if changed:
                 replaced.append(index)

@@ -58,9 +58,8 @@ class Reducer(OwningReducer):
         sparse_as_dense: bool,
         keep_buckets: bool,
     ) -> None:
-        self._watched: set[int] = (
-            set()
-        )  # parameters whose bucket has left; with op=Sum all of them, except on the leader
+        # Parameters whose bucket has left; with op=Sum all of them, except on the leader.
+        self._watched: set[int] = set()
         super().__init__(assignment.parameters, self._watched)
         self.assignment = assignment
         self.stats = ReductionStats()
@@ -73,12 +72,12 @@ class Reducer(OwningReducer):
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
         self._shared: set[int] = set()  # parameters that optimizers take turns with
-        self._late: set[int] = set()
-        self._diverted: set[int] = set()
+        self._late: set[int] = set()  # a gradient has come after their bucket had left
+        self._diverted: set[int] = set()  # their gradient in flight has made room for a late one
         self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
         self._late_parts: dict[int, torch.Tensor] = {}
         self._in_flight: list[tuple[Bucket, Work]] = []
-        self._next = 0
+        self._next = 0  # position of the bucket that leaves next
         self._step = StepStats()
         self._report = Report()
         self._watch_sums()
@@ -269,7 +268,7 @@ class Reducer(OwningReducer):
 
     @torch.no_grad()
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
-        """Makes each ``grad``, but for those to ``keep``, what has arrived in its bucket; puts late parts aside."""
+        """Sets each ``grad`` to what has arrived in its bucket, except those to ``keep``; puts late parts aside."""
         usual = not (self._late or keep or self.assignment.densified)
         for bucket in self.assignment.buckets:
             if bucket.void:
@@ -312,9 +311,9 @@ class Reducer(OwningReducer):
         if not fresh:
             return
         order = self._counts.last_arrival if self._communicator.is_leader else None
-        facts = self.assignment.placement_votes(fresh, order)
+        votes = self.assignment.placement_votes(fresh, order)
         first = not self.assignment.order
-        dense, sparse = self.assignment.extend(fresh, self._sum(facts, "place"), self._sparse_as_dense)
+        dense, sparse = self.assignment.extend(fresh, self._sum(votes, "place"), self._sparse_as_dense)
         self._unbucketed.reduce_sparse(sparse)
         if first:
             self._make_buckets()

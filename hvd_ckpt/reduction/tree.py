@@ -26,9 +26,8 @@ from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, wait
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer
 
-SMALL_BYTES = (
-    64 << 10
-)  # up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two
+# Up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two.
+SMALL_BYTES = 64 << 10
 
 
 class Leaves:
@@ -207,6 +206,9 @@ class ReplicaReducer(Reducer):
     :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each, and buckets leave during the last one. The results of
     a step come in storage of their own, so that a late gradient can still be added where it belongs; its parameter is then
     reduced anew.
+
+    Attributes:
+        local: number of the replicas that each rank computes.
     """
 
     _communicator: TreeCommunicator
