@@ -57,7 +57,7 @@ class DeferredBatchNorm(ForAnyShape):
     The statistics of an unfinished mini-batch move and are copied with the module, but are not in its ``state_dict``,
     whose keys are those of ``nn.BatchNorm2d``; loading one drops it.
 
-    Arguments:
+    Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in ``nn.BatchNorm2d``.
 
     Raises:
@@ -179,7 +179,7 @@ def commit_batch_norm(model: nn.Module, across_ranks: bool = False, discard: boo
     """Ends a mini-batch: every :class:`DeferredBatchNorm` in ``model`` updates its running statistics by what it has seen since
     the last time. One that has seen nothing stays as it is.
 
-    Arguments:
+    Args:
         model: in it, between the last backward pass of a mini-batch and the first forward pass of the next.
         across_ranks: pool over what the modules of all ranks have seen. Collective, one allgather for all modules
             together; a rank that has seen nothing takes part.

@@ -45,7 +45,7 @@ class SyncBatchNorm(ForAnyShape):
     Half-precision inputs are accumulated in float32; the running variance is updated with the unbiased
     variance over all ranks.
 
-    Arguments:
+    Args:
         num_features: number of channels C.
         eps: added to the variance for numerical stability.
         momentum: weight of the newest batch in the running statistics; None averages over all batches.

@@ -58,7 +58,7 @@ def accumulate(
 
     A batch norm normalizes by the micro-batch; see :class:`hvd_ckpt.DeferredBatchNorm` for its running statistics.
 
-    Arguments:
+    Args:
         compute: takes a micro-batch, gives its mean loss: a tensor with one element.
         batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.models.objectives.Batch`, or tensors (one, or nested in
             lists, tuples and dicts) whose first dimension counts the samples.

@@ -69,7 +69,7 @@ def checkpoint(
     Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation` the function simply runs. In a model that is
     being compiled it runs eagerly; the function itself may be a compiled one.
 
-    Arguments:
+    Args:
         function: a module or any callable. It must compute the same each time it runs.
         use_reentrant: False: the non-reentrant variant, which stops recomputing when the last needed tensor is back
             and works with :func:`torch.autograd.grad`. True: the reentrant one, which cannot. None counts as False,

@@ -26,7 +26,7 @@ class CheckpointFunction(torch.autograd.Function):
     """``CheckpointFunction.apply(function, n, *args)`` is ``function(*args[:n])``, recomputed in the backward
     pass.
 
-    Arguments:
+    Args:
         function: takes the first n arguments, gives a tensor or a tuple of tensors. What it uses besides, its
             parameters, it has by itself (a bound method, a closure).
         n: how many of ``args`` are inputs; they may be anything.

@@ -34,7 +34,7 @@ def checkpoint_sequential(
     """Runs ``functions`` one after the other on ``inputs``, recomputing all segments but the last in the
     backward pass.
 
-    Arguments:
+    Args:
         functions: an ``nn.Sequential`` or several callables. A plain tuple that a layer returns becomes the
             positional arguments of the next layer; a layer after the first that cannot take that many but can
             take one gets the tuple as it is.
@@ -97,7 +97,7 @@ class CheckpointSequential(nn.Sequential):
     loads into the other. Under :class:`torch.no_grad` it simply runs. It can be called
     with several inputs and with keyword arguments shared by the layers.
 
-    Arguments:
+    Args:
         model: an ``nn.Sequential`` (a subclass with a ``forward`` of its own is refused), or a sequence of
             modules.
         segments, use_reentrant, preserve_rng_state, keep_last: as in :func:`checkpoint_sequential`.
