@@ -117,7 +117,7 @@ def keeps_everything() -> bool:
     return not any(entry.recomputing for entry in _thread.stack[_thread.keeping[-1] :])
 
 
-def replay(compute: Callable[[], T]) -> T:
+def remembered(compute: Callable[[], T]) -> T:
     """``compute()`` in the first pass; its remembered result in every recomputation.
 
     For work that must not be done twice, such as a collective operation. The result is kept until the graph

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.frames import replay
+from hvd_ckpt.frames import remembered
 from hvd_ckpt.measure import is_undisturbed
 from hvd_ckpt.torch_private import AnyBatchNorm
 
@@ -106,7 +106,7 @@ def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
     """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates ``module``'s running
     statistics."""
     accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
-    mean, variance, count = replay(lambda: _global_statistics(input.detach(), accumulate))
+    mean, variance, count = remembered(lambda: _global_statistics(input.detach(), accumulate))
     if module.training and module.track_running_stats and module.running_mean is not None:
         _update_running_statistics(module, mean, variance, count)
     output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.frames import replay
+from hvd_ckpt.frames import remembered
 
 Model = TypeVar("Model", bound=nn.Sequential)
 _MASK = 2**64 - 1
@@ -82,7 +82,7 @@ def forward_pass(key: int | None) -> Iterator[None]:
 
 class _EnterModel:
     def __call__(self, model: nn.Module, args: Any) -> None:
-        _enter(replay(draw_key) if model.training else None, 0)
+        _enter(remembered(draw_key) if model.training else None, 0)
 
 
 class _EnterBlock:
@@ -91,7 +91,7 @@ class _EnterBlock:
 
     def __call__(self, block: nn.Module, args: Any) -> None:
         # A recomputation belongs to the forward pass of its region, whatever this thread does now.
-        _enter(replay(lambda: _thread.entered[-1][0] if _thread.entered else None), self.number)
+        _enter(remembered(lambda: _thread.entered[-1][0] if _thread.entered else None), self.number)
 
 
 def _enter(key: int | None, number: int) -> None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from hvd_ckpt.frames import is_recomputing, replay
+from hvd_ckpt.frames import is_recomputing, remembered
 
 Module = TypeVar("Module", bound=type[nn.Module])
 Key = tuple[Hashable, str]
@@ -143,7 +143,7 @@ def _put(key: Key, tensor: Tensor | None) -> None:
 def _take(key: Key) -> Tensor | None:
     if _thread.inside:
         return _popped(_thread.inside[-1], key)
-    return replay(lambda: _popped(_thread.outside, key))
+    return remembered(lambda: _popped(_thread.outside, key))
 
 
 def _popped(stashed: dict[Key, Tensor | None], key: Key) -> Tensor | None:

@@ -15,7 +15,7 @@ from same import assert_same, gradients
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from hvd_ckpt.frames import replay
+from hvd_ckpt.frames import remembered
 from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_checkpointing, is_recomputing
 
 reentrant = functools.partial(checkpoint, use_reentrant=True)
@@ -383,10 +383,10 @@ def test_debug_shows_the_operators():
         checkpoint(function, x, debug=True).sum().backward()
 
 
-def test_selective_checkpointing_with_a_replayed_value():
-    # The replayed computation uses the same operators as the region, which selective checkpointing counts.
+def test_selective_checkpointing_with_a_remembered_value():
+    # The remembered computation uses the same operators as the region, which selective checkpointing counts.
     def function(x):
-        scale = replay(lambda: (2 * x.detach() @ x.detach()).mean())
+        scale = remembered(lambda: (2 * x.detach() @ x.detach()).mean())
         return (x @ x).sin() @ x * scale
 
     def contexts():
@@ -399,7 +399,7 @@ def test_selective_checkpointing_with_a_replayed_value():
 
 
 @NESTINGS
-def test_replay_computes_once_in_nested_regions(outer, inner):
+def test_a_remembered_value_is_computed_once_in_nested_regions(outer, inner):
     computed = []
 
     def once(x):
@@ -407,7 +407,7 @@ def test_replay_computes_once_in_nested_regions(outer, inner):
             computed.append(1)
             return float(len(computed))
 
-        return x.sin() * replay(compute)
+        return x.sin() * remembered(compute)
 
     def inside(x):
         return once(once(x)).cos()
@@ -427,13 +427,13 @@ def test_replay_computes_once_in_nested_regions(outer, inner):
     assert torch.allclose(gradient, 2 * x.grad)
 
 
-def test_replay_of_a_function_that_changes_is_an_error():
+def test_a_remembered_value_of_a_function_that_changes_is_an_error():
     runs = []
 
     def function(x):
         runs.append(None)
         for _ in runs:
-            x = x * replay(lambda: 2.0)
+            x = x * remembered(lambda: 2.0)
         return x.sin()
 
     y = checkpoint(function, torch.randn(3, requires_grad=True))
