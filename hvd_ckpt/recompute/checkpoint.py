@@ -168,7 +168,7 @@ class _FlatRun:
         # the caller.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.result_structure: Any = None
-        self.wanted: list[bool] | None = None
+        self.wanted: list[bool] | None = None  # of each result, whether a gradient has arrived for it
         self.anchored = False  # only a tensor of ours makes autograd record the call
 
     def release_first_pass(self) -> None:

@@ -222,10 +222,8 @@ class _CrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             for one in gradients:
-                if one is not None:
-                    one.mul_(
-                        gradient
-                    )  # the only one to hold it: what autograd accumulates may be this memory
+                if one is not None:  # nobody else holds it, so autograd may take its memory for the gradient
+                    one.mul_(gradient)
         else:
             hidden, weight, bias, targets, factors = ctx.saved_tensors
             _, *gradients = _chunk_by_chunk(

@@ -30,7 +30,7 @@ _MAX_ITEMS = 2000
 
 @dataclass
 class Reach:
-    """The modules with their submodules that were found, each once, in a fixed order, and tensors held
+    """What was found: modules with their submodules, each once and in a fixed order, and tensors that are held
     directly."""
 
     modules: list[nn.Module] = field(default_factory=list)

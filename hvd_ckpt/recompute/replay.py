@@ -5,6 +5,10 @@ other such calls. Calls that are connected form a :class:`Group`. Autograd holds
 tensors; the first one it unpacks lets its group be replayed: those calls run again, in the order in which they ran, whose
 results or saved tensors are wanted. What the others of the group will ask for is cached until they have asked.
 
+In place of a tensor that is kept, autograd holds what a :class:`.keeper.Keeper` returns (``Plain``, ``Kept``), or fewer bytes of
+it (``Compressed``, or ``Packed`` where a keeper collects). A tensor among a call's arguments is ``Stored``, ``Scratch`` or a
+``Reference``.
+
 References point one way only (holder, group, call, argument), so that everything is freed with the graph.
 """
 
@@ -200,6 +204,7 @@ def _run_again(
     while open_calls:
         for reference in open_calls.pop().references():
             readers[reference.call, reference.output] += 1
+            # Cached, or of another group: :func:`_compute` returns it.
             if reference.output in reference.call.cache if members is None else reference.call not in members:
                 continue
             read.add(reference.call)
@@ -255,7 +260,7 @@ def _run(
         if spec.requires_grad:
             tensor.requires_grad_()
             if call.in_place and not arguments:
-                tensor = _Fresh.apply(tensor)  # type: ignore[no-untyped-call]
+                tensor = _NonLeaf.apply(tensor)  # type: ignore[no-untyped-call]
         return tensor
 
     last = max((-1 - key for key in call.wanted if key < 0), default=-1) if inner_needed else -1
@@ -297,7 +302,7 @@ def _run(
     return results, inner
 
 
-class _Fresh(torch.autograd.Function):
+class _NonLeaf(torch.autograd.Function):
     """The same memory as a non-leaf tensor, so that it may be changed in place."""
 
     @staticmethod

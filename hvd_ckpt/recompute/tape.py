@@ -97,11 +97,14 @@ class _Tag(NamedTuple):
     fresh: bool  # lies in memory that dropped calls have made
 
 
+_Inputs = list[tuple[Tensor, int, _Tag | None]]  # each tensor, its version before the call, and its tag
+
+
 class _Running(NamedTuple):
     """The torch function that is running now."""
 
     func: Callable[..., Any]
-    inputs: list[tuple[Tensor, int, _Tag | None]]
+    inputs: _Inputs
     call: Call | None  # None: its results are not dropped
     group: Group | None
 
@@ -206,7 +209,7 @@ class Tape(TorchFunctionMode):
                 self._mark(inputs, outputs)
         return result
 
-    def _mark(self, inputs: list[tuple[Tensor, int, _Tag | None]], outputs: tuple[Tensor, ...]) -> None:
+    def _mark(self, inputs: _Inputs, outputs: tuple[Tensor, ...]) -> None:
         """Marks results in memory of their own: those may be kept in fewer bytes when another call saves them."""
         sources = {memory_of(tensor) for tensor, _, _ in inputs}
         for tensor in outputs:
@@ -229,7 +232,7 @@ class Tape(TorchFunctionMode):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        inputs: list[tuple[Tensor, int, _Tag | None]],
+        inputs: _Inputs,
     ) -> bool:
         """Whether the call does the same when it is run again with the same arguments.
 
@@ -280,7 +283,7 @@ class Tape(TorchFunctionMode):
         group: Group,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        inputs: list[tuple[Tensor, int, _Tag | None]],
+        inputs: _Inputs,
         needs_grad: list[bool],
         outputs: tuple[Tensor, ...],
     ) -> None:
