@@ -298,6 +298,7 @@ def _stored(
     offload: Offload | None,
     deferred: bool,
 ) -> tuple[Layout, FlatParameters | ShardedParameters]:
+    """Lays parameters out and makes the store of their weights, which splits them only later if ``deferred`` (stage 3)."""
     layout = Layout(exchange.ranks)
     if options.stage < 3:
         layout.add(list(reversed(named)), cap)

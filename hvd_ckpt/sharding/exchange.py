@@ -1,4 +1,4 @@
-"""The two collectives of sharded training, over Horovod: gradients are reduce-scattered, parameters gathered.
+"""The collectives of sharded training, over Horovod: gradients are reduce-scattered, parameters gathered, flags reduced.
 
 Horovod carries, this module adds: a reduce-scatter is an alltoall and a sum of what arrives, in rank order; a gather is an
 allgather straight into its place, or over MPI a few broadcasts where the shard lies there already. Measured from 16 KiB to 25 MiB
@@ -74,7 +74,7 @@ class Exchange:
         prefix: of all tensor names, unique to the optimizer and the same on every rank.
 
     Attributes:
-        within: the exchange of this rank's group, where groups have shards of their own; it shares the traffic.
+        within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
     """
 
     def __init__(self, process_set: Any, prefix: str) -> None:

@@ -62,11 +62,14 @@ class _Launch:
 class InFlight:
     """The reduce-scatters in flight, and this rank's shards of those that have arrived.
 
+    Args:
+        exchange, format: how gradients travel.
+        scale: of the sums over the ranks.
+        offload: has the memory of the shards, if that is not the parameters' own.
+        groups: have that memory from the start, if they are trained.
+
     Attributes:
         shards: sums so far, by the group's position.
-
-    Args:
-        offload: has the memory of the shards, if that is not the parameters' own; ``groups``: those that have some from the start.
 
     Raises:
         OffloadError: there is no room.

@@ -76,7 +76,7 @@ class Group:
     Attributes:
         position: the group's number in its layout.
         indices: of its parameters, in the layout's list.
-        offsets: where each begins, in elements.
+        offsets, numels: where each begins, and its size, in elements.
         numel: elements of all parameters; ``padded``: with what makes it divide by the ranks.
         requires_grad: whether its parameters did when it was laid out (all or none).
     """

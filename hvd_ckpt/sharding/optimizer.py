@@ -30,7 +30,7 @@ from hvd_ckpt.unmaterialized import copied_state
 
 
 class ShardedOptimizer(ReducedOptimizer):
-    """Mixin that ``DistributedOptimizer(..., shard=...)`` adds to the wrapped optimizer's class; use it for ``isinstance`` only.
+    """Methods of ``DistributedOptimizer(..., shard=...)``, copied as those of :class:`ReducedOptimizer`; use it for ``isinstance``.
 
     Its ``param_groups`` hold this rank's :attr:`pieces`.
     """
@@ -39,7 +39,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _sharded_by_hvd_ckpt = True
     _sharding: Sharding
     _reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
-    _reduced_gradients: Sequence[tuple[int, int]] = ()  # as the last reduction left them
+    _reduced_gradients: Sequence[tuple[int, int]] = ()  # _gradient_versions() after the last reduction
 
     # -------------------------------------------------------------------------------- what it is
 
@@ -123,7 +123,7 @@ class ShardedOptimizer(ReducedOptimizer):
             self._reduced_gradients = self._gradient_versions()
 
     def _gradient_versions(self) -> list[tuple[int, int]]:
-        """Tells gradients of the pieces from those that are replaced or changed later."""
+        """Identity and version of each gradient of the pieces, which tell whether one is replaced or changed later."""
         gradients = [piece.parameter.grad for piece in self._sharding.pieces]
         return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 

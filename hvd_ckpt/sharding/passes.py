@@ -151,7 +151,7 @@ class Passes:
                 self._begin_backward()
             elif self._backward is not None:  # that pass has failed
                 self.reset()
-                unit.running += 1
+                unit.running += 1  # which the line before has set to 0
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
             self._unshard(unit)

@@ -76,7 +76,7 @@ class Sharding:
         bucket_bytes: largest group of parameters that are added later.
         groups: the whole parameters of each of the optimizer's parameter groups.
         pieces: the parts of the parameters that this rank holds and updates.
-        added_sets: process sets that were added for groups of ranks.
+        added_sets: ranks of the process sets that were added for ``within``.
     """
 
     stage: int
@@ -134,7 +134,7 @@ class Sharding:
             piece.parameter.grad = None
 
     def shards_changed(self, used: Sequence[bool] | None = None) -> None:
-        """After a step: the ranks see each other's weights. Collective.
+        """The shards have been changed, by a step say: gathers them (stages 1 and 2), or drops what was gathered. Collective.
 
         Args:
             used: of each parameter, whether it may have changed on some rank; by default all.

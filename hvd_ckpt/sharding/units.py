@@ -201,9 +201,7 @@ def _users(
 
 
 def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises:
-    ValueError: a parameter is split over the ranks already.
-    """
+    """Raises ValueError for the first parameter that is split over the ranks already."""
     for name, parameter in named:
         if is_split(parameter):
             raise ValueError(
@@ -215,14 +213,14 @@ def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 def check_memory(
     named: Sequence[tuple[str, torch.Tensor]], others: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Whether each parameter has memory, and has it for itself.
+    """Checks that each parameter has memory, and has it for itself.
 
     Args:
         named: those that are to be split.
         others: of the same model; they may share memory among themselves, but not with those.
 
     Raises:
-        ValueError: it has none, or shares it.
+        ValueError: one has none, or shares it.
     """
     wanted = {id(parameter) for _, parameter in named}
     known = {id(parameter): (name, parameter) for name, parameter in (*named, *others)}

@@ -45,8 +45,8 @@ class _Flat:
 
     Attributes:
         shard: this rank's exact values, 1-D.
-        secondary: where groups have shards of their own, this rank's part of what its group has gathered last, 1-D.
-        current: that is what would be gathered from all ranks.
+        secondary: with ``within``, this rank's part of the copy that its group of ranks keeps of what was gathered last, 1-D.
+        current: whether ``secondary`` is up to date.
         identity, absence: of the storages of ``whole`` and of the placeholders.
         whole: all ranks' values, 1-D; without memory while the unit is sharded.
     """
