@@ -25,7 +25,7 @@ from hvd_ckpt.snapshots.resume import check_shard
 from hvd_ckpt.snapshots.schema import DAMAGED, ShardMetadata
 
 
-def state_of_rank(
+def local_state(
     optimizer: Any, model: nn.Module, scaler: GradScaler | None, shards: RunShards
 ) -> dict[str, Any] | None:
     """What this rank has of its own between averages; None where all ranks step together."""
@@ -56,7 +56,7 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def load_rank(
+def load_local(
     snapshot: Snapshot, model: nn.Module, optimizer: Any, expected: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Snapshot, dict[str, Any] | None]:
     """Loads this rank's own weights, if the period goes on, and returns the snapshot with its optimizer state and loss scale.

@@ -68,8 +68,8 @@ class OptimizerState(Strict):
         return self
 
 
-class ShardState(OptimizerState):
-    """The structure of a rank's shard, with a tensor for each of its shards of parameters where a run has such."""
+class OptimizerShard(OptimizerState):
+    """The structure of a rank's state in shards: the optimizer's, and master weights and averages where a run has such."""
 
     master_weights: dict[int, Tensor] = Field(default_factory=dict)
     averages: dict[int, Tensor] = Field(default_factory=dict)
@@ -226,7 +226,7 @@ def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def read_shards(
-    resumed: Snapshot,
+    snapshot: Snapshot,
     wanted: Sequence[ShardRange],
     expected: Mapping[str, Mapping[str, Any]],
     groups: int,
@@ -234,7 +234,7 @@ def read_shards(
     """The optimizer state of all ranks that had elements of this rank's, as their ``state_dict()``; mapped from the files.
 
     Args:
-        resumed: a snapshot of a sharded run.
+        snapshot: a snapshot of a sharded run.
         wanted: what :func:`hvd_ckpt.sharding.state.ranges_of` returns.
         expected: what :func:`state_of_shards` returns.
         groups: parameter groups of the optimizer.
@@ -242,10 +242,10 @@ def read_shards(
     Raises:
         SnapshotError: a shard is damaged, no longer there, or not of such an optimizer.
     """
-    sharding, path = resumed.sharding, resumed.path
+    sharding, path = snapshot.sharding, snapshot.path
     assert sharding is not None and path is not None
     files = open_snapshot(path)
-    if files.manifest != resumed.manifest:
+    if files.manifest != snapshot.manifest:
         raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
     by_name = {one.name: one for one in wanted}
     ranks = [
@@ -271,7 +271,7 @@ def check_shard(
 ) -> None:
     """Raises Wrong unless it is a rank's shard of the state of such an optimizer."""
     try:
-        checked = ShardState.model_validate(part)
+        checked = OptimizerShard.model_validate(part)
     except ValidationError as error:
         raise Wrong(first_error(error)) from None
     numbers = [number for group in checked.param_groups for number in group["params"]]

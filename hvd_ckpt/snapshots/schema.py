@@ -61,11 +61,11 @@ class TensorMetadata(Strict):
     dtype: str
 
     @classmethod
-    def of(cls, parameter: Tensor, form: TensorSpec | None = None) -> TensorMetadata:
-        form = form or TensorSpec.of(parameter)
+    def of(cls, parameter: Tensor, spec: TensorSpec | None = None) -> TensorMetadata:
+        spec = spec or TensorSpec.of(parameter)
         return cls(
-            size=tuple(form.shape),
-            stride=tuple(form.stride),
+            size=tuple(spec.shape),
+            stride=tuple(spec.stride),
             dtype=str(parameter.dtype).removeprefix("torch."),
         )
 

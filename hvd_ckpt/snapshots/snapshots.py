@@ -34,7 +34,7 @@ from hvd_ckpt.snapshots.folder import (
     remove_abandoned,
 )
 from hvd_ckpt.snapshots.loading import average_state, load_state, load_weights
-from hvd_ckpt.snapshots.local import load_rank, state_of_rank, whole_state
+from hvd_ckpt.snapshots.local import load_local, local_state, whole_state
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.resume import state_of_shards
@@ -316,7 +316,7 @@ class Snapshots:
         if expected is None:
             of_shards = state_of_shards(self._optimizer, self._model)
             expected = {self._shards.stored_name(name): entries for name, entries in of_shards.items()}
-        snapshot, averages = load_rank(snapshot, self._model, self._optimizer, expected)
+        snapshot, averages = load_local(snapshot, self._model, self._optimizer, expected)
         of_rank = load_state(
             snapshot,
             expected,
@@ -366,7 +366,7 @@ class Snapshots:
                 "random": random_state(),
                 "reduction": optimizer.reduction_state_dict(),
                 "buffers": dict(self._model.named_buffers()),
-                "local": state_of_rank(optimizer, self._model, self._scaler, self._shards),
+                "local": local_state(optimizer, self._model, self._scaler, self._shards),
                 **per_rank,
             },
             "shard": self._shards.state(self._model, optimizer, average_shard),

@@ -16,8 +16,8 @@ from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots.content import named_tensors
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import (
+    OptimizerShard,
     OptimizerState,
-    ShardState,
     check_averages,
     check_optimizer,
     check_sharding,
@@ -144,7 +144,7 @@ class Local(Strict):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     weights: dict[str, Tensor]
-    optimizer: ShardState | None
+    optimizer: OptimizerShard | None
     pieces: _Pieces | None
     scaler: Scaler | None
     averages: _Averages
@@ -179,11 +179,11 @@ class PerRankState(Strict):
 R = TypeVar("R", bound=ReplicatedState)
 
 
-def check_state(resumed: Snapshot, replicated: type[R], per_rank: type[PerRankState]) -> R:
+def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankState]) -> R:
     """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
-    in_shards = resumed.sharding is not None
+    in_shards = snapshot.sharding is not None
     with _schema("replicated"):
-        found = replicated.model_validate(resumed.replicated)
+        found = replicated.model_validate(snapshot.replicated)
     whole = {"optimizer": found.optimizer} | (
         {} if found.ema is None else {"ema.averages": found.ema.averages}
     )
@@ -192,10 +192,10 @@ def check_state(resumed: Snapshot, replicated: type[R], per_rank: type[PerRankSt
             raise Wrong(
                 f"replicated.{name} must be there where the optimizer's state is not sharded, and only there"
             )
-    for state in resumed.per_stage:
+    for state in snapshot.per_stage:
         with _schema("per_rank"):
             of_rank = per_rank.model_validate(state)
-        if of_rank.reduction and (resumed.sharding is None or resumed.sharding.stage < 2):
+        if of_rank.reduction and (snapshot.sharding is None or snapshot.sharding.stage < 2):
             with _schema("per_rank.reduction"):
                 Reduction.model_validate(of_rank.reduction)
     return found
@@ -210,7 +210,7 @@ def _schema(place: str) -> Iterator[None]:
 
 
 def check_fits(
-    resumed: Snapshot,
+    snapshot: Snapshot,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     specs: Mapping[str, TensorSpec],
@@ -218,7 +218,7 @@ def check_fits(
     """Raises Wrong unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
 
     Args:
-        resumed: that :func:`check_state` has passed.
+        snapshot: that :func:`check_state` has passed.
         model: whose weights they are to be; that of one pipeline stage is to have those of its blocks.
         optimizer: of the model, distributed or not.
         specs: of the optimizer's parameters, by name.
@@ -231,19 +231,19 @@ def check_fits(
     def of_model(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: one for name, one in given.items() if name in expected or not pipeline}
 
-    check_tensors(of_model(resumed.weights, known), known, "weights", True)
-    ema = resumed.replicated["ema"]
-    if resumed.sharding is not None:
-        check_sharding(resumed.sharding, specs)
+    check_tensors(of_model(snapshot.weights, known), known, "weights", True)
+    ema = snapshot.replicated["ema"]
+    if snapshot.sharding is not None:
+        check_sharding(snapshot.sharding, specs)
     else:
         if not pipeline:
-            check_optimizer(resumed.replicated["optimizer"], optimizer, sharded=stage > 0)
+            check_optimizer(snapshot.replicated["optimizer"], optimizer, sharded=stage > 0)
         if ema is not None and not pipeline:
             check_averages(ema["averages"], "ema.averages", model)
-    replicas = resumed.replicated["replicas"] or {"buffers": {}}
+    replicas = snapshot.replicated["replicas"] or {"buffers": {}}
     for one in replicas["buffers"].values():
         check_tensors(of_model(one, buffers), buffers, "replicas.buffers", False)
-    for state in resumed.per_stage:
+    for state in snapshot.per_stage:
         check_tensors(of_model(state["buffers"], buffers), buffers, "buffers", False)
         local = state["local"]
         if local is not None and local["optimizer"] is not None and local["pieces"] is None:
