@@ -22,9 +22,8 @@ from hvd_ckpt.schema import Strict, Wrong, parse_json
 from hvd_ckpt.snapshots.folder import names_in, reason_of
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
 
-RANK_SECONDS = (
-    120.0  # that a rank waits for the folder, and rank 0, its own files written, for the others' files
-)
+# That a rank waits for the folder, and rank 0, its own files written, for the others' files.
+RANK_SECONDS = 120.0
 
 
 class RankManifest(Strict):

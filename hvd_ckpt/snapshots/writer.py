@@ -50,7 +50,14 @@ _TROUBLE = (OSError, Wrong, SnapshotError)
 
 @dataclass
 class _Job:
-    """A snapshot under way."""
+    """A snapshot under way.
+
+    Attributes:
+        fault: why it was not written, for a warning; empty if it was.
+        bug: an exception that the caller raises, in :meth:`SnapshotWriter.check`.
+        held: keeps the temporary folder from counting as left over.
+        copied, done: set when its tensors may change again, and when the thread has finished with it.
+    """
 
     step: int
     temporary: Path
