@@ -92,7 +92,7 @@ def DistributedOptimizer(
             is given.
         units: its modules, or lists of them, whose parameters are gathered together; by default the segments that are
             recomputed, else the blocks of the model. All other parameters are a unit of their own.
-        offload: ``"optimizer"`` keeps the optimizer's state (and master weights) in pinned host memory for a GPU, in
+        offload: ``"optimizer"`` keeps the optimizer's state in pinned host memory for a GPU, and with master weights in
             memory-mapped files for a CPU. ``"parameters"``, with ``shard="parameters"``, also the shards of parameters and
             gradients: memory then holds the units that run. :func:`hvd_ckpt.init_on_disk` makes a model that is larger than memory.
         offload_folder: where these files are; by default the temporary folder.

@@ -88,6 +88,11 @@ below that you give.
     show_default=True,
     help="bf16, fp16: under autocast.",
 )
+@click.option(
+    "--chunk-head/--no-chunk-head",
+    default=True,
+    help="The head of a language model may be computed in chunks, which rounds otherwise.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @click.option("--load", "file", metavar="FILE", help="Measure the plan in this file instead of making one.")
 @click.option(
@@ -128,12 +133,14 @@ def plan(
     options: tuple[str, ...],
     budget: str | None,
     precision: str,
+    chunk_head: bool,
     device: str,
     file: str | None,
     output: str | None,
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
+    from hvd_ckpt.precision import AUTOCAST
     from hvd_ckpt.schema import named
 
     try:
@@ -155,7 +162,8 @@ def plan(
     if loaded is not None:
         loaded = _fitting(loaded, job, budget, place)
     folder = output_folder(output, "plan")
-    chosen, baseline, unmet = _planned(job, loaded, budget, precision, stages)
+    how = {"autocast": AUTOCAST.get(precision), "chunk_head": chunk_head}
+    chosen, baseline, unmet = _planned(job, loaded, budget, how, stages)
     _report(chosen, baseline, folder, job, cluster, precision)
     if unmet is not None:
         nearest = unmet.smallest
@@ -184,10 +192,9 @@ def _load(file: str) -> Plan:
 def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torch.device) -> Job:
     from hvd_ckpt.cli.plan_models import build
 
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(
-            0, str(Path.cwd())
-        )  # as `python -m` has it: module:function is most often in this folder
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, here)
     try:
         return build(name, sizes, options, device)
     except ValueError as error:
@@ -217,14 +224,12 @@ def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -
 
 
 def _planned(
-    job: Job, loaded: Plan | None, budget: str | None, precision: str, stages: dict[str, Any] | None
+    job: Job, loaded: Plan | None, budget: str | None, how: dict[str, Any], stages: dict[str, Any] | None
 ) -> tuple[Plan, Cost | None, BudgetError | None]:
     """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
-    A plan for stages is not measured."""
+    A plan for stages is not measured. ``how`` has further arguments of the planner."""
     from hvd_ckpt.planning.profile import Step
-    from hvd_ckpt.precision import AUTOCAST
 
-    autocast = AUTOCAST.get(precision)
     unmet = None
     with progress_bar(each=True) as progress:
         task = progress.add_task("planning", total=None)
@@ -233,27 +238,28 @@ def _planned(
             progress.update(task, description=what)
 
         if loaded is None:
-            chosen, unmet = _made(job, budget, autocast, say, stages)
+            chosen, unmet = _made(job, budget, {**how, "say": say}, stages)
         else:
             chosen = loaded
         if chosen.pipeline is not None:
             return chosen, None, unmet
-        chosen, baseline = _measured(chosen, Step(job.model, job.sample, job.kwargs, job.loss, autocast), say)
+        chosen, baseline = _measured(
+            chosen, Step(job.model, job.sample, job.kwargs, job.loss, how["autocast"]), say
+        )
     return chosen, baseline, unmet
 
 
 def _made(
     job: Job,
     budget: str | None,
-    autocast: torch.dtype | None,
-    say: Callable[[str], None],
+    how: dict[str, Any],
     stages: dict[str, Any] | None,
 ) -> tuple[Plan, BudgetError | None]:
     """The plan, or the one that comes nearest, with the error that says so."""
     from hvd_ckpt.planning.planner import Planner
     from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
 
-    arguments: dict[str, Any] = {"kwargs": job.kwargs, "loss": job.loss, "autocast": autocast, "say": say}
+    arguments: dict[str, Any] = {"kwargs": job.kwargs, "loss": job.loss, **how}
     try:
         if stages is not None:
             scale = stages.get("param_scale", PARAM_SCALE)
@@ -301,31 +307,25 @@ def _report(
     chosen: Plan, baseline: Cost | None, folder: Path, job: Job, cluster: Cluster | None, precision: str
 ) -> None:
     """Prints the tables and writes the files."""
-    from hvd_ckpt.planning.show import (
-        frontier_plot,
-        print_plan,
-        print_stages,
-        schedule_plot,
-        timeline_plot,
-    )
+    from hvd_ckpt.planning import show
 
     console = console_for_tables(WIDTH)
-    print_plan(chosen, console, baseline)
+    show.print_plan(chosen, console, baseline)
     if chosen.pipeline is not None:
-        print_stages(chosen, console)
+        show.print_stages(chosen, console)
     if cluster is not None:
         cluster.show(job, chosen, precision, console)
     chosen.save(folder / "plan.json")
     click.echo(f"Plan: {folder / 'plan.json'}")
     try:
         if chosen.pipeline is not None:
-            schedule_plot(chosen, folder / "schedule.png")
+            show.schedule_plot(chosen, folder / "schedule.png")
             click.echo(f"Schedule: {folder / 'schedule.png'}")
             return
-        frontier_plot(chosen, folder / "frontier.png", baseline)
+        show.frontier_plot(chosen, folder / "frontier.png", baseline)
         click.echo(f"Frontier: {folder / 'frontier.png'}")
         if any(chosen.timelines.values()):
-            timeline_plot(chosen, folder / "timeline.png", baseline)
+            show.timeline_plot(chosen, folder / "timeline.png", baseline)
             click.echo(f"Timeline: {folder / 'timeline.png'}")
     except ImportError as error:  # of matplotlib
         say_no_pictures(error)

@@ -53,7 +53,7 @@ def accumulate(
     Each micro-batch's backward pass runs before the next forward pass, so memory is that of one micro-batch. Without batch
     norm and dropout, loss and gradients equal those of the whole mini-batch to rounding, whatever the weights::
 
-        loss, _ = hc.accumulate(lambda part: criterion(model(part.inputs), part.targets), batch, 4)
+        loss, _ = hc.accumulate(lambda part: criterion(model(*part.inputs), part.targets), batch, 4)
         optimizer.step()
 
     A batch norm normalizes by the micro-batch; see :class:`hvd_ckpt.DeferredBatchNorm` for its running statistics.

@@ -77,7 +77,7 @@ def parse_budget(budget: int | float | str | None) -> Budget:
     Raises:
         ValueError: for anything else.
     """
-    wrong = f"budget must be bytes, or text like '6GiB', '0.3x', '80%' or 'min', or None, got {budget!r}"
+    wrong = f"budget must be bytes, or text such as '6GiB', '0.3x', '80%', 'min' or 'fastest', got {budget!r}"
     if budget is None:
         return Budget("fastest")
     if isinstance(budget, (int, float)) and not isinstance(budget, bool):

@@ -203,6 +203,9 @@ class Config(Strict):
     plan_cache: Text | None = Field(
         None, description="Folder of plans: one that was made for the same is used again."
     )
+    chunk_head: bool = Field(
+        True, description="Plans may compute a language model's head in chunks, which rounds otherwise."
+    )
     segments: Count | None = Field(
         None, description="Recompute the chain of blocks in this number of segments."
     )

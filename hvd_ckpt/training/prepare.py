@@ -252,6 +252,7 @@ def _make_plan(
             loss=lambda output: objective.loss(output, sample),
             budget=config.budget,
             autocast=AUTOCAST.get(config.precision),
+            chunk_head=config.chunk_head,
             verbose=True,
             cache=config.plan_cache,
             **stages,

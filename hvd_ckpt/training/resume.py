@@ -38,7 +38,7 @@ from hvd_ckpt.training.local import OF_A_PERIOD, check_period
 # Settings without which the state has no meaning.
 FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
 PLANNED = (
-    "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options",
+    "budget", "plan", "chunk_head", "batch", "accumulate", "precision", "batch_norm", "model_options",
     "stages", "pipeline_schedule", "virtual_stages",
 )  # fmt: skip
 

@@ -66,7 +66,7 @@ def print_summary(
             "steps": f"{steps - taken:,}{epochs}; {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
             "memory": _recomputation(config)
             + ("" if not config.shard_stage else f"; sharded: {config.shard}"),
-            "ranks": f"{_ranks(config)} over {controller()}, on {device}, CPU threads of each: {torch.get_num_threads()}",
+            "ranks": f"{_ranks(config)} on {device}, CPU threads of each: {torch.get_num_threads()}",
             "folder": str(folder),
         }
         if config.is_local:
@@ -81,15 +81,17 @@ def print_summary(
 
 def _ranks(config: Config) -> str:
     grid = current()
+    if grid.size == 1:
+        return "1"
     if grid.stages == 1:
-        return str(grid.size)
+        return f"{grid.size} over {controller()},"
     each = "1 replica" if grid.replicas == 1 else f"{grid.replicas} replicas"
-    return f"{grid.size}, {grid.stages} pipeline stages of {each} ({config.pipeline_schedule}),"
+    return f"{grid.size} over {controller()}, {grid.stages} pipeline stages of {each} ({config.pipeline_schedule}),"
 
 
 def _recomputation(config: Config) -> str:
     if config.budget is not None:
-        return f"a plan, to be made for {config.budget}"
+        return f"planned for {config.budget}"
     if config.plan is not None:
         return f"the plan {config.plan}"
     if config.stages > 1 and config.checkpoint != "never":
