@@ -32,7 +32,8 @@ ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
     (torch.Tensor, ("_version", "_backward_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.autograd.Function, ("_backward_cls",)),
-    (nn.Module(), ("_modules", "_parameters", "_buffers")),
+    (nn.Module(), ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")),
+    (torch.optim.SGD([torch.zeros(1)]), ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
 )
 
 

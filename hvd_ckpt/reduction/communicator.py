@@ -184,13 +184,13 @@ class Communicator:
         values = gradient.values()
         # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
         wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
-        handles = [
-            mpi_ops.allgather_async(
-                tensor.contiguous(), f"{self.name}.sparse.{index}.{what}", self.process_set
-            )
-            for what, tensor in (("indices", gradient.indices().t()), ("values", wire))
-        ]
-        indices, gathered = (mpi_ops.synchronize(handle) for handle in handles)
+        parts = {"indices": gradient.indices().t(), "values": wire}
+        handles = {
+            name: mpi_ops.allgather_async(tensor.contiguous(), name, self.process_set)
+            for what, tensor in parts.items()
+            for name in [f"{self.name}.sparse.{index}.{what}"]
+        }
+        indices, gathered = (wait(handle, name, GRADIENTS) for name, handle in handles.items())
         if self.op == Average:
             gathered = gathered / self.process_set.size()
         summed = torch.sparse_coo_tensor(indices.t(), gathered, gradient.shape, check_invariants=False)

@@ -100,6 +100,19 @@ def test_the_plan_is_shown_written_and_drawn(made: Result, folder: Path) -> None
         assert (folder / "made" / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_head_is_computed_in_chunks_unless_it_is_to_stay_whole(run, quick_planner: None) -> None:
+    sizes = ("--batch", "2", "--length", "32", "--vocabulary", "3000", "--budget", "min")
+    peaks = []
+    for output, flag in (("chunks", "--chunk-head"), ("whole", "--no-chunk-head")):
+        result = run(*sizes, flag, "--output", output, model="gpt-tiny")
+        assert result.exit_code == 0, result.output
+        made = Plan.load(f"{output}/plan.json")
+        assert any(block.policy.chunks is not None for block in made.blocks) == (output == "chunks")
+        assert made.measured is not None
+        peaks.append(made.measured.peak_bytes)
+    assert peaks[0] < peaks[1]
+
+
 def test_a_plan_is_loaded_and_measured_and_status_1_says_that_it_is_over_budget(
     made: Result, folder: Path, run, quick_planner: None
 ) -> None:
