@@ -53,9 +53,9 @@ NOTES = (
     "chunks of the model on each rank (2 with the interleaved schedule, else 1), within a round. 1 means that ranks wait no longer "
     "than the schedule makes them.",
     "peak MiB: exact bytes that the stage with most holds at the peak of a step: parameters, buffers, optimizer state, gradients "
-    "and activations. of unstaged: as a ratio to the unstaged rank's; recomputing: the same with checkpoint=\"except_last\". "
+    "and activations. of unstaged: as a ratio to the unstaged rank's; recomputing: the same with checkpoint=\"always\". "
     "sent MiB: bytes that all ranks send in a step.",
-    "Timeline: a step with checkpoint=\"except_last\".",
+    "Timeline: a step with checkpoint=\"always\".",
 )  # fmt: skip
 COLORS = {"forward": "#66a182", "backward": "#1b6ca8", "recompute": "#edae49", "wait": "#e4e4e4"}
 

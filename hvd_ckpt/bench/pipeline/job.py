@@ -99,9 +99,9 @@ class Figures:
     Attributes:
         seconds: of each timed step.
         peak_bytes: parameters, buffers, optimizer state, and the most that a step adds to them.
-        recomputed_peak_bytes: the same with ``checkpoint="except_last"``.
+        recomputed_peak_bytes: the same with ``checkpoint="always"``.
         sent_bytes: of a step.
-        timeline: of a step, with ``checkpoint="except_last"``.
+        timeline: of a step, with ``checkpoint="always"``.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -302,7 +302,7 @@ def _figures(kind: Callable[..., Contender], job: Job, name: str, schedule: str)
         figures.sent_bytes = contender.sent_bytes()
         figures.peak_bytes = contender.peak_bytes()
         if isinstance(contender, Ours):
-            recomputing = Ours(job, name, schedule, "except_last")
+            recomputing = Ours(job, name, schedule, "always")
             figures.recomputed_peak_bytes = recomputing.peak_bytes()
             figures.timeline = recomputing.timeline()
     return figures
