@@ -101,7 +101,7 @@ def test_the_plan_is_shown_written_and_drawn(made: Result, folder: Path) -> None
 
 
 def test_a_head_is_computed_in_chunks_unless_it_is_to_stay_whole(run, quick_planner: None) -> None:
-    sizes = ("--batch", "2", "--length", "32", "--vocabulary", "3000", "--budget", "min")
+    sizes = ("--batch", "8", "--length", "32", "--vocabulary", "5000", "--budget", "min")
     peaks = []
     for output, flag in (("chunks", "--chunk-head"), ("whole", "--no-chunk-head")):
         result = run(*sizes, flag, "--output", output, model="gpt-tiny")
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_used_is_one_line(made: Result, folder: Path, run)
 @pytest.mark.parametrize(
     ("model", "arguments", "says"),
     [
-        ("", "--budget plenty", "budget must be bytes, or text like '6GiB'"),
+        ("", "--budget plenty", "budget must be bytes, or text such as '6GiB'"),
         ("", "--model-option layers=3", "own_model_to_plan:make does not take it, but batch, width"),
         ("", "--pixels 8", "--pixels 8: own_model_to_plan:make does not take it"),
         ("", "--model-option width", "--model-option 'width': give NAME=VALUE"),

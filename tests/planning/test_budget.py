@@ -43,7 +43,7 @@ def test_budget_in_bytes(text, expected):
     ["", "six", "6 GiX", "-3GiB", "0", "0x", 0, -1, float("nan"), float("inf"), True, "1e9", [6], b"6"],
 )
 def test_what_is_no_budget_is_named(wrong):
-    with pytest.raises(ValueError, match="budget must be bytes, or text like '6GiB'") as caught:
+    with pytest.raises(ValueError, match="budget must be bytes, or text such as '6GiB'") as caught:
         parse_budget(wrong)
     assert repr(wrong) in str(caught.value)
 
