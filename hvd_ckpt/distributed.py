@@ -190,44 +190,37 @@ def DistributedOptimizer(
     new._identity = identity
     new._op, new._compression, new._process_set = op, compression, process_set
     new.backward_passes_per_step = backward_passes_per_step
+    if member:
+        prescale = 1.0 / gradient_predivide_factor if op == Average else 1.0
+        if sharding is not None:
+            shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
+        may_grow = is_elastic() and process_set is global_process_set
+        assignment = BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups)
+        if replicas is not None:
+            assert model is not None
+            _add_replicas(new, replicas, model, assignment)
+        elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or may_grow):
+            postscale = gradient_predivide_factor if op == Average else 1.0
+            communicator = Communicator("", op, prescale, postscale, compression, process_set)
+            new._reducer = Reducer(assignment, communicator, identity, sparse_as_dense, keep_buckets)
+        register(new)
     result: ReducedOptimizer = new
-    if not member:
-        return result
-    prescale = 1.0 / gradient_predivide_factor if op == Average else 1.0
-    if sharding is not None:
-        shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
-    may_grow = is_elastic() and process_set is global_process_set
-    if replicas is not None:
-        assert model is not None
-        tree = TreeCommunicator.of(replicas, process_set)
-        if sharding is not None and sharding.stage > 1:
-            parts = new._sharding
-            new._reducer = ShardReplicaReducer(
-                ShardedTreeCommunicator(**vars(tree), layout=parts.layout, exchange=parts.exchange), identity
-            )
-        else:
-            assignment = BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups)
-            new._reducer = ReplicaReducer(assignment, tree, identity)
-        means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
-        seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
-        new.replicas = Replicas(replicas, model, new._reducer, means, seed)
-    elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or may_grow):
-        new._reducer = Reducer(
-            BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups),
-            Communicator(
-                "",
-                op,
-                prescale_factor=prescale,
-                postscale_factor=gradient_predivide_factor if op == Average else 1.0,
-                compression=compression,
-                process_set=process_set,
-            ),
-            identity,
-            sparse_as_dense,
-            keep_buckets,
-        )
-    register(new)
     return result
+
+
+def _add_replicas(new: Any, number: int, model: torch.nn.Module, assignment: BucketAssignment) -> None:
+    """Gives a new optimizer logical replicas and the reducer of their gradients. Collective."""
+    identity, process_set = new._identity, new._process_set
+    tree = TreeCommunicator.of(number, process_set)
+    sharding = getattr(new, "_sharding", None)
+    if sharding is not None and sharding.stage > 1:
+        parts = ShardedTreeCommunicator(**vars(tree), layout=sharding.layout, exchange=sharding.exchange)
+        new._reducer = ShardReplicaReducer(parts, identity)
+    else:
+        new._reducer = ReplicaReducer(assignment, tree, identity)
+    means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
+    seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
+    new.replicas = Replicas(number, model, new._reducer, means, seed)
 
 
 def check_replica_options(
