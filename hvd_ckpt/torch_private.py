@@ -33,7 +33,6 @@ ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
     (torch.UntypedStorage, ("_cdata",)),
     (torch.autograd.Function, ("_backward_cls",)),
     (nn.Module(), ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")),
-    (torch.optim.SGD([torch.zeros(1)]), ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
 )
 
 
