@@ -86,7 +86,7 @@ def test_exit_status_is_0_if_this_library_is_right_whatever_the_others_are(run, 
 def test_exit_status_is_1_if_the_judged_engine_is_wrong_hangs_or_raises(run, tmp_path):
     faulty = "planted_engines:Faulty"
     status, output, results = run(
-        engines=faulty, subject=faulty, workloads="densenet", scenarios="nothing", timeout="10"
+        engines=faulty, subject=faulty, workloads="densenet", scenarios="nothing", timeout="20"
     )
     assert status == 1, output
     assert "is not right in 3 of 3 cells: densenet none, densenet reentrant x2" in output
