@@ -34,7 +34,7 @@ SOAK_RANKS = 2
 STALL_MEGABYTES = 150
 
 
-@bench_command("faults")
+@bench_command("faults", width=170)
 @click.option("--runs", type=click.IntRange(0), default=20, show_default=True, help="Runs that are killed.")
 @click.option("--saves", type=click.IntRange(0), default=200, show_default=True, help="Kills within a save.")
 @click.option(

@@ -53,7 +53,7 @@ class Column:
         return f"np={self.ranks} {self.controller}"
 
 
-@bench_command("replicas", width=150)
+@bench_command("replicas", width=170)
 @click.option(
     "--replicas",
     type=click.IntRange(1),
