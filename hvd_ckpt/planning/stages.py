@@ -356,7 +356,8 @@ def plan_stages(
         raise BudgetError(
             f"No plan for {layout.stages} stages and {layout.micro_batches} micro-batches stays within a budget of "
             f"{show_bytes(limit)} for each stage: the smallest budget that works is {planner.smallest} bytes "
-            f"({show_bytes(planner.smallest)}). Give a larger budget, more stages or smaller micro-batches.",
+            f"({show_bytes(planner.smallest)}), with weights, gradients and optimizer state. Give a larger budget, more stages or "
+            "smaller micro-batches.",
             planner.smallest,
             made(planner.smallest),
         )

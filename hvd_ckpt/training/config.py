@@ -144,7 +144,10 @@ class Config(Strict):
     )
     tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
     sequence_length: int | None = Field(
-        None, ge=8, le=MOST, description="Sequence length in tokens.  [default: by model]"
+        None,
+        ge=8,
+        le=MOST,
+        description="Tokens in a sample; a new model takes no longer ones.  [default: by model]",
     )
     images: Text | None = Field(
         None, description="Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
@@ -197,7 +200,7 @@ class Config(Strict):
 
     budget: Annotated[str | int, AfterValidator(_budget)] | None = Field(
         None,
-        description="Peak memory of a micro-batch's step (in pipeline stages: of a stage), for a plan: 6GiB, 0.3x, 80%, min.",
+        description="Memory that a plan may take in a micro-batch's step (with stages: in all of one): 6GiB, 0.3x, 80%, min.",
     )
     plan: Text | None = Field(None, description="Plan file to use instead of making one.")
     plan_cache: Text | None = Field(

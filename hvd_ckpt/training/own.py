@@ -223,9 +223,11 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
         train = Stream(train)
     if test is None and (count := validation_size(len(train), config.validation_split)):
         if isinstance(train, Stream) or _makes_batches(train):
-            kind = "stream, which" if isinstance(train, Stream) else "data set that makes batches, which"
+            stream = isinstance(train, Stream)
+            kind, more = ("stream", " with eval_batches") if stream else ("data set that makes batches", "")
             raise ValueError(
-                f"data: {name} returned one {kind} cannot be split, return a second one to evaluate on, or give validation_split 0"
+                f"data: {name} returned one {kind}, which cannot be split, return a second one to evaluate on{more}, or give "
+                "validation_split 0"
             )
         order = generator(Purpose.SPLIT, config.seed).permutation(len(train))
         train, test = (Subset(train, numpy.sort(part).tolist()) for part in (order[count:], order[:count]))
