@@ -46,7 +46,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
         name: as it was given.
         known: the right names, listed in this order.
     """
-    known = list(known)
+    known, name = list(known), printable(name, but="")
     if not known:
         return f"no {what} '{name}': none is known"
     guess = nearest(name, known)

@@ -64,8 +64,8 @@ def _one_of(what: str, *names: str) -> AfterValidator:
 
 
 def _text(value: str) -> str:
-    if not value.strip() or "\0" in value:
-        raise ValueError(f"{value!r} is not allowed: give a text")
+    if not value.strip() or "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{value!r} is not allowed: give a text, in UTF-8")
     return value
 
 

@@ -45,6 +45,8 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     "values, said",
     [
         ({"model": None}, "model is missing"),
+        ({"model": "gpt\ud800"}, "'gpt\\ud800' is not allowed: give a text, in UTF-8"),
+        ({"documents": "\ud800"}, "no form of documents '\\ud800'"),
         ({"length": 8}, "no setting 'length': did you mean 'sequence_length'?"),
         ({"held-out": 0.1}, "no setting 'held-out': did you mean 'validation_split'?"),
         ({"bugdet": "0.3x"}, "no setting 'bugdet': did you mean 'budget'?"),
