@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,29 +196,31 @@ def DistributedOptimizer(
         if sharding is not None:
             shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
         may_grow = is_elastic() and process_set is global_process_set
-        assignment = BucketAssignment(named, bucket_cap_mb * MEBIBYTE, groups)
+        assign = functools.partial(BucketAssignment, named, bucket_cap_mb * MEBIBYTE, groups)
         if replicas is not None:
             assert model is not None
-            _add_replicas(new, replicas, model, assignment)
+            _add_replicas(new, replicas, model, assign)
         elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or may_grow):
             postscale = gradient_predivide_factor if op == Average else 1.0
             communicator = Communicator("", op, prescale, postscale, compression, process_set)
-            new._reducer = Reducer(assignment, communicator, identity, sparse_as_dense, keep_buckets)
+            new._reducer = Reducer(assign(), communicator, identity, sparse_as_dense, keep_buckets)
         register(new)
     result: ReducedOptimizer = new
     return result
 
 
-def _add_replicas(new: Any, number: int, model: torch.nn.Module, assignment: BucketAssignment) -> None:
+def _add_replicas(
+    new: Any, number: int, model: torch.nn.Module, assign: Callable[[], BucketAssignment]
+) -> None:
     """Gives a new optimizer logical replicas and the reducer of their gradients. Collective."""
     identity, process_set = new._identity, new._process_set
     tree = TreeCommunicator.of(number, process_set)
-    sharding = getattr(new, "_sharding", None)
-    if sharding is not None and sharding.stage > 1:
-        parts = ShardedTreeCommunicator(**vars(tree), layout=sharding.layout, exchange=sharding.exchange)
+    if new.shard_stage > 1:
+        shards = new._sharding
+        parts = ShardedTreeCommunicator(**vars(tree), layout=shards.layout, exchange=shards.exchange)
         new._reducer = ShardReplicaReducer(parts, identity)
     else:
-        new._reducer = ReplicaReducer(assignment, tree, identity)
+        new._reducer = ReplicaReducer(assign(), tree, identity)
     means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
     seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
     new.replicas = Replicas(number, model, new._reducer, means, seed)

@@ -235,7 +235,7 @@ def _copy(
 
 
 def _keep(values: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Copies ``values`` into tensors of ``kept``, which are made where there are none that fit."""
+    """Copies ``values`` into tensors of ``kept``; those that are missing or do not fit are made."""
     for name, value in values.items():
         place = kept.get(name)
         if (

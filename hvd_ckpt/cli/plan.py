@@ -193,7 +193,7 @@ def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torc
     from hvd_ckpt.cli.plan_models import build
 
     here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:  # as `python -m` has it
+    if "" not in sys.path and here not in sys.path:  # where module:function is most often
         sys.path.insert(0, here)
     try:
         return build(name, sizes, options, device)

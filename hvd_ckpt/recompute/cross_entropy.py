@@ -52,7 +52,7 @@ def chunked_cross_entropy(
         targets: class numbers, (...).
         chunks: no more than the logits of ``ceil(rows / chunks)`` rows are in memory at a time, rows without a target counted.
         ignore_index: the target of rows that count nothing.
-        reduction: ``"mean"`` over the rows with a target (by their weights; nan if there are none), ``"sum"``, or ``"none"``:
+        reduction: ``"mean"`` over the rows with a target (by their weights; nan without such rows), ``"sum"``, or ``"none"``:
             (...), 0 without a target.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         token_weights: the factor of each row's loss, (...); no gradient.

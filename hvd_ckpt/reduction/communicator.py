@@ -184,11 +184,11 @@ class Communicator:
         values = gradient.values()
         # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
         wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
-        parts = {"indices": gradient.indices().t(), "values": wire}
+        prefix = f"{self.name}.sparse.{index}"
+        parts = {f"{prefix}.indices": gradient.indices().t(), f"{prefix}.values": wire}
         handles = {
             name: mpi_ops.allgather_async(tensor.contiguous(), name, self.process_set)
-            for what, tensor in parts.items()
-            for name in [f"{self.name}.sparse.{index}.{what}"]
+            for name, tensor in parts.items()
         }
         indices, gathered = (wait(handle, name, GRADIENTS) for name, handle in handles.items())
         if self.op == Average:

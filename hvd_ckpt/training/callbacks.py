@@ -12,6 +12,7 @@ import inspect
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 METHODS = ("on_begin", "on_log", "on_evaluation", "on_snapshot", "on_end")
 
 
-class Tracker:
+class Tracker(ABC):
     """A callback that writes numbers of a run for a tool.
 
     Attributes:
@@ -36,9 +37,9 @@ class Tracker:
 
     name = ""
 
+    @abstractmethod
     def write(self, numbers: dict[str, float], step: int) -> None:
         """Writes numbers of one step, by names such as ``train/loss``."""
-        raise NotImplementedError
 
     def on_log(self, record: Mapping[str, Any]) -> None:
         self.write(_numbers(record), record["step"])

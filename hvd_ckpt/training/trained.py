@@ -96,7 +96,7 @@ def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
 
 
 def _embeddings(weights: dict[str, Tensor]) -> Tensor:
-    """The weights of the token embeddings. Raises ValueError if there are none."""
+    """The weights of the token embeddings. Raises ValueError if the model has no such weights."""
     found = next((weights[name] for name in EMBEDDINGS if name in weights), None)
     if found is None or found.dim() != 2:
         raise ValueError("the snapshot has no token embeddings of such a model")

@@ -183,12 +183,12 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: float | Quartiles | None, form: str) -> str:
-    """An entry of a table: the value in this format, or ``-`` where there is none."""
+    """An entry of a table: the value in this format, or ``-`` for None."""
     return "-" if value is None else f"{value:{form}}"
 
 
 def mebibytes(count: float | None, form: str = ".1f") -> str:
-    """Bytes as an entry of a table whose column is in MiB, or ``-`` where there is none."""
+    """Bytes as an entry of a table whose column is in MiB, or ``-`` for None."""
     return shown(None if count is None else count / MIB, form)
 
 
