@@ -1,0 +1,110 @@
+"""A fingerprint of a tensor's bits: 64 bits by which two passes over the same computation, or two ranks, compare their tensors.
+
+The bits are read as 32-bit integers and added up, modulo 2**64, with odd pseudo-random weights that depend on the position: rows of
+:data:`ROW` integers first, then the results of the rows in the same way. So it is one pass over the tensor, without a copy of it,
+and one kernel after the other on a GPU, which nothing waits for. (A XOR or a plain sum would be blind to equal changes in two
+places, and to swapped elements.)
+
+64-bit words would be faster, but a flipped sign in the upper half of a word adds 2**63, whatever odd number it is multiplied by:
+two of them would cancel. A change of 32 bits times an odd weight keeps at least 33 bits that depend on the position.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+ROW = 2048
+_LEVELS = 6  # of rows of rows, the last two for the bytes that fill no integer and for the parts of a sparse tensor: 2**44 integers
+_CPU_ROWS, _DEVICE_ROWS = 32, 8192  # that are widened at a time: 512 KiB, which stay in the cache; 128 MiB
+
+
+def _pseudo_random(count: int) -> torch.Tensor:
+    """Odd numbers after splitmix64, the same on every device and in every version of PyTorch."""
+    value = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
+    value = (value ^ (value >> 30)) * -0x40A7B892E31B1A47
+    value = (value ^ (value >> 27)) * -0x6B2FB644ECCEEE15
+    return (value ^ (value >> 31)) | 1
+
+
+_WEIGHTS = _pseudo_random(_LEVELS * ROW).view(_LEVELS, ROW)
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return _WEIGHTS.to(device)
+
+
+@torch.no_grad()
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of a tensor's elements in their logical order, whatever its strides.
+
+    A change of one element always changes it; any other difference goes unseen once in 2**32 times or less. NaN and -0.0 count
+    as their bits. Neither shape nor dtype are part of it. Of a dimension that is expanded (of stride 0), one element counts. Only
+    tensors that are not contiguous are copied.
+
+    Args:
+        tensor: of any dtype, dense or sparse.
+
+    Returns:
+        0-d, int64, on the tensor's device, without a synchronization.
+    """
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        return _of_sparse(tensor)
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    if 0 in tensor.stride():
+        for dim, stride in enumerate(tensor.stride()):
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
+    data = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    weights = _weights(data.device)
+    whole = data.numel() * data.element_size() // 4 * 4 // data.element_size()
+    if data.element_size() < 4:
+        if data.storage_offset() * data.element_size() % 4:
+            data = data.clone()
+        result = _weighted(data[:whole].view(torch.int32), weights)
+        if whole < data.numel():
+            result = result + _dot(data[whole:].view(torch.uint8).long(), weights[-2])
+        return result
+    return _weighted(data.view(torch.int32), weights)
+
+
+def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of integers, level by level."""
+    at_a_time = _CPU_ROWS if words.device.type == "cpu" else _DEVICE_ROWS
+    level = 0
+    while words.numel() > ROW:
+        rows = words.numel() // ROW
+        matrix = words[: rows * ROW].view(rows, ROW)
+        sums = [_products(part.long(), weights[level]) for part in torch.split(matrix, at_a_time)]
+        if rows * ROW < words.numel():
+            sums.append(_dot(words[rows * ROW :].long(), weights[level]).view(1))
+        words = torch.cat(sums)
+        level += 1
+    return _dot(words.long(), weights[level])
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The product of a matrix and a vector; on a GPU there is none of integers."""
+    return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(1)
+
+
+def _dot(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The dot product with the first of the weights."""
+    weights = weights[: values.numel()]
+    return torch.dot(values, weights) if values.device.type == "cpu" else (values * weights).sum()
+
+
+def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the indices and values of a sparse tensor, as they are stored."""
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        raise ValueError(f"cannot take the fingerprint of a tensor of layout {tensor.layout}")
+    return _dot(torch.stack([fingerprint(part) for part in parts]), _weights(tensor.device)[-1])
