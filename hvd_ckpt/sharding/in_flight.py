@@ -29,7 +29,7 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
         The buffer, of the group's padded size, and the indices of the parameters that had a gradient.
     """
     flat = torch.empty(group.padded, dtype=group.dtype, device=group.device)
-    gaps = [flat[group.numel :]]
+    gaps = [flat[start:stop] for start, stop in group.gaps()]
     targets, sources, used = [], [], []
     for index, view in zip(group.indices, layout.views(group, flat)):
         gradient = layout.parameters[index].grad
@@ -43,7 +43,8 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
     with torch.no_grad():
         if targets:
             foreach_copy_(targets, sources)
-        foreach_zero_(gaps)
+        if gaps:
+            foreach_zero_(gaps)
         if prescale != 1.0:
             flat.mul_(prescale)
     for index in group.indices:

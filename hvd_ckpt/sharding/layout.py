@@ -1,8 +1,10 @@
 """Which elements of which parameter lie on which rank: arithmetic that is the same on every rank.
 
-Parameters lie one after the other in *groups*, each one flat run of elements of one dtype on one device. A group is padded so that
-it divides into one equal *shard* per rank; a parameter that lies across an edge is split there. A *piece* is the part of one
-parameter that lies in this rank's shard: a 1-D parameter of its own, which the wrapped optimizer steps.
+Parameters lie one after the other in *groups*, each one flat run of elements of one dtype on one device. Each parameter begins at a
+multiple of ``ALIGNMENT`` elements, as if it had memory of its own: kernels choose their code by the alignment of their operands, so
+elsewhere they would round in another way. A group is padded so that it divides into one equal *shard* per rank; a parameter that
+lies across an edge is split there. Padding is zero. A *piece* is the part of one parameter that lies in this rank's shard: a 1-D
+parameter of its own, which the wrapped optimizer steps.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 
 from hvd_ckpt.reduction.buckets import is_dense
 
-ALIGNMENT = 64  # elements; shards begin where vector instructions and cache lines do
+ALIGNMENT = 64  # elements, so at least the 64 bytes at which PyTorch allocates on a CPU; parameters and shards begin at multiples
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Group:
         position: the group's number in its layout.
         indices: of its parameters, in the layout's list.
         offsets, numels: where each begins, and its size, in elements.
-        numel: elements of all parameters; ``padded``: with what makes it divide by the ranks.
+        numel: elements of all parameters; ``padded``: with what aligns them and makes the group divide by the ranks.
         requires_grad: whether its parameters did when it was laid out (all or none).
     """
 
@@ -93,15 +95,18 @@ class Group:
 
     def add(self, index: int, numel: int) -> None:
         self.indices.append(index)
-        self.offsets.append(self.numel)
+        self.offsets.append(_aligned(self._end))
         self.numels.append(numel)
         self.numel += numel
 
     @property
+    def _end(self) -> int:
+        return self.offsets[-1] + self.numels[-1] if self.offsets else 0
+
+    @property
     def shard_numel(self) -> int:
         """Elements of each rank's shard."""
-        each = -(-self.numel // self.ranks)
-        return -(-each // ALIGNMENT) * ALIGNMENT
+        return _aligned(-(-self._end // self.ranks))
 
     @property
     def padded(self) -> int:
@@ -123,9 +128,18 @@ class Group:
                 found.append(ShardSpan(index, start - offset, stop - offset, start - first))
         return found
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """The first and last + 1 element of each run of padding."""
+        ends = [0, *map(sum, zip(self.offsets, self.numels))]
+        return [(end, start) for end, start in zip(ends, [*self.offsets, self.padded]) if end < start]
+
     def shard_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """The shard of one rank, as a view of a flat tensor of the group."""
         return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 class Layout:

@@ -66,13 +66,13 @@ class Offload:
         return self._memory.nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """Memory for weights that are used in the step alone. On CUDA devices they stay there unless shards are offloaded, too.
+        """Zeros, as memory for weights that are used in the step alone; on CUDA devices that is the device's own.
 
         Raises:
             OffloadError: there is no room for it.
         """
         if self._device.type == "cuda":
-            return torch.empty(numel, dtype=dtype, device=device or self._device)
+            return torch.zeros(numel, dtype=dtype, device=device or self._device)
         return self._memory.allocate([(numel, dtype)])[0]
 
     def prefetch(self, tensor: torch.Tensor) -> None:
