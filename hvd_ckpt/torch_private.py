@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 __all__ = [
     "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceType", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "LazyNormBase", "NormBase",
-    "current_graph_task_id", "disable_current_modes", "disable_dynamo", "execution_engine", "foreach_copy_",
+    "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "foreach_zero_",
-    "function_mode_stack", "get_autocast_kwargs", "infer_device_type", "profiler_enabled", "pytree",
+    "function_mode_stack", "get_autocast_kwargs", "in_functorch", "infer_device_type", "profiler_enabled", "pytree",
     "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
@@ -32,6 +33,7 @@ ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
     (torch.Tensor, ("_version", "_backward_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.autograd.Function, ("_backward_cls",)),
+    (forward_ad, ("_current_level",)),
     (nn.Module(), ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")),
 )
 
@@ -60,6 +62,7 @@ try:
         DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
         _current_graph_task_id as current_graph_task_id,
     )
+    from torch._C._functorch import peek_interpreter_stack as _functorch_level
     from torch._C._autograd import (
         DeviceType as DeviceType,
         _profiler_enabled as profiler_enabled,
@@ -101,3 +104,13 @@ def untraceable(kind: type[torch.Tensor]) -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.config.nontraceable_tensor_subclasses.add(kind)
+
+
+def in_functorch() -> bool:
+    """Whether a transform of :mod:`torch.func` is running."""
+    return _functorch_level() is not None
+
+
+def dual_level() -> int:
+    """The level of forward-mode derivatives; -1 outside."""
+    return forward_ad._current_level

@@ -111,6 +111,7 @@ class _Watch(Tape):
         result = super().call(func, args, kwargs)
         seconds = now(self.device) - start
         if self._count == number:
+            self._noted.pop(number, None)
             return result
         traced = TracedCall(call_name(func), seconds)
         self._calls.append(traced)

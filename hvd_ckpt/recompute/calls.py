@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-# Functions that draw random numbers: those that PyTorch says are, and composites of them.
-_RANDOM = {
-    "alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "gru",
-    "gumbel_softmax", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh", "rrelu", "rrelu_",
-    "scaled_dot_product_attention", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
-    "fractional_max_pool3d_with_indices", "pca_lowrank", "svd_lowrank",
-}  # fmt: skip
+from torch._ops import OpOverload, OpOverloadPacket
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -67,25 +63,59 @@ def call_name(func: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def is_random(func: Callable[..., Any]) -> bool:
-    """Whether the function may draw random numbers."""
-    name = call_name(func)
-    if name in _RANDOM:
-        return True
-    for candidate in (name, name.rstrip("_"), f"{name.rstrip('_')}_"):
-        packet = getattr(torch.ops.aten, candidate, None)
-        if packet is None or not hasattr(packet, "overloads"):
-            continue
-        for overload in packet.overloads():
-            if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
-                return True
-    return False
+def _overloads(func: Callable[..., Any]) -> tuple[OpOverload, ...]:
+    """The overloads of the operator that a torch function calls; none of a function that is no operator by its name."""
+    if isinstance(func, OpOverload):
+        return (func,)
+    packet = func if isinstance(func, OpOverloadPacket) else getattr(torch.ops.aten, call_name(func), None)
+    if not isinstance(packet, OpOverloadPacket):
+        return ()
+    return tuple(getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
 
 
-def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call, by its name or by an argument, changes its first argument and returns it."""
-    name = call_name(func)
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    # Where torch.nn gives ``inplace`` by position, it is the last argument, after ``training``.
-    return kwargs.get("inplace") is True or ("dropout" in name and len(args) > 3 and args[3] is True)
+@functools.cache
+def is_custom(func: Callable[..., Any]) -> bool:
+    """Whether it is an operator that PyTorch does not define: it may run any code."""
+    return any(overload.namespace not in ("aten", "prim", "prims") for overload in _overloads(func))
+
+
+@functools.cache
+def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
+    """Whether the function calls one operator of PyTorch, whose schema says that it draws no random numbers. Composites written in
+    Python and custom operators may do anything."""
+    overloads = _overloads(func)
+    return (
+        bool(overloads)
+        and not isinstance(func, FunctionType)
+        and not is_custom(func)
+        and not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    )
+
+
+def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that a call says it changes in place: by its schema, or by an argument ``out`` or ``inplace``."""
+    places, inplace = _mutable(func)
+    changed = [kwargs.get("out")]
+    changed += [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+    if inplace is not None and (args[inplace] if inplace < len(args) else kwargs.get("inplace")) is True:
+        changed.append(next(tensors_in(args, kwargs), None))
+    return list(tensors_in(changed))
+
+
+@functools.cache
+def _mutable(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], int | None]:
+    """Positions and names of the arguments that a function changes, and the position of its argument ``inplace``."""
+    if call_name(func) == "__setitem__":
+        return ((0, "self"),), None
+    places = {
+        (sys.maxsize if argument.kwarg_only else place, argument.name)
+        for overload in _overloads(func)
+        for place, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    names = (
+        list(inspect.signature(func, follow_wrapped=False).parameters)
+        if isinstance(func, FunctionType)
+        else []
+    )
+    return tuple(sorted(places)), names.index("inplace") if "inplace" in names else None

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import noop_context_fn
 from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.region import Region, reach
+from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.torch_private import disable_dynamo, pytree
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -104,6 +105,7 @@ def run_checkpointed(
         raise TypeError(f"checkpoint needs something to call, got {type(function).__name__}.")
     if not torch.is_grad_enabled() or keeps_everything():
         return function(*args, **kwargs)
+    refuse_transforms(function, args, kwargs)
     found = reach(function, args, kwargs)
     if options.use_reentrant:
         leaves = pytree.tree_leaves((args, kwargs))

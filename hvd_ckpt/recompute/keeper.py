@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.saved import Compressed
@@ -212,34 +214,83 @@ def autocast_context(state: AutocastState) -> Callable[[], AbstractContextManage
     return context
 
 
-def attention_context() -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which attention may use the kernels that it may use now: each saves other tensors."""
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A context with another default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def attention_kernels() -> tuple[SDPBackend, ...]:
+    """The kernels that attention may use now: each saves other tensors."""
     switches: Any = torch.backends.cuda  # they count on every device
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: switches.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: switches.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: switches.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: switches.cudnn_sdp_enabled(),
-    }
-    allowed = [kernel for kernel, on in enabled.items() if on]
-    return lambda: sdpa_kernel(allowed)
+    enabled = (
+        (SDPBackend.FLASH_ATTENTION, switches.flash_sdp_enabled()),
+        (SDPBackend.EFFICIENT_ATTENTION, switches.mem_efficient_sdp_enabled()),
+        (SDPBackend.MATH, switches.math_sdp_enabled()),
+        (SDPBackend.CUDNN_ATTENTION, switches.cudnn_sdp_enabled()),
+    )
+    return tuple(kernel for kernel, on in enabled if on)
 
 
-def random_context(*inputs: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which random numbers of the CPU and of the inputs' devices are drawn from the present state on."""
-    cpu = torch.get_rng_state()
-    kind: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
-    devices: list[int] = []
-    states: list[Tensor] = []
-    if getattr(getattr(torch, kind, None), "_initialized", False):
-        devices, states = get_device_states(*inputs)
+class RandomState:
+    """The present random state of the CPU and of the inputs' devices.
+
+    Args:
+        python: that of Python's and NumPy's generators as well.
+    """
+
+    def __init__(self, *inputs: Any, python: bool = False) -> None:
+        self._cpu = torch.get_rng_state()
+        self._kind: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
+        self._devices: list[int] = []
+        self._states: list[Tensor] = []
+        if getattr(getattr(torch, self._kind, None), "_initialized", False):
+            self._devices, self._states = get_device_states(*inputs)
+        self._python = _python_state() if python else None
+
+    def moved(self) -> bool:
+        """Whether random numbers have been drawn since."""
+        if not torch.equal(self._cpu, torch.get_rng_state()):
+            return True
+        module: Any = getattr(torch, self._kind, None)
+        if any(
+            not torch.equal(state, module.get_rng_state(index))
+            for index, state in zip(self._devices, self._states)
+        ):
+            return True
+        return self._python is not None and repr(self._python) != repr(_python_state())
 
     @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with torch.random.fork_rng(devices, device_type=kind):
-            torch.set_rng_state(cpu)
-            if devices:
-                set_device_states(devices, states, device_type=kind)
-            yield
+    def __call__(self) -> Iterator[None]:
+        """A context in which random numbers are drawn from this state on."""
+        outside = None if self._python is None else _python_state()
+        with torch.random.fork_rng(self._devices, device_type=self._kind):
+            torch.set_rng_state(self._cpu)
+            if self._devices:
+                set_device_states(self._devices, self._states, device_type=self._kind)
+            if self._python is not None:
+                _set_python_state(self._python)
+            try:
+                yield
+            finally:
+                if outside is not None:
+                    _set_python_state(outside)
 
-    return context
+
+def _python_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_python_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+
+
+def random_context(*inputs: Any) -> RandomState:
+    """A context in which random numbers of the CPU and of the inputs' devices are drawn from the present state on."""
+    return RandomState(*inputs)

@@ -15,6 +15,7 @@ References point one way only (holder, group, call, argument), so that everythin
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -23,18 +24,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hvd_ckpt.recompute.calls import call_name, is_random, map_tensors, tensors_in
+from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_custom, map_tensors, tensors_in
 from hvd_ckpt.recompute.keeper import (
     Kept,
     Packed,
     Plain,
-    attention_context,
+    RandomState,
+    attention_kernels,
     autocast_context,
     autocast_state,
     changed_in_place,
+    default_dtype,
     memory_of,
-    random_context,
     saving_nothing,
     version_of,
 )
@@ -76,8 +79,9 @@ class Call:
         wanted: how many holders there are for each result (0, 1, ...) and each of those inner tensors (-1, -2, ...).
         grad: whether gradients were enabled.
         autocast: whether autocast was on, and for what.
-        random: a context with the random state that it started from, if it draws random numbers.
-        attention: a context with the kernels that were allowed for attention, if it is one.
+        dtype: the default dtype.
+        random: the random state that it started from, if it has drawn random numbers.
+        attention: the kernels that were allowed for attention, if it may be one.
         in_place: it changes its first argument.
         alias: its results lie in the memory of kept arguments.
         read: a later dropped call reads one of its results.
@@ -85,8 +89,8 @@ class Call:
     """
 
     __slots__ = (
-        "alias", "args", "attention", "autocast", "cache", "func", "grad", "in_place", "inner", "kwargs", "number", "random",
-        "read", "wanted",
+        "alias", "args", "attention", "autocast", "cache", "dtype", "func", "grad", "in_place", "inner", "kwargs", "number",
+        "random", "read", "wanted",
     )  # fmt: skip
 
     def __init__(self, func: Callable[..., Any], number: int, inputs: Sequence[Tensor]) -> None:
@@ -94,8 +98,12 @@ class Call:
         self.number = number
         self.grad = torch.is_grad_enabled()
         self.autocast = autocast_state(inputs[0].device.type if inputs else "cpu")
-        self.random = random_context(*inputs) if is_random(func) else None
-        self.attention = attention_context() if "attention" in call_name(func) else None
+        self.dtype = torch.get_default_dtype()
+        self.random: RandomState | None = None
+        self.attention: tuple[SDPBackend, ...] | None = None
+        if not depends_on_arguments_alone(func):
+            self.random = RandomState(*inputs, python=is_custom(func))
+            self.attention = attention_kernels()
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.inner = 0
@@ -104,6 +112,17 @@ class Call:
         self.alias = False
         self.read = False
         self.cache: dict[int, list[Any]] = {}
+
+    def ran(self) -> None:
+        """The call has run in the forward pass: forgets the random state if nothing was drawn from it."""
+        if self.random is not None and not self.random.moved():
+            self.random = None
+
+    def keep(self, inner: Sequence[Tensor]) -> None:
+        """The call cannot be repeated, so the tensors that it saved besides its arguments are kept."""
+        for number, tensor in enumerate(inner, start=1):
+            self.cache[-number] = [tensor.detach(), math.inf, version_of(tensor)]
+        self.inner = 0
 
     def references(self) -> Iterator[Reference]:
         found: list[Reference] = []
@@ -274,7 +293,8 @@ def _run(
         ):
             return
         inner.append(tensor.detach() if inner_needed and -1 - len(inner) in call.wanted else None)
-        if not result_needed and len(inner) > last:
+        # A kernel that draws random numbers may fill what has been saved before it runs (rrelu does).
+        if not result_needed and len(inner) > last and call.random is None:
             raise _Enough
 
     results: list[Tensor] = []
@@ -286,8 +306,10 @@ def _run(
             stack.enter_context(autocast_context(call.autocast)())
         if call.random is not None:
             stack.enter_context(call.random())
-        if call.attention is not None:
-            stack.enter_context(call.attention())
+        if call.attention is not None and call.attention != attention_kernels():
+            stack.enter_context(sdpa_kernel(list(call.attention)))
+        if call.dtype != torch.get_default_dtype():
+            stack.enter_context(default_dtype(call.dtype))
         stack.enter_context(saving_nothing(pack))
         # The hooks keep ``pack`` alive, and a change in place makes an argument its own result, which keeps the hooks alive.
         stack.callback(storages.clear)

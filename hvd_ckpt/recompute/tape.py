@@ -31,11 +31,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from hvd_ckpt.frames import depth, keeps_everything
-from hvd_ckpt.recompute.calls import call_name, in_place, map_tensors, tensors_in
+from hvd_ckpt.recompute.calls import (
+    call_name,
+    changed_by,
+    depends_on_arguments_alone,
+    map_tensors,
+    tensors_in,
+)
 from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
-from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack
+from hvd_ckpt.recompute.transforms import refuse_transforms
+from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
 _MADE = "_hvd_ckpt_made"
@@ -49,10 +56,17 @@ _STATISTICS = {
 """Functions that update running statistics without a word to the version counters, and where those stand among the
 arguments. Results do not depend on statistics that are updated."""
 
-_UNREPEATABLE = {"_base.__get__", "data.__get__", "grad", "grad.__get__", "set_"}
+_attributes: Any = Tensor  # whose getters are functions
+_UNREPEATABLE = {
+    _attributes._base.__get__,
+    _attributes.data.__get__,
+    _attributes.grad.__get__,
+    torch.autograd.grad,
+    Tensor.set_,
+}
 """Calls whose results depend on more than the values of their arguments."""
 
-_UNTRACKED = {"__set__", "data.__get__", "set_"}
+_UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
 """Calls through which their arguments can be changed past the version counters."""
 
 
@@ -107,6 +121,7 @@ class _Running(NamedTuple):
     inputs: _Inputs
     call: Call | None  # None: its results are not dropped
     group: Group | None
+    inner: list[Tensor]  # what it has saved of its own, where that may have to be kept after all
 
 
 @disable_dynamo
@@ -128,6 +143,7 @@ def run_selectively(
         )
     ):
         return function(*args, **kwargs)
+    refuse_transforms(function, args, kwargs)
     tape = Tape(policy)
     try:
         with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
@@ -166,8 +182,9 @@ class Tape(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # What torch.compile compiles is one piece: it would look into this method otherwise.
-        if torch.compiler.is_compiling() or depth() != self.depth:
+        # What torch.compile compiles is one piece: it would look into this method otherwise. And a transform of torch.func
+        # works at a level of its own, which a replay is not at.
+        if torch.compiler.is_compiling() or depth() != self.depth or in_functorch():
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
@@ -193,16 +210,21 @@ class Tape(TorchFunctionMode):
             call = Call(func, number, [tensor for tensor, _, _ in inputs])
             group = Group()
             self._begin(call)
-        outer, self._running = self._running, _Running(func, inputs, call, group)
+        running = _Running(func, inputs, call, group, [])
+        outer, self._running = self._running, running
         try:
             result = func(*args, **kwargs)
         finally:
             self._running = outer
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
+        if call is not None:
+            call.ran()
+            if not outputs:
+                call.keep(running.inner)
         if outputs:
             self._count += 1
             if call is not None and group is not None:
-                self._record(call, group, args, kwargs, inputs, needs_grad, outputs)
+                self._record(call, group, args, kwargs, running, needs_grad, outputs)
             elif self._dropped and not self._expected(number, func):
                 self._dropped = frozenset()
             if self._lossy is not None:
@@ -216,6 +238,10 @@ class Tape(TorchFunctionMode):
             if memory_of(tensor) not in sources:
                 tensor.__dict__[_MADE] = self._token
                 self._tagged.append(TensorWeakRef(tensor))
+
+    def _may_keep(self, func: Callable[..., Any]) -> bool:
+        """Whether what a call saves may have to be kept, because it changes its arguments without saying so."""
+        return not depends_on_arguments_alone(func)
 
     def _begin(self, call: Call) -> None:
         """Called before a call runs whose results may be dropped; for subclasses (``planning.trace``)."""
@@ -236,16 +262,17 @@ class Tape(TorchFunctionMode):
     ) -> bool:
         """Whether the call does the same when it is run again with the same arguments.
 
-        A change in place does if what it changes comes back as it was: in memory that dropped calls have made.
+        A change in place of the first argument does if that comes back as it was: in memory that dropped calls have made.
         """
-        if call_name(func) in _UNREPEATABLE or kwargs.get("max_norm") is not None:
+        if func in _UNREPEATABLE or any(
+            isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
+        ):
             return False
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            return False
-        if not in_place(func, args, kwargs):
+        changed = changed_by(func, args, kwargs)
+        if not changed:
             return True
-        tag = inputs[0][2] if inputs else None
-        return tag is not None and tag.fresh
+        first, _, tag = inputs[0]
+        return all(tensor is first for tensor in changed) and tag is not None and tag.fresh
 
     def _tag(self, tensor: Tensor) -> _Tag | None:
         """The tensor's tag, if it is what this tape has dropped."""
@@ -256,16 +283,12 @@ class Tape(TorchFunctionMode):
 
     def _protect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a call runs: if it changes kept arguments of dropped calls in place, those get copies."""
-        name = call_name(func)
-        if name in _UNTRACKED:
+        if func in _UNTRACKED:
             for tensor in tensors_in(args):
                 tensor.__dict__.pop(_TAG, None)
         if not self._stored:
             return
-        changed = [kwargs.get("out")]
-        if name == "__setitem__" or in_place(func, args, kwargs):
-            changed.append(next(tensors_in(args, kwargs), None))
-        for tensor in tensors_in(changed):
+        for tensor in changed_by(func, args, kwargs):
             memory = memory_of(tensor)
             for reference, call in self._stored.pop(memory or 0, ()):
                 stored = reference()
@@ -283,11 +306,12 @@ class Tape(TorchFunctionMode):
         group: Group,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        inputs: _Inputs,
+        running: _Running,
         needs_grad: list[bool],
         outputs: tuple[Tensor, ...],
     ) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
+        inputs = running.inputs
         changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]]
         new = [
             (output, tensor)
@@ -307,12 +331,8 @@ class Tape(TorchFunctionMode):
                 and outputs[0] is inputs[0][0]
             ):
                 call.in_place = True
-            elif call.inner:
-                raise RuntimeError(
-                    f"'{name}' has changed one of its arguments in place, which it did not when the plan was made: make the plan "
-                    "anew."
-                )
             else:
+                call.keep(running.inner)
                 return
         specified: dict[int, Stored | Scratch | Reference] = {}
         foreign: set[int | None] = set()
@@ -370,6 +390,8 @@ class Tape(TorchFunctionMode):
         if running.call is None or running.group is None:
             return self._keep_inner(tensor, name)
         running.call.inner += 1  # a new tensor of the running call, its inner tensor number -inner
+        if self._may_keep(running.func):
+            running.inner.append(tensor)
         return _hold(running.group, running.call, -running.call.inner)
 
     def _keep_inner(self, tensor: Tensor, name: str) -> Any:

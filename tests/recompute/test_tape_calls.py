@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from call_names import names_of_calls
 from selective import checkpointed, drop_all, on_cpu, selectively, some
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hvd_ckpt as hc
 from hvd_ckpt.recompute.tape import run_selectively
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,8 +112,104 @@ def out_argument(x: Tensor) -> Tensor:
     return y * mask * y.sin()
 
 
+def python_operators(x: Tensor) -> Tensor:
+    mask, bits = x > 0, torch.arange(16).view(4, 4)
+    y = x.sin() + mask + bits
+    mask &= x < 1
+    bits ^= 3
+    bits <<= 1
+    y **= 2
+    return y.cos() * mask * bits
+
+
+@torch.library.custom_op("hvd_ckpt_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    keep = torch.rand_like(x) > 0.5
+    return x * keep * random.random() * float(np.random.rand())
+
+
+@torch.library.custom_op("hvd_ckpt_tests::scale_second", mutates_args=("y",))
+def scale_second(x: Tensor, y: Tensor, *, factor: float) -> Tensor:
+    y.mul_(factor)
+    return x + y
+
+
+@torch.library.custom_op("hvd_ckpt_tests::scale_keyword", mutates_args=("out_scaled",))
+def scale_keyword(x: Tensor, out_scaled: Tensor) -> None:
+    out_scaled.mul_(x)
+
+
+noisy.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def random_custom_operator(x: Tensor) -> Tensor:
+    y = noisy(x.sin())
+    return torch.ops.hvd_ckpt_tests.noisy(y).cos() * torch.ops.hvd_ckpt_tests.noisy.default(y)
+
+
+def mutating_custom_operators(x: Tensor) -> Tensor:
+    mask = (x.detach() * 2).sigmoid()
+    y = x.sin() + mask
+    z = scale_second(x.detach().cos(), mask, factor=0.5) * x
+    w = x.cos() + mask
+    scale_keyword(torch.ones(4, 4) * 3, mask)
+    return y.exp() * mask + z.exp() * w.sin()
+
+
+def random_composites(x: Tensor) -> Tensor:
+    y = F.gumbel_softmax(x, tau=0.5, hard=True) + F.dropout(x, 0.5) + F.rrelu(x, training=True)
+    pooled = F.fractional_max_pool2d(x[None, None].sin(), 2, output_size=2)
+    return y + F.alpha_dropout(x, 0.3, True) + pooled.sum()
+
+
+def default_dtype(x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        halves = torch.arange(4) / 2  # in the default dtype
+        return x * halves.sin() * torch.ones(4).exp()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def attention_module(x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    attention = nn.MultiheadAttention(4, 2, dropout=0.2)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return attention(x[None], (x * 2)[None], x.sin()[None], need_weights=False)[0]
+
+
+def in_place_by_position(x: Tensor) -> Tensor:
+    mask = x.detach().clone()
+    y = x.sin() + mask
+    F.relu(mask, True)
+    z = y.exp() + mask
+    F.dropout(mask, 0.5, True, True)
+    w = z.tanh() + mask
+    F.hardtanh(mask, -1.0, 1.0, True)
+    return y.cos() * mask + z.sin() * w.sin()
+
+
+def functional_transforms(x: Tensor) -> Tensor:
+    scaled = torch.func.vmap(lambda row: row.sin() * row)(x.cos())
+    slope = torch.func.jvp(lambda one: one.exp(), (x.detach(),), (torch.ones_like(x),))[1]
+    return scaled * slope * x.sigmoid()
+
+
+def without_a_tensor_at_the_end(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x.sin().exp() * x
+    assert y.shape == x.shape
+    y.sum().item()
+    return y
+
+
 ODD = [
     sparse, generator, gradient_inside, behind_the_counters, chosen_kernel, renormalized, not_needing_grad_before, out_argument,
+    python_operators, random_custom_operator, mutating_custom_operators, random_composites, default_dtype, attention_module,
+    in_place_by_position, functional_transforms, without_a_tensor_at_the_end,
 ]  # fmt: skip
 
 
@@ -119,7 +218,64 @@ def test_odd_calls(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 4, requires_grad=True)
     calls = names_of_calls(function, x)
-    expected = torch.autograd.grad(function(x).square().sum(), x)[0]
+
+    def seeded() -> Tensor:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        return function(x)
+
+    expected = torch.autograd.grad(seeded().square().sum(), x)[0]
     for seed in range(8):
-        out = run_selectively(function, (x,), {}, some(calls, seed))
+        out = run_selectively(seeded, (), {}, some(calls, seed))
         assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)
+
+
+def test_random_numbers_of_others_are_left_alone() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    out = run_selectively(random_custom_operator, (x,), {}, drop_all(random_custom_operator, x))
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    out.sum().backward()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+
+
+TRANSFORMS = {
+    "jvp": lambda run, x: torch.func.jvp(run, (x,), (torch.ones_like(x),)),
+    "vmap": lambda run, x: torch.func.vmap(run)(x),
+    "vjp": lambda run, x: torch.func.vjp(run, x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("planned", [True, False])
+def test_transforms_are_refused_in_the_forward_pass(transform: Callable[..., object], planned: bool) -> None:
+    linear = nn.Linear(4, 4)
+
+    def block(x: Tensor) -> Tensor:
+        return F.gelu(linear(x)).sin()
+
+    x = torch.randn(4, 4)
+    policy = drop_all(block, x)
+    run = (
+        functools.partial(selectively(policy), block) if planned else functools.partial(hc.checkpoint, block)
+    )
+    with pytest.raises(RuntimeError, match=r"recomputed.*hc\.without_recomputation"):
+        transform(run, x)
+    with hc.without_recomputation():
+        transform(run, x)
+
+
+def test_dual_tensors_are_refused_and_others_are_not() -> None:
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def block(y: Tensor) -> Tensor:
+        return F.gelu(y @ weight).sin()
+
+    policy = drop_all(block, x)
+    with torch.autograd.forward_ad.dual_level():
+        run_selectively(block, (x,), {}, policy).sum().backward()
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=r"hc\.without_recomputation"):
+            run_selectively(block, (dual,), {}, policy)

@@ -1,0 +1,41 @@
+"""Transforms that recomputation cannot be inside of: forward-mode derivatives, and those of :mod:`torch.func`.
+
+What they save belongs to their level, which has ended when the backward pass recomputes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from hvd_ckpt.recompute.region import reach
+from hvd_ckpt.torch_private import dual_level, in_functorch
+
+
+def is_transformed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call runs inside a transform of :mod:`torch.func`, or on tensors that carry a forward-mode derivative."""
+    if in_functorch():
+        return True
+    if dual_level() < 0:
+        return False
+    found = reach(function, args, kwargs)
+    parameters = (one for module in found.modules for one in module._parameters.values())
+    return any(_has_tangent(tensor) for tensor in (*found.tensors, *parameters) if tensor is not None)
+
+
+def refuse_transforms(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises RuntimeError where :func:`is_transformed`; called in the forward pass of what would be recomputed."""
+    if is_transformed(function, args, kwargs):
+        raise RuntimeError(
+            "Forward-mode derivatives and the transforms of torch.func (jvp, vmap, grad, ...) cannot pass through a block that is "
+            "recomputed, by a plan or a checkpoint: run this forward pass inside `with hc.without_recomputation():`."
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    with torch.no_grad():
+        return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
