@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hvd_ckpt.torch_private import disable_current_modes
+import torch
+
+from hvd_ckpt.torch_private import DisableTorchFunction, disable_current_modes
 
 T = TypeVar("T")
 
@@ -115,6 +117,16 @@ def keeps_everything() -> bool:
     if not _thread.keeping:
         return False
     return not any(entry.recomputing for entry in _thread.stack[_thread.keeping[-1] :])
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """For tensor operations beside those of the program: no mode sees them, no graph records them.
+
+    Selective checkpointing matches operations by their count, and these may be missing from the recomputation.
+    """
+    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 def remembered(compute: Callable[[], T]) -> T:

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
 from torch.utils.checkpoint import noop_context_fn
 
 from hvd_ckpt.frames import keeps_everything
-from hvd_ckpt.recompute.calls import separate_tensors
-from hvd_ckpt.recompute.region import Region, reach
+from hvd_ckpt.recompute.containers import Arguments, flatten
+from hvd_ckpt.recompute.region import Reach, Region, reach
 from hvd_ckpt.recompute.transforms import refuse_transforms
-from hvd_ckpt.torch_private import disable_dynamo, pytree
+from hvd_ckpt.torch_private import disable_dynamo
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -107,26 +107,16 @@ def run_checkpointed(
         return function(*args, **kwargs)
     refuse_transforms(function, args, kwargs)
     found = reach(function, args, kwargs)
+    run = _FlatRun(function, found, args, kwargs, options)
     if options.use_reentrant:
-        leaves = pytree.tree_leaves((args, kwargs))
-        if not found.requires_grad() and not any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
-        ):
+        if not found.requires_grad() and not _any_requires_grad(run.tensors):
             # Nothing that could be found requires grad. A plain call keeps no activations then, and stays
             # right if the function has a parameter hidden somewhere.
             return function(*args, **kwargs)
-        return _checkpoint_reentrant(Region(function, found), options.preserve_rng_state, args, kwargs)
-    region, names, positional = Region(function, found), tuple(kwargs), len(args)
-
-    def run(*values: Any) -> Any:
-        return region(*values[:positional], **dict(zip(names, values[positional:])))
-
-    # Keyword tensors go by position, as PyTorch saves only those with the graph (and checks that nobody
-    # changes them).
-    return torch.utils.checkpoint.checkpoint(
-        run if names else region,
-        *args,
-        *kwargs.values(),
+        return _checkpoint_reentrant(run, options.preserve_rng_state)
+    result = torch.utils.checkpoint.checkpoint(
+        run,
+        *run.tensors,
         use_reentrant=False,
         preserve_rng_state=options.preserve_rng_state,
         context_fn=options.context_fn,
@@ -134,38 +124,28 @@ def run_checkpointed(
         debug=options.debug,
         early_stop=options.early_stop,
     )
-
-
-# The reentrant variant.
-#
-# PyTorch's takes positional tensors only, drops the gradients of the parameters when no input requires one, and hands zeros
-# instead of nothing to the parameters behind an output that nobody used. Here arguments and results may be nested structures
-# with tensors anywhere in them, and gradients come out as they would without recomputation.
-
-
-def _checkpoint_reentrant(
-    region: Region, preserve_rng_state: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """``region(*args, **kwargs)``, recomputed by the reentrant variant. At least one parameter must require a
-    gradient, or one tensor in the arguments."""
-    run = _FlatRun(region, args, kwargs)
-    tensors = list(run.tensors)
-    if not any(tensor.requires_grad for tensor in tensors):
-        # Without an input that requires grad autograd would not record the call at all.
-        run.anchored = True
-        tensors.append(torch.zeros((), requires_grad=True))
-    leaves = _ReentrantCheckpoint.apply(run, preserve_rng_state, *tensors)  # type: ignore[no-untyped-call]
     run.release_first_pass()
-    return pytree.tree_unflatten(list(leaves), run.result_structure)
+    return result
 
 
 class _FlatRun:
-    """The region as a function from a flat list of tensors to a flat tuple of results."""
+    """A region as a function of the tensors among its arguments. PyTorch's variants save these with the graph, and raise an error
+    if one was changed in place meanwhile. Containers are made anew for each recomputation."""
 
-    def __init__(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self.tensors, self._with_tensors = separate_tensors(leaves)
-        self._region = region
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        found: Reach,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+    ) -> None:
+        self._arguments = Arguments((args, kwargs))
+        self.tensors = self._arguments.tensors
+        self._reentrant = bool(options.use_reentrant)
+        own = {id(tensor) for tensor in self.tensors}
+        found.tensors = [tensor for tensor in found.tensors if id(tensor) not in own]
+        self.region = Region(function, found, options.preserve_rng_state, saves=not self._reentrant)
         # The first pass gets the caller's own containers, so that what the function does to them is seen by
         # the caller.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
@@ -176,16 +156,19 @@ class _FlatRun:
     def release_first_pass(self) -> None:
         """Lets go of the arguments: autograd holds the tensors from here on."""
         self._first_pass = None
-        self.tensors = []
+        self.tensors = self._arguments.tensors = []
 
-    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        if self._first_pass is not None:
-            args, kwargs = self._first_pass
-            leaves, self.result_structure = pytree.tree_flatten(self._region(*args, **kwargs))
-            return tuple(leaves)
-        args, kwargs = pytree.tree_unflatten(self._with_tensors(tensors), self._structure)
-        results, _ = pytree.tree_flatten(self._region(*args, **kwargs))
-        return self._only_wanted(results, tensors)
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        first = self._first_pass
+        if first is not None and not self.region.started:
+            result = self.region(*first[0], **first[1])
+            if self._reentrant:
+                leaves, self.result_structure = flatten(result)
+                return tuple(leaves)
+            return result
+        args, kwargs = self._arguments.rebuild(tensors)
+        result = self.region(*args, **kwargs)
+        return self._only_wanted(flatten(result)[0], tensors) if self._reentrant else result
 
     def _only_wanted(self, results: list[Any], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The recomputed results, cut from the graph where no gradient arrived, so that what lies behind them
@@ -218,6 +201,26 @@ class _FlatRun:
 
 def _any_requires_grad(values: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+# The reentrant variant.
+#
+# PyTorch's takes positional tensors only, drops the gradients of the parameters when no input requires one, and hands zeros
+# instead of nothing to the parameters behind an output that nobody used. Here arguments and results may be nested structures
+# with tensors anywhere in them, and gradients come out as they would without recomputation.
+
+
+def _checkpoint_reentrant(run: _FlatRun, preserve_rng_state: bool) -> Any:
+    """The region's result, recomputed by the reentrant variant. At least one parameter must require a
+    gradient, or one tensor in the arguments."""
+    tensors = list(run.tensors)
+    if not any(tensor.requires_grad for tensor in tensors):
+        # Without an input that requires grad autograd would not record the call at all.
+        run.anchored = True
+        tensors.append(torch.zeros((), requires_grad=True, dtype=torch.float32))
+    leaves = _ReentrantCheckpoint.apply(run, preserve_rng_state, *tensors)  # type: ignore[no-untyped-call]
+    run.release_first_pass()
+    return run.result_structure.rebuild(list(leaves))
 
 
 class _ReentrantCheckpoint(_TorchFunction):

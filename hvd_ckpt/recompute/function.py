@@ -17,7 +17,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.calls import separate_tensors
-from hvd_ckpt.recompute.keeper import random_context
+from hvd_ckpt.recompute.containers import flatten
+from hvd_ckpt.recompute.keeper import changed_in_place, random_context, version_of
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type
 
@@ -60,6 +61,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.n = n
         tensors, ctx.with_tensors = separate_tensors(args)
         ctx.save_for_backward(*tensors)
+        ctx.nested = [_Nested(arg) for arg in args[:n]]
         ctx.environment = _environment(args[:n])
         ctx.region = Region(function, reach(function, args[:n]))
         ctx.checked = False
@@ -76,8 +78,8 @@ class CheckpointFunction(torch.autograd.Function):
         args = ctx.with_tensors(ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
         inputs = [
-            arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else arg
-            for arg, wanted in zip(args[: ctx.n], needed)
+            arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else nested.rebuild()
+            for arg, nested, wanted in zip(args[: ctx.n], ctx.nested, needed)
         ]
         with ctx.environment(), torch.enable_grad():
             outputs = ctx.region(*inputs)
@@ -113,6 +115,20 @@ class CheckpointFunction(torch.autograd.Function):
         for index, gradient in zip(wanted, found):
             result[2 + index] = gradient
         return tuple(result)
+
+
+class _Nested:
+    """An input that is no tensor: containers, made anew for each recomputation, and what they hold."""
+
+    def __init__(self, value: Any) -> None:
+        self._leaves, self._structure = flatten(None if isinstance(value, torch.Tensor) else value)
+        self._versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
+
+    def rebuild(self) -> Any:
+        for leaf, version in zip(self._leaves, self._versions):
+            if isinstance(leaf, torch.Tensor) and version_of(leaf) != version:
+                raise changed_in_place(version, version_of(leaf), "CheckpointFunction")
+        return self._structure.rebuild(self._leaves)
 
 
 def _environment(inputs: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[Any]]:

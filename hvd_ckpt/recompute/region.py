@@ -1,25 +1,33 @@
 """A region: a checkpointed function, the modules and tensors that it can reach, and which of its calls is a recomputation.
 
 A checkpointed function is often not a module but something around one: a bound method, a lambda, a
-``partial``, a list of layers. What a recomputation must protect (the running statistics of batch norm) and
+``partial``, a list of layers. What a recomputation must put back (:mod:`.state`: training modes, buffers, generators) and
 what needs gradients (the parameters) is found by looking into those, without running them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from torch import nn
 
-from hvd_ckpt.batchnorm.deferred import RunningStatistics
+from hvd_ckpt.batchnorm.synchronized import synchronized_once
 from hvd_ckpt.frames import Frame
+from hvd_ckpt.recompute.containers import flatten
+from hvd_ckpt.recompute.state import GENERATORS, ForwardState
+from hvd_ckpt.recompute.verify import Observation, RecomputationMismatch, begin_pass, observe, running_module
 from hvd_ckpt.spans import span
+from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
 # partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
@@ -30,11 +38,12 @@ _MAX_ITEMS = 2000
 
 @dataclass
 class Reach:
-    """What was found: modules with their submodules, each once and in a fixed order, and tensors that are held
-    directly."""
+    """What was found: modules with their submodules, each once and in a fixed order, tensors that are held
+    directly, and generators of random numbers, of modules too."""
 
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
 
     def requires_grad(self) -> bool:
         """Whether any parameter or tensor found here wants a gradient."""
@@ -69,6 +78,10 @@ def _visit(value: Any, found: Reach, seen: set[int], depth: int, open_objects: b
     if isinstance(value, nn.Module):
         _add_module(value, found, seen)
         return
+    if isinstance(value, GENERATORS):
+        seen.add(id(value))
+        found.generators.append(value)
+        return
     if depth == 0:
         return
     held = _held_by(value)
@@ -90,6 +103,10 @@ def _add_module(root: nn.Module, found: Reach, seen: set[int]) -> None:
             continue
         seen.add(id(module))
         found.modules.append(module)
+        for value in vars(module).values():
+            if isinstance(value, GENERATORS) and id(value) not in seen:
+                seen.add(id(value))
+                found.generators.append(value)
         pending.extend(child for child in reversed(list(module._modules.values())) if child is not None)
 
 
@@ -134,39 +151,151 @@ def _names(code: CodeType) -> set[str]:
     return names
 
 
+# Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
+# observed that many later than they are saved. An early stop right there would leave one unfilled.
+_RECENT = 8
+
+
 class Region:
     """One checkpointed call of ``function``, which can reach what ``found`` lists.
 
     PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for
     the backward pass, so wrapping it is enough to know which run is which: the first call is the first pass.
+
+    Args:
+        preserve_random: recompute with the random state of the first pass; else results may differ, and are not verified.
+        saves: verify recomputations by the tensors that autograd saves; else by what the function returns.
     """
 
-    def __init__(self, function: Callable[..., Any], found: Reach) -> None:
+    def __init__(
+        self, function: Callable[..., Any], found: Reach, preserve_random: bool = True, saves: bool = False
+    ) -> None:
         self.function = function
+        self.started = False
         self._frame = Frame()
-        self._statistics = RunningStatistics(found.modules)
-        self._started = False
+        self._synchronized = [module for module in found.modules if isinstance(module, hvd.SyncBatchNorm)]
+        owner: Any = found.modules[0] if found.modules else _code_of(function)
+        key = (id(_code_of(function)), *((id(module), module.training) for module in found.modules))
+        self._pass = begin_pass(owner, key, self.title, may_verify=preserve_random)
+        self._state = ForwardState(
+            found.modules, found.generators, found.tensors, preserve_random, learn=self._pass.is_new
+        )
+        self._verification = self._pass.verification
+        self._saves = saves
+        self._observed: list[Observation] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Even a first pass that is still running counts as started: a function that computes gradients inside
         # itself is recomputed in the middle of it.
-        if self._started:
-            with (
-                span("recompute", self._title),
-                self._frame.enter(recomputing=True),
-                self._statistics.recomputation(),
-            ):
-                return self.function(*args, **kwargs)
-        self._started = True
-        with self._frame.enter(recomputing=False), self._statistics.first_pass():
-            return self.function(*args, **kwargs)
+        if self.started:
+            return self._recompute(args, kwargs)
+        self.started = True
+        watched = nullcontext() if self._verification is None else self._watch(self._observed.append)
+        with (
+            self._frame.enter(recomputing=False),
+            self._state.first_pass(),
+            synchronized_once(self._synchronized),
+            watched as watch,
+        ):
+            result = self.function(*args, **kwargs)
+            if watch is not None:
+                watch(result)
+        if self._state.initialized:
+            self._verification = None
+        return result
 
-    def _title(self) -> str:
-        """What is recomputed, for a trace: a segment's own words, or the name of the function or module's class."""
-        function = self.function
+    def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._state.lost:
+            raise RecomputationMismatch(
+                f"'{self._state.lost[0]}', which earlier forward passes of {self.title()} did not write, was written in this "
+                "one, and its values from before are not known: write it from the first pass on, or run the module within "
+                "hc.without_recomputation()."
+            )
+        verification = self._verification
+        left = iter(self._observed)
+        what = "a saved tensor" if self._saves else "a result"
+
+        def compare(again: Observation) -> None:
+            first = next(left, None)
+            if first is not None:
+                assert verification is not None
+                verification.compare_observed(first, again, what)
+
+        watched = nullcontext() if verification is None else self._watch(compare)
+        with (
+            span("recompute", self._span_title),
+            self._frame.enter(recomputing=True),
+            self._state.recomputation(),
+            synchronized_once(self._synchronized),
+            watched as watch,
+        ):
+            if self._pass.verification is None:
+                self._pass.recomputed()
+            result = self.function(*args, **kwargs)
+            if watch is not None:
+                watch(result)
+        if verification is not None and (missing := next(left, None)) is not None:
+            raise verification.error([f"{what} of the first pass ({missing}) is not there again"])
+        return result
+
+    @contextlib.contextmanager
+    def _watch(self, note: Callable[[Observation], None]) -> Iterator[Callable[[Any], None]]:
+        """Observes the tensors that a run of the function saves, or those in what is handed to the function that this yields."""
+        hooks = top_saved_tensors_default_hooks(False) if self._saves else None
+        if hooks is None:
+            yield self._note_results(note)
+            return
+        pack, unpack = hooks
+        recent: deque[tuple[torch.Tensor, nn.Module | None]] = deque()
+
+        def observe_and_pack(tensor: torch.Tensor) -> Any:
+            recent.append((tensor.detach(), running_module()))
+            if len(recent) > _RECENT:
+                note(observe(*recent.popleft()))
+            return pack(tensor)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(observe_and_pack, unpack):
+                yield lambda result: None
+        finally:
+            while recent:
+                note(observe(*recent.popleft()))
+
+    def _note_results(self, note: Callable[[Observation], None]) -> Callable[[Any], None]:
+        def note_results(result: Any) -> None:
+            for leaf in () if self._saves else flatten(result)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    note(observe(leaf))
+
+        return note_results
+
+    def title(self) -> str:
+        """What is recomputed: a segment's own words, or the name of the function or module's class."""
+        function: Any = self.function
+        if (
+            isinstance(function, functools.partial)
+            and isinstance(function.func, FunctionType)
+            and function.args
+        ):
+            first = function.args[0]  # a module whose forward pass it is, or modules by name
+            if isinstance(first, nn.Module):
+                return type(first).__name__
+            if isinstance(first, Mapping):
+                return ", ".join(f"'{name}' ({type(module).__name__})" for name, module in first.items())
         while isinstance(function, functools.partial):
             function = function.func
         function = getattr(function, "__self__", function)
         if isinstance(function, nn.Module):
-            return f"recompute {type(function).__name__}"
-        return f"recompute {getattr(function, '__qualname__', None) or function}"
+            return type(function).__name__
+        return str(getattr(function, "__qualname__", None) or function)
+
+    def _span_title(self) -> str:
+        return f"recompute {self.title()}"
+
+
+def _code_of(function: Any) -> Any:
+    """What is the same in each step of calls that a loop makes anew: the code of a function, the class of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))

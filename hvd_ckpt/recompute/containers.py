@@ -1,0 +1,140 @@
+"""Nested containers: the tensors and other values in them, and the same containers again, made of other values.
+
+A checkpointed function may change the containers among its arguments (a dict of features, a cache in a list), and its recomputation
+must see them as they were. So a container is described when the first pass begins, and made anew for each recomputation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_ckpt.torch_private import pytree
+
+
+class Structure:
+    """Containers without their values: lists, tuples, dicts, data classes, and what :mod:`torch.utils._pytree` knows, nested.
+
+    A container that occurs twice is one container again after :meth:`rebuild`. Objects of other classes are values.
+
+    Attributes:
+        leaves: the values that the containers held when this was made, in order; :func:`flatten` takes them out.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.leaves: list[Any] = []
+        self._root = self._describe(value, {})
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The containers, which hold ``leaves`` in the places of :attr:`leaves`."""
+        return self._root(leaves, {})
+
+    def _describe(self, value: Any, known: dict[int, _Node | None]) -> _Node:
+        if id(value) in known:
+            node = known[id(value)]
+            return (
+                self._leaf(value) if node is None else node
+            )  # a container that contains itself stays as it is
+        parts = _take_apart(value)
+        if parts is None:
+            return self._leaf(value)
+        known[id(value)] = None
+        children, make = parts
+        node = known[id(value)] = _Node([self._describe(child, known) for child in children], make)
+        return node
+
+    def _leaf(self, value: Any) -> _Node:
+        self.leaves.append(value)
+        return _Node([], None, len(self.leaves) - 1)
+
+
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A container, or the place of a leaf."""
+
+    children: list[_Node]
+    make: Callable[[list[Any]], Any] | None
+    leaf: int = -1
+
+    def __call__(self, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
+        if self.make is None:
+            return leaves[self.leaf]
+        if id(self) not in made:
+            made[id(self)] = self.make([child(leaves, made) for child in self.children])
+        return made[id(self)]
+
+
+def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The values that a container holds, and a function that makes the container of such values; None if it is no container."""
+    kind = type(value)
+    if kind in _SCALARS or isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return None
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
+    if node is not None:
+        children, context = node.flatten_fn(value)
+        return list(children), lambda new: node.unflatten_fn(new, context)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = list(vars(value)) if hasattr(value, "__dict__") else _set_fields(value)
+        return [getattr(value, name) for name in names], lambda new: _with_attributes(kind, names, new)
+    if isinstance(value, dict) and kind.__init__ is dict.__init__:  # a subclass that adds methods
+        keys, attributes = list(value), list(vars(value).items()) if hasattr(value, "__dict__") else []
+        return list(value.values()), lambda new: _with_items(kind, keys, new, attributes)
+    if isinstance(value, list) and kind.__init__ is list.__init__:
+        return list(value), kind
+    return None
+
+
+_SCALARS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
+
+
+def _set_fields(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _with_attributes(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
+    new: Any = object.__new__(kind)
+    for name, value in zip(names, values):
+        object.__setattr__(new, name, value)  # of a frozen data class, too
+    return new
+
+
+def _with_items(kind: type, keys: Sequence[Any], values: Sequence[Any], attributes: Sequence[Any]) -> Any:
+    new: Any = kind(zip(keys, values))
+    vars(new).update(attributes)
+    return new
+
+
+class Arguments:
+    """The tensors in nested containers, and the containers again with other tensors in their places.
+
+    Attributes:
+        tensors: each tensor once, in order. To be cleared once they are held elsewhere.
+    """
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._structure = flatten(value)
+        self.tensors: list[torch.Tensor] = []
+        self._others: list[Any] = []
+        self._places: list[int | None] = []  # of each leaf, which of the tensors it is
+        known: dict[int, int] = {}
+        for leaf in leaves:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            self._others.append(None if is_tensor else leaf)
+            self._places.append(known.setdefault(id(leaf), len(known)) if is_tensor else None)
+            if len(known) > len(self.tensors):
+                self.tensors.append(leaf)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The containers, which hold ``tensors`` in the places of :attr:`tensors`."""
+        pairs = zip(self._others, self._places)
+        return self._structure.rebuild([other if place is None else tensors[place] for other, place in pairs])
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The values in nested containers, in order, and the containers without them."""
+    structure = Structure(value)
+    leaves, structure.leaves = structure.leaves, []
+    return leaves, structure

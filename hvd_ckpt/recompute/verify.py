@@ -1,0 +1,312 @@
+"""Verification of recomputation: are the recomputed tensors those of the first pass, bit for bit?
+
+A recomputation that computes something else gives gradients of another function, and nothing fails. So the first training pass
+through each region (and each planned block) observes what the backward pass will ask for, and its recomputation is compared with
+that: by a fingerprint of the bits (:mod:`hvd_ckpt.fingerprint`), and, where these differ, by 64 sampled elements, which tell a
+rounding from another result. Nothing waits for a GPU before the end of the backward pass, where all comparisons are read at
+once.
+
+Only kernels that are not deterministic may differ by a rounding: that is a warning, unless deterministic algorithms are in use.
+Every other difference is a :class:`RecomputationMismatch`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from hvd_ckpt.fingerprint import fingerprint
+from hvd_ckpt.frames import aside
+from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
+from hvd_ckpt.unmaterialized import absent_storages, is_absent
+
+VARIABLE = "HVD_CKPT_VERIFY_RECOMPUTATION"
+WHEN = ("first", "always", "never")
+_SAMPLE = 64
+_ROUNDING = 1e4  # in units of the dtype's epsilon, above the largest sampled element: what sums in another order may differ by
+_SHOWN = 3  # mismatches named in an error
+
+
+class RecomputationMismatch(CheckpointError):
+    """A recomputation gave other values than its first pass, so that gradients would be those of another function."""
+
+
+# ---------------------------------------------------------------------------------------- when
+
+
+def verify_recomputation(when: str | int) -> None:
+    """Sets when recomputation is verified: when its results are compared, bit for bit, with those of the first pass.
+
+    Verification covers :func:`hvd_ckpt.checkpoint` in both variants, ``CheckpointFunction``, segments, pipeline stages and plans. A
+    verified pass reads each tensor that autograd saves twice more than others do.
+
+    Args:
+        when: ``"first"`` (the default): the first training pass through each region in this process, and again for other modules
+            or another training mode. ``"always"``: every pass. ``"never"``. A number n: every n-th pass. The environment variable
+            ``HVD_CKPT_VERIFY_RECOMPUTATION`` sets the same.
+
+    Raises:
+        ValueError: ``when`` is something else.
+    """
+    global _when
+    _when = read_when(when, "when")
+
+
+def read_when(value: str | int, name: str) -> str | int:
+    """The setting that a text or number stands for; ``name`` is that of the setting, for the error."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if value in WHEN or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError(
+        f"{name} must be 'first', 'always', 'never' or a number of passes from 1, got {value!r}."
+    )
+
+
+_when: str | int = read_when(os.environ.get(VARIABLE) or "first", VARIABLE)
+
+
+@dataclass
+class _Passes:
+    """The passes through one region so far."""
+
+    begun: int = 0
+    verified: bool = False  # a recomputation has been
+
+
+_passes: weakref.WeakKeyDictionary[Any, dict[Hashable, _Passes]] = weakref.WeakKeyDictionary()
+"""By something that lives as long as the region, such as a module."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass through a region: a first pass and its recomputations.
+
+    Attributes:
+        is_new: no pass through this region has been recomputed yet.
+        verification: observes and compares; None in a pass that is not verified.
+    """
+
+    is_new: bool
+    verification: Verification | None
+    _counts: _Passes
+
+    def recomputed(self) -> None:
+        """Called after a recomputation that is not verified."""
+        self._counts.verified = True
+
+
+def begin_pass(owner: Any, key: Hashable, title: Callable[[], str], may_verify: bool = True) -> Pass:
+    """Begins a pass through a region.
+
+    Args:
+        owner: a module or another object that lives as long as the region.
+        key: what else the region depends on, such as the training modes of modules.
+        title: the region in words, for errors.
+        may_verify: False for a region whose results may differ.
+    """
+    counts = _passes.setdefault(owner, {}).setdefault(key, _Passes())
+    counts.begun += 1
+    if isinstance(_when, int):
+        due = (counts.begun - 1) % _when == 0
+    else:
+        due = _when == "always" or (_when == "first" and not counts.verified)
+    return Pass(not counts.verified, Verification(title, counts) if due and may_verify else None, counts)
+
+
+# ---------------------------------------------------------------------------------------- what
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """A tensor as it was.
+
+    Attributes:
+        facts: shape, dtype and device.
+        bits: its fingerprint, and ``sample`` some elements; None for a tensor without memory of its own.
+        module: the innermost one whose code was running when it was computed, if known.
+    """
+
+    facts: tuple[torch.Size, torch.dtype, torch.device]
+    bits: Tensor | None
+    sample: Tensor | None
+    module: nn.Module | None
+
+    def __str__(self) -> str:
+        shape, dtype, _ = self.facts
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def observe(tensor: Tensor, module: nn.Module | None = None) -> Observation:
+    """A tensor as it is now; ``module`` is the one that has computed it."""
+    facts = (tensor.shape, tensor.dtype, tensor.device)
+    with aside():
+        if not _has_values(tensor):
+            return Observation(facts, None, None, module)
+        plain = tensor.detach()
+        return Observation(facts, fingerprint(plain), _sample(plain), module)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether the elements can be read: not of wrappers, nor of parameters that are split over the ranks."""
+    if is_absent(tensor) or tensor.device.type == "meta":
+        return False
+    if tensor.layout is not torch.strided:
+        return tensor.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+    try:
+        storage = tensor.untyped_storage()
+        size = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride())) + 1
+        end = (int(tensor.storage_offset()) + (size if tensor.numel() else 0)) * tensor.element_size()
+        return storage._cdata not in absent_storages and storage.nbytes() >= end
+    except (RuntimeError, NotImplementedError):  # a wrapper has no storage that can be asked for
+        return False
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.values() if tensor.layout is not torch.sparse_coo else tensor._values()
+    if tensor.numel() <= _SAMPLE:
+        return tensor.clone()
+    places = torch.arange(_SAMPLE, device=tensor.device) * (tensor.numel() // _SAMPLE)
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module whose code is running on this thread."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return module
+        frame = frame.f_back
+    return None
+
+
+@dataclass(eq=False)
+class Verification:
+    """Compares what the recomputations of one pass compute with what its first pass did."""
+
+    _title: Callable[[], str]
+    _counts: _Passes
+    _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
+
+    def compare(self, first: Observation, tensor: Tensor, what: str) -> None:
+        """Compares a tensor with what it was; a difference is an error at the end of the backward pass that is running.
+
+        Args:
+            what: the tensor in words, such as "an output".
+        """
+        self.compare_observed(first, observe(tensor), what)
+
+    def compare_observed(self, first: Observation, again: Observation, what: str) -> None:
+        """The same for a tensor that has been observed."""
+        self._pairs.append((first, again, what))
+        if len(self._pairs) == 1:
+            _finish_later(self)
+
+    def differences(self) -> list[str]:
+        """What differs by more than a rounding, in words; warns of roundings."""
+        pairs, self._pairs = self._pairs, []
+        by_device: dict[Any, list[tuple[Observation, Observation, str]]] = {}
+        found: list[str] = []
+        roundings: list[str] = []
+        for first, again, what in pairs:
+            if first.facts != again.facts:
+                found.append(f"{self._where(first)} {what} was {first} and is {again}")
+            elif first.bits is not None and again.bits is not None and not _is_workspace(first):
+                by_device.setdefault(first.bits.device, []).append((first, again, what))
+        for same_device in by_device.values():
+            ours = torch.stack([first.bits for first, _, _ in same_device if first.bits is not None])
+            theirs = torch.stack([again.bits for _, again, _ in same_device if again.bits is not None])
+            for index in (ours != theirs).nonzero().flatten().tolist():
+                first, again, what = same_device[index]
+                difference, is_rounding = _difference(first, again)
+                text = f"{self._where(first)} {what} ({first}) {difference}"
+                (roundings if is_rounding else found).append(text)
+        if roundings:
+            warnings.warn(
+                f"Recomputing {self._title()} rounds in another way than its first pass: {_listed(roundings)}. If kernels that are "
+                "not deterministic are the reason, torch.use_deterministic_algorithms(True) (hvd-ckpt train --deterministic) "
+                "chooses others.",
+                stacklevel=2,
+            )
+        self._counts.verified = self._counts.verified or not found
+        return found
+
+    def error(self, differences: list[str]) -> RecomputationMismatch:
+        """The error for some differences."""
+        return RecomputationMismatch(
+            f"Recomputing {self._title()} gave other values than its first pass, so its gradients would be wrong: "
+            f"{_listed(differences)}. It depends on something that changes between the two and is not put back, such as a Python "
+            "number or a generator that no module holds: change it only if not hc.is_recomputing(), keep the module as an "
+            "attribute of a module (a generator), or run it within hc.without_recomputation()."
+        )
+
+    def _where(self, first: Observation) -> str:
+        return "in" if first.module is None else f"in {type(first.module).__name__},"
+
+
+def _listed(texts: list[str]) -> str:
+    more = len(texts) - _SHOWN
+    return "; ".join(texts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _is_workspace(observation: Observation) -> bool:
+    """Whether a tensor is likely the workspace of a kernel: bytes that mean something to it alone, and may not all be written."""
+    shape, dtype, _ = observation.facts
+    return dtype is torch.uint8 and len(shape) == 1
+
+
+def _difference(first: Observation, again: Observation) -> tuple[str, bool]:
+    """How much two tensors differ, in words, and whether a rounding may be the reason."""
+    assert first.sample is not None and again.sample is not None
+    dtype, device = first.facts[1:]
+    strict = torch.are_deterministic_algorithms_enabled() or not (dtype.is_floating_point or dtype.is_complex)
+    ours, theirs = first.sample.cpu(), again.sample.cpu()
+    different = int((ours != theirs).sum())
+    if not different:
+        return "differs in few elements", not strict and device.type != "cpu"
+    if strict and not dtype.is_floating_point:
+        return f"differs in {different} of {ours.numel()} sampled elements", False
+    ours, theirs = (
+        sample.to(torch.complex128 if dtype.is_complex else torch.float64) for sample in (ours, theirs)
+    )
+    largest, scale = float((ours - theirs).abs().max()), float(ours.abs().max())
+    is_rounding = not strict and largest <= _ROUNDING * torch.finfo(dtype).eps * scale
+    return f"differs by up to {largest:.3g} in {different} of {ours.numel()} sampled elements", is_rounding
+
+
+# ---------------------------------------------------------------------------------------- the end of a backward pass
+
+_open: dict[int, list[Verification]] = {}
+_lock = threading.Lock()
+
+
+def _finish_later(verification: Verification) -> None:
+    """Reads the comparisons at the end of the backward pass that is running, or at once if none is."""
+    task = current_graph_task_id()
+    if task == -1:
+        _finish([verification])
+        return
+    with _lock:
+        is_first = task not in _open
+        _open.setdefault(task, []).append(verification)
+    if is_first:
+        execution_engine.queue_callback(lambda: _finish(_open.pop(task, [])))
+
+
+def _finish(verifications: list[Verification]) -> None:
+    for verification in reversed(verifications):  # in the order of the forward pass, usually
+        differences = verification.differences()
+        if differences:
+            raise verification.error(differences)
