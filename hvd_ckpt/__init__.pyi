@@ -273,6 +273,9 @@ from hvd_ckpt.recompute import (
     CheckpointSequential as CheckpointSequential,
 )
 from hvd_ckpt.recompute import (
+    RecomputationMismatch as RecomputationMismatch,
+)
+from hvd_ckpt.recompute import (
     checkpoint as checkpoint,
 )
 from hvd_ckpt.recompute import (
@@ -286,6 +289,9 @@ from hvd_ckpt.recompute import (
 )
 from hvd_ckpt.recompute import (
     is_recomputing as is_recomputing,
+)
+from hvd_ckpt.recompute import (
+    verify_recomputation as verify_recomputation,
 )
 from hvd_ckpt.recompute import (
     without_recomputation as without_recomputation,

@@ -12,12 +12,13 @@ Every other difference is a :class:`RecomputationMismatch`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,17 @@ def verify_recomputation(when: str | int) -> None:
     """
     global _when
     _when = read_when(when, "when")
+
+
+@contextlib.contextmanager
+def verifying(when: str | int) -> Iterator[None]:
+    """A context with another setting."""
+    global _when
+    before, _when = _when, when
+    try:
+        yield
+    finally:
+        _when = before
 
 
 def read_when(value: str | int, name: str) -> str | int:

@@ -27,6 +27,7 @@ from typing_extensions import Self
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.planning.schedule import virtual_stages_of
+from hvd_ckpt.recompute.verify import read_when
 from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
@@ -76,6 +77,10 @@ def _stage(value: Any) -> Any:
 def _budget(value: str | int) -> str | int:
     parse_budget(value)
     return value
+
+
+def _when(value: str | int) -> str | int:
+    return read_when(value, "the setting")
 
 
 def first_and_last(steps: str) -> tuple[int, int]:
@@ -213,6 +218,11 @@ class Config(Strict):
         None, description="Recompute the chain of blocks in this number of segments."
     )
     reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
+    verify_recomputation: Annotated[str | int, AfterValidator(_when)] | None = Field(
+        None,
+        description="Passes whose recomputed bits are compared with the first pass: first, always, never, or every so many.  "
+        "[default: first]",
+    )
     checkpoint: Annotated[str, _one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
         "always",
         description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}; in stages also auto.",

@@ -23,7 +23,7 @@ from hvd_ckpt.pipeline.random_state import seed_blocks
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.precision import AUTOCAST, Precision
-from hvd_ckpt.recompute import CheckpointSequential
+from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.construction import is_elastic
@@ -85,6 +85,8 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     Raises:
         ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments or stages.
     """
+    if config.verify_recomputation is not None:
+        verify_recomputation(config.verify_recomputation)
     check_stages(model, config)
     kind = type(model).__name__
     if config.stages == 1:

@@ -1,0 +1,235 @@
+"""Verification: a recomputation that gives other bits than its first pass is an error that names the module, by default."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_ckpt.recompute import (
+    CheckpointFunction,
+    CheckpointSequential,
+    RecomputationMismatch,
+    checkpoint,
+    verify_recomputation,
+)
+from hvd_ckpt.recompute.verify import VARIABLE
+
+GENERATOR = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def default_setting() -> Iterator[None]:
+    verify_recomputation("first")
+    yield
+    verify_recomputation("first")
+
+
+class Faulty(nn.Module):
+    """A block that computes something else when it runs again, while it is broken."""
+
+    def __init__(self, fault: str, broken: bool = True) -> None:
+        super().__init__()
+        self.linear, self.fault, self.broken = nn.Linear(8, 8), fault, broken
+        self.number = 1.0
+        self.numbers = [1.0]
+        self.large: torch.Tensor
+        self.register_buffer("large", torch.ones(200, 200))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        if not self.broken:
+            return h
+        if self.fault == "generator":
+            h = h * torch.rand(h.shape, generator=GENERATOR)
+        elif self.fault == "number":
+            h = h * self.number
+            self.number *= 0.5
+        elif self.fault == "list":
+            h = h * self.numbers[0]
+            self.numbers[0] *= 0.5
+        elif self.fault == "large buffer":
+            h = h * self.large[0, 0].clone()
+            self.large.mul_(0.5)
+        elif self.fault == "rounding":
+            h = h * self.number
+            self.number *= 1 + 1e-6
+        elif self.fault == "fewer calls":
+            for _ in range(round(4 * self.number)):
+                h = torch.sin(h)
+            self.number *= 0.5
+        return h.sin()
+
+
+def lost_noise(x: torch.Tensor) -> torch.Tensor:
+    """RReLU as the last operation: its noise is saved before it is drawn, and recomputation stops early, right there."""
+    out: torch.Tensor = nn.functional.rrelu(x, training=True)
+    return out
+
+
+WAYS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "non-reentrant": lambda block, x: checkpoint(block, x),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "lambda": lambda block, x: checkpoint(lambda y: block(y), x),
+    "segments": lambda block, x: CheckpointSequential(nn.Sequential(block, nn.Tanh()), 1, keep_last=False)(x),
+    "CheckpointFunction": lambda block, x: CheckpointFunction.apply(block, 1, x, *block.parameters()),
+}
+
+
+def step(
+    block: nn.Module, run: Callable[[nn.Module, torch.Tensor], torch.Tensor] = WAYS["non-reentrant"]
+) -> None:
+    run(block, torch.randn(5, 8)).square().sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", ["generator", "number", "list"])
+def test_faults_are_errors_that_name_the_module(fault: str, way: str) -> None:
+    with pytest.raises(RecomputationMismatch, match="Faulty"):
+        step(Faulty(fault), WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_said_where_nothing_is_wrong(way: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh()), WAYS[way])
+
+
+def test_noise_that_is_saved_before_it_is_drawn() -> None:
+    x = torch.randn(50, 50, requires_grad=True)
+    torch.empty(50, 50).fill_(7)  # what the noise's memory may hold
+    y = checkpoint(lost_noise, x)
+    with pytest.raises(RecomputationMismatch, match="lost_noise"):
+        y.sum().backward()
+
+
+def test_a_recomputation_that_saves_fewer_tensors() -> None:
+    with pytest.raises(RecomputationMismatch, match="Faulty"):
+        step(Faulty("fewer calls"))
+
+
+def passes(block: Faulty, broken: set[int], count: int = 4) -> int | None:
+    """The number of the first pass, from 1, whose mismatch is found; in those of ``broken`` there is one."""
+    for number in range(1, count + 1):
+        block.broken = number in broken
+        try:
+            step(block)
+        except RecomputationMismatch:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    "when, broken, found",
+    [
+        ("first", {1}, 1),
+        ("first", {2, 3, 4}, None),
+        ("never", {1, 2, 3, 4}, None),
+        ("always", {3}, 3),
+        (2, {2, 4}, None),
+        (2, {2, 3}, 3),
+        ("3", {2, 3, 4}, 4),
+    ],
+)
+def test_which_passes_are_verified(when: str | int, broken: set[int], found: int | None) -> None:
+    verify_recomputation(when)
+    assert passes(Faulty("number"), broken) == found
+
+
+def test_all_passes_before_the_first_recomputation_are_verified() -> None:
+    blocks = nn.ModuleList([Faulty("number", broken=False), Faulty("number", broken=True)])
+    y = torch.randn(5, 8)
+    for number in range(2):  # lambdas that reach both blocks
+        y = checkpoint(lambda x, number=number: blocks[number](x), y)
+    with pytest.raises(RecomputationMismatch):
+        y.sum().backward()
+
+
+def test_another_mode_is_verified_again() -> None:
+    block = Faulty("number", broken=False)
+    step(block)
+    block.broken = True
+    step(block)
+    block.eval()
+    with pytest.raises(RecomputationMismatch):
+        step(block)
+
+
+@pytest.mark.parametrize("when", ["sometimes", 0, -1, True, 1.5, None, ""])
+def test_invalid_settings(when: Any) -> None:
+    with pytest.raises(ValueError, match="when must be"):
+        verify_recomputation(when)
+
+
+@pytest.mark.parametrize("value, said", [("never", "never"), ("5", "5"), ("nonsense", "ValueError")])
+def test_environment_variable(value: str, said: str) -> None:
+    code = "import hvd_ckpt.recompute.verify as verify; print(verify._when)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, VARIABLE: value},
+    )
+    assert said in done.stdout + done.stderr
+
+
+def test_a_rounding_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="rounds in another way"):
+        step(Faulty("rounding"))
+
+
+def test_a_rounding_is_an_error_under_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RecomputationMismatch):
+            step(Faulty("rounding"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_other_random_numbers_where_they_are_asked_for() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    checkpoint(nn.functional.dropout, x, preserve_rng_state=False).square().sum().backward()
+
+
+def test_a_large_buffer_that_is_written_late() -> None:
+    block = Faulty("large buffer", broken=False)
+    step(block)
+    block.broken = True
+    with pytest.raises(RecomputationMismatch, match=r"Faulty\.large"):
+        step(block)
+    block.zero_grad()
+    step(block)  # it is known now
+
+
+def test_gradients_inside_a_region() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def force(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = torch.tanh(x @ weight).sum()
+            (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return gradient
+
+    x = torch.randn(5, 8)
+    plain = torch.autograd.grad(force(x).square().sum(), weight)[0]
+    ours = torch.autograd.grad(checkpoint(force, x).square().sum(), weight)[0]
+    assert torch.equal(ours, plain)
+
+
+def test_regions_in_regions() -> None:
+    inner, outer = Faulty("number"), nn.Linear(8, 8)
+    y = checkpoint(lambda x: torch.tanh(outer(checkpoint(inner, x))), torch.randn(5, 8))
+    with pytest.raises(RecomputationMismatch, match="Faulty"):
+        y.sum().backward()
