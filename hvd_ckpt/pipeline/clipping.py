@@ -6,13 +6,15 @@ gradients are sharded (stages 2 and 3) the norm of each stage, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.grid import Grid
-from hvd_ckpt.sharding.clipping import SplitGradients, owners_of, split_gradients
+from hvd_ckpt.sharding.clipping import SplitGradients, norm_dtype, owners_of, split_gradients
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 
 
 def clip_over_stages(
@@ -46,12 +48,11 @@ def clip_over_stages(
     if (split := split_gradients(owners, parameters)) is not None:
         return _clip_sharded(split, grid, max_norm, norm_type, error_if_nonfinite)
     measured = torch.full((count,), -1.0, dtype=torch.float64)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad, norm_type)
-            measured[places[parameter]] = norm.double()
-    chosen = torch.stack(grid.gather(measured)).max(dim=0).values  # copies of a tied parameter have one norm
-    dtype = next((one.grad.dtype for one in parameters if one.grad is not None), torch.float32)
+    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter, gradient in gradients.items():
+        measured[places[parameter]] = torch.linalg.vector_norm(gradient, norm_type).double()
+    norms, dtype = _gathered(grid, measured, {gradient.dtype for gradient in gradients.values()})
+    chosen = norms.max(dim=0).values  # copies of a tied parameter have one norm
     total = _joined(chosen.to(dtype), norm_type)
     _check_finite(total, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
@@ -62,11 +63,21 @@ def _clip_sharded(
     split: SplitGradients, grid: Grid, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
     own = split.norm(float(norm_type))
-    norms = torch.cat(grid.gather(torch.tensor([-1.0 if own is None else own], dtype=torch.float64)))
-    total = norms[norms > 0].sum() if norm_type == 0 else _joined(norms, norm_type)
+    measured = torch.tensor([-1.0 if own is None else own], dtype=torch.float64)
+    norms, dtype = _gathered(grid, measured, split.dtypes)
+    exact = norms[norms > 0].sum() if norm_type == 0 else _joined(norms.flatten(), norm_type)
+    total = exact.to(dtype)
     _check_finite(total, norm_type, error_if_nonfinite)
-    split.clip(float(max_norm), float(total))
-    return total.float()
+    split.clip(float(max_norm), float(exact))
+    return total
+
+
+def _gathered(grid: Grid, measured: Tensor, dtypes: Collection[torch.dtype]) -> tuple[Tensor, torch.dtype]:
+    """What each stage has measured, a row each, and the dtype of the norm over all of them. Collective."""
+    there = torch.tensor([dtype in dtypes for dtype in _DTYPES], dtype=torch.float64)
+    rows = torch.stack(grid.gather(torch.cat([measured, there])))
+    norms, marks = rows.split([len(measured), len(_DTYPES)], dim=1)
+    return norms, norm_dtype(dtype for dtype, mark in zip(_DTYPES, marks.any(dim=0)) if mark)
 
 
 def _joined(norms: Tensor, norm_type: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ def clip_grad_norm_(
         max_norm, norm_type, error_if_nonfinite: as in torch.
 
     Returns:
-        The norm of all gradients together, before they were clipped; the same on every rank.
+        The norm of all gradients together, before they were clipped, in the dtype that torch gives it; the same on every rank.
 
     Raises:
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
@@ -46,7 +47,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
     as_whole = owners[0].replicas is not None  # which promise torch's bits
     total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type)) or 0.0
-    result = torch.as_tensor(total, dtype=torch.float32)
+    result = torch.as_tensor(total, dtype=norm_dtype(split.dtypes))
     if error_if_nonfinite and not torch.isfinite(result):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
@@ -98,6 +99,12 @@ def split_gradients(
     return SplitGradients(split[0], chosen)
 
 
+def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype that torch gives the norm of gradients of these dtypes together: real; the default one where there are none."""
+    real = [dtype.to_real() for dtype in dtypes]
+    return functools.reduce(torch.promote_types, real) if real else torch.get_default_dtype()
+
+
 class SplitGradients:
     """Gradients of which each rank has its shards (stages 2 and 3).
 
@@ -115,6 +122,11 @@ class SplitGradients:
         self.pieces = [
             piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
         ]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of the parameters that have gradients."""
+        return {self._sharding.layout.parameters[index].dtype for index in self._used}
 
     def norm(self, order: float) -> float | None:
         """The norm of these gradients together, or None if no rank has any. Collective.

@@ -152,6 +152,58 @@ def test_norms_of_any_order_are_those_of_torch(stage: int) -> None:
             torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+class Energy(nn.Module):
+    """Of all parameters but the last."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(parameters)
+
+    def forward(self) -> Any:
+        return sum((one * one.conj()).sum().abs().double() for one in list(self.all)[:-1])
+
+
+@pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float64,),
+        (torch.bfloat16,),
+        (torch.float16,),
+        (torch.complex64,),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16),
+        (torch.complex128, torch.bfloat16),
+    ],
+    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+)
+def test_a_norm_has_the_dtype_that_torch_gives_it(stage: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    def backward(shard: int) -> tuple[list[nn.Parameter], Any]:
+        generator = torch.Generator().manual_seed(5)
+        parameters = [
+            nn.Parameter(torch.randn(9, generator=generator).to(dtypes[number % len(dtypes)])) for number in range(4)
+        ]
+        model = Energy(parameters)
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(parameters[:3], lr=0.1), model.named_parameters(), shard=shard, model=model
+        )
+        model().backward()
+        return parameters, optimizer
+
+    parameters, optimizer = backward(stage)
+    plain, unsharded = backward(0)
+    unsharded.synchronize()
+    tolerance = 1e-2 if any(torch.finfo(dtype).bits == 16 for dtype in dtypes) else 1e-6
+    for order in (2.0, math.inf, 0.0):
+        theirs = nn.utils.get_total_norm([one.grad for one in plain[:3] if one.grad is not None], order)
+        ours = hc.clip_grad_norm_(parameters, 1e9, order)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0.0)
+    optimizer.step()
+    nothing = hc.clip_grad_norm_(parameters[3:], 1.0)
+    assert nothing == 0.0 and nothing.dtype is torch.float32  # as in torch, where there are no gradients
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
     def run(stage: int) -> tuple[dict[str, torch.Tensor], float]:

@@ -355,6 +355,30 @@ def copies_of_tied_parameters() -> None:
 ORDERS = (2.0, 0.0, float("inf"))
 
 
+def norms_in_stages() -> None:
+    """Norms of models in several dtypes have the dtype that torch gives them, on every stage."""
+    for dtypes in (torch.float64,), (torch.bfloat16,), (torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16):
+        for shard in (0, 1, 2, 3):
+            torch.manual_seed(0)
+            count = 2 * hc.stages()
+            chain = nn.Sequential(*[nn.Linear(4, 4, dtype=dtypes[n * len(dtypes) // count]) for n in range(count)])
+            for layer in chain:
+                layer.register_forward_pre_hook(lambda layer, inputs: inputs[0].to(layer.weight.dtype))
+            x, y = torch.randn(4, 4), torch.randn(4, 4)
+            nn.functional.mse_loss(chain(x), y.to(dtypes[-1])).backward()
+            expected = nn.utils.get_total_norm([one.grad for one in chain.parameters()])
+            chain.zero_grad()
+            model = hc.Pipeline(chain, chunks=1)
+            mine = [one for one in model.parameters() if one.device.type != "meta"]
+            optimizer = hc.DistributedOptimizer(
+                torch.optim.SGD(mine, lr=0.1), named_parameters=model.named_parameters(), shard=shard
+            )
+            model.accumulate((x, y.to(dtypes[-1])), nn.functional.mse_loss)
+            tolerance = 2e-2 if torch.bfloat16 in dtypes else 1e-12
+            torch.testing.assert_close(model.clip_grad_norm_(1e9), expected, rtol=tolerance, atol=0.0)
+            optimizer.step()
+
+
 def sharded_in_stages() -> None:
     """Shards of a stage's states over its replicas: the bits of a run without, and the norm over all, finite or not."""
     weights = []
@@ -522,6 +546,7 @@ def main() -> None:
         resumes()
     if hc.size() > 1:
         sharded_in_stages()
+        norms_in_stages()
     overflow()
     if not case:
         planned()
