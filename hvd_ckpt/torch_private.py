@@ -24,7 +24,7 @@ __all__ = [
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "foreach_zero_",
     "function_mode_stack", "get_autocast_kwargs", "in_functorch", "infer_device_type", "profiler_enabled", "pytree",
-    "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter", "untraceable",
+    "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 13)  # 2.12 frees saved tensors that the replay of a tape reads; setup.cfg asks for the same
@@ -69,6 +69,7 @@ try:
         _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks,
     )
     from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._guards import TracingContext as _TracingContext
     from torch.autograd import (  # type: ignore[attr-defined]
         _unsafe_preserve_version_counter as unsafe_preserve_version_counter,
     )
@@ -85,6 +86,7 @@ try:
         _infer_device_type as infer_device_type,
     )
 
+    tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
 
     for _owner, _names in ATTRIBUTES:

@@ -40,8 +40,8 @@ _MAY_CHANGE_NOTHING = {
 }
 
 
-class _Absent:
-    """Mixin of a split parameter's class while it has no values: as with lazy parameters, using them is an error."""
+class Absent:
+    """Mixin of a tensor's class while it has no values: as with lazy parameters, using them is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,38 +58,43 @@ class _Absent:
                 value = func(*args, **(kwargs or {}))
                 if value is args[0] or isinstance(value, str):
                     return value
-        raise next(_error(one, name) for one in pytree.tree_leaves((args, kwargs)) if is_absent(one))
+        raise next(one.missing(name) for one in pytree.tree_leaves((args, kwargs)) if is_absent(one))
+
+    @property
+    def known_as(self) -> str:
+        """The name of the parameter."""
+        return str(_split.get(self))
+
+    def missing(self, what: str) -> RuntimeError:
+        """The error where ``what`` needs the values."""
+        return RuntimeError(
+            f"parameter '{self.known_as}' is split over the ranks and has no values outside the forward and backward pass of "
+            f"its module, but '{what}' needs them; do this inside 'with optimizer.gathered_parameters():', on all ranks"
+        )
 
     def __repr__(self, **_: Any) -> str:
-        parameter: Any = self
+        tensor: Any = self
         return (
-            f"{type(self).__name__}('{_split.get(self)}', split over the ranks, size={tuple(parameter.shape)}, "
-            f"dtype={parameter.dtype})"
+            f"{type(self).__name__}('{self.known_as}', split over the ranks, size={tuple(tensor.shape)}, "
+            f"dtype={tensor.dtype})"
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise _error(self, "copy")
+        raise self.missing("copy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _error(self, "pickle")
+        raise self.missing("pickle")
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.layout is torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _error(parameter: Any, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"parameter '{_split.get(parameter)}' is split over the ranks and has no values outside the forward and backward pass of "
-        f"its module, but '{what}' needs them; do this inside 'with optimizer.gathered_parameters():', on all ranks"
-    )
-
-
 @functools.cache
 def absent_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class that a parameter of class ``kind`` has while it has no values."""
     made: Any = type(kind)
-    absent: type[torch.Tensor] = made(kind.__name__, (_Absent, kind), {})
+    absent: type[torch.Tensor] = made(kind.__name__, (Absent, kind), {})
     return absent
 
 
@@ -112,7 +117,7 @@ def is_split(parameter: torch.Tensor) -> bool:
 
 def is_absent(parameter: Any) -> bool:
     """Whether it is split and not gathered now, so that its values are not there."""
-    return isinstance(parameter, _Absent)
+    return isinstance(parameter, Absent)
 
 
 def present(tensor: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,7 @@ class _Blockwise(WireFormat):
         parts = flat.view(rows, -1)
         numel = parts.shape[1]
         wire = torch.zeros(rows, self.row_bytes(numel, flat.dtype), dtype=torch.uint8, device=flat.device)
-        scratch = torch.empty(min(numel, _slice_numel(flat)), device=flat.device)
+        scratch = torch.empty(min(numel, _slice_numel(flat)), dtype=torch.float32, device=flat.device)
         for part, row in zip(parts, wire):
             scales, levels = self._fields(row, numel)
             for start, stop in _slices(part):

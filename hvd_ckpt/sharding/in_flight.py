@@ -12,6 +12,7 @@ import torch
 from hvd_ckpt.reduction.communicator import GRADIENTS, Work, pauses
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
+from hvd_ckpt.sharding.gradients import ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.spans import span
@@ -23,7 +24,7 @@ PATIENCE_SECONDS = 30.0
 
 
 def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, list[int]]:
-    """Moves a group's gradients, times ``prescale``, into a new flat buffer; missing ones are zero. Each ``grad`` is None then.
+    """Copies a group's gradients, times ``prescale``, into a new flat buffer; missing ones are zero.
 
     Returns:
         The buffer, of the group's padded size, and the indices of the parameters that had a gradient.
@@ -33,7 +34,7 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
     targets, sources, used = [], [], []
     for index, view in zip(group.indices, layout.views(group, flat)):
         gradient = layout.parameters[index].grad
-        if gradient is None or not layout.fits(index):
+        if gradient is None or isinstance(gradient, ShardedGradient) or not layout.fits(index):
             gaps.append(view)
             continue
         used.append(index)
@@ -47,8 +48,6 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
             foreach_zero_(gaps)
         if prescale != 1.0:
             flat.mul_(prescale)
-    for index in group.indices:
-        layout.parameters[index].grad = None
     return flat, used
 
 

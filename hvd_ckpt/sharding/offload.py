@@ -38,7 +38,7 @@ def raised_everywhere(exchange: Exchange, offload: Offload | None) -> Iterator[N
         yield
     except (OffloadError, ValueError) as found:
         error = found
-    if exchange.maximum(torch.tensor([float(error is not None)]), "room")[0] > 0:
+    if exchange.maximum(torch.tensor([error is not None], dtype=torch.float32), "room")[0] > 0:
         raise error or OffloadError(
             "another rank cannot offload its part: its message says why; nothing has changed, so you can try again"
         )

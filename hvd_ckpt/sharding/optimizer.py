@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -39,7 +38,6 @@ class ShardedOptimizer(ReducedOptimizer):
     _sharded_by_hvd_ckpt = True
     _sharding: Sharding
     _reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
-    _reduced_gradients: Sequence[tuple[int, int]] = ()  # _gradient_versions() after the last reduction
 
     # -------------------------------------------------------------------------------- what it is
 
@@ -120,22 +118,6 @@ class ShardedOptimizer(ReducedOptimizer):
         if self._reduce() and self._sharding.stage > 1:
             self._sharding.take_gradient_shards(self._reducer)
             self._sharding.store.reshard()
-            self._reduced_gradients = self._gradient_versions()
-
-    def _gradient_versions(self) -> list[tuple[int, int]]:
-        """Identity and version of each gradient of the pieces, which tell whether one is replaced or changed later."""
-        gradients = [piece.parameter.grad for piece in self._sharding.pieces]
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
-
-    def _check_changed(self) -> None:
-        """Warns where a caller's ``synchronize()`` was for nothing: probably torch's clipping, which finds no gradients."""
-        if self._reduced_gradients and self._reduced_gradients == self._gradient_versions():
-            warnings.warn(
-                "optimizer.step() within skip_synchronize() finds the gradients as synchronize() left them. At stages 2 and 3 "
-                "p.grad is None and optimizer.pieces have the gradients, so torch.nn.utils.clip_grad_norm_ clips nothing: use "
-                "hc.clip_grad_norm_(model.parameters(), max_norm), or leave out synchronize() and skip_synchronize()",
-                stacklevel=4,
-            )
 
     def give_way(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: they come back. Collective."""
@@ -147,6 +129,7 @@ class ShardedOptimizer(ReducedOptimizer):
         ReducedOptimizer._drop_gradients(self)
         for parameter in itertools.chain.from_iterable(self._sharding.groups):
             parameter.grad = None
+        self._sharding.drop_gradients()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are added up on each rank before they are reduced (stages 2 and 3), from the next step on."""
@@ -160,8 +143,10 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
         """
+        for piece in self.pieces:
+            piece.parameter.grad = None
         ReducedOptimizer.zero_grad(self, set_to_none)
-        self._sharding.drop_gradients()
+        self._consume()
         for parameter in itertools.chain.from_iterable(self._sharding.groups):
             if parameter.grad is None:
                 continue
@@ -169,7 +154,6 @@ class ShardedOptimizer(ReducedOptimizer):
                 parameter.grad = None
             else:
                 parameter.grad = parameter.grad.detach().zero_()
-        self._consume()
 
     def _consume(self) -> None:
         self._sharding.drop_gradients()
@@ -213,8 +197,6 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         sharding, offload = self._sharding, self._sharding.offload
-        if sharding.stage > 1 and not self._should_synchronize and not self._scaling_agreed:
-            self._check_changed()
         if offload is not None:
             try:
                 with self._room():  # before any rank has changed a weight
@@ -224,11 +206,10 @@ class ShardedOptimizer(ReducedOptimizer):
                 raise
         sharding.store.sync_from_model()
         sharding.masters.follow(sharding.store.shards)
-        if sharding.stage == 1:
-            if closure is None:
-                sharding.take_whole_gradients()
-            else:
-                closure = self._then_take(closure)
+        if closure is None:
+            sharding.take_gradients()
+        else:
+            closure = self._then_take(closure)
         try:
             if offload is None:
                 result = ReducedOptimizer._local_step(self, closure, *args, **kwargs)
@@ -254,7 +235,7 @@ class ShardedOptimizer(ReducedOptimizer):
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
             loss = closure()
-            self._sharding.take_whole_gradients()
+            self._sharding.take_gradients()
             return loss
 
         return taken

@@ -27,6 +27,7 @@ from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, check_by_hand, has_values
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
@@ -40,6 +41,7 @@ class ControlFlags(NamedTuple):
 
     Attributes:
         states: of each parameter, 0, USED or LATE.
+        by_hand: of each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
         needs: of each group, how many launches it needs.
         last_arrivals: of each group, where it was completed on rank 0.
         notice: a rank has a notice for the caller.
@@ -49,6 +51,7 @@ class ControlFlags(NamedTuple):
     """
 
     states: Sequence[float]
+    by_hand: Sequence[float]
     needs: Sequence[float]
     last_arrivals: Sequence[float]
     notice: float
@@ -57,14 +60,16 @@ class ControlFlags(NamedTuple):
     unsteady: float
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [parameters + 2 * groups + 4]."""
-        return torch.tensor([*self.states, *self.needs, *self.last_arrivals, *self[3:]])
+        """The flags, float32 [2 * parameters + 2 * groups + 4]."""
+        values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
+        return torch.tensor(values, dtype=torch.float32)
 
     @classmethod
     def of(cls, values: Sequence[float], parameters: int, groups: int) -> ControlFlags:
         """From the values of :meth:`tensor`."""
-        needs, arrivals = parameters + groups, parameters + 2 * groups
-        return cls(values[:parameters], values[parameters:needs], values[needs:arrivals], *values[arrivals:])
+        ends = [parameters, 2 * parameters, 2 * parameters + groups, 2 * (parameters + groups)]
+        vectors = [values[start:end] for start, end in zip([0, *ends], ends)]
+        return cls(*vectors, *values[ends[-1] :])  # type: ignore[arg-type]
 
 
 def whole_gradients(
@@ -104,7 +109,6 @@ class ShardReducer(OwningReducer):
         stats: what was launched when; groups are named by their position in the layout.
         notice: the next synchronization tells all ranks that one of them has something to say.
         noticed: whether any rank had a notice in the last synchronization.
-        used: of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`.
     """
 
     def __init__(
@@ -118,11 +122,9 @@ class ShardReducer(OwningReducer):
         op: int,
         offload: Offload | None,
     ) -> None:
-        watched = range(sys.maxsize if op == Sum and exchange.rank else 0)
-        super().__init__(layout.parameters, watched)
+        super().__init__(layout.parameters, range(sys.maxsize))
         self.stats = ReductionStats()
         self.notice = self.noticed = False
-        self.used = [False] * len(layout.parameters)
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -131,11 +133,16 @@ class ShardReducer(OwningReducer):
         self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
         self._step = StepStats()
-        # of parameters that had a gradient when their group left: in which round last
-        self._sent: dict[int, int] = {}
+        self._sent = SentGradients(layout)
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
         self._sums_once = op == Sum
+        self._keeps_sums = self._sums_once and exchange.rank > 0
+
+    @property
+    def used(self) -> list[bool]:
+        """Of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`."""
+        return self._sent.held
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -155,6 +162,7 @@ class ShardReducer(OwningReducer):
     def lose(self, indices: Sequence[int]) -> None:
         """Parameters belong to another optimizer now; taken back, their groups leave in :meth:`synchronize`."""
         with self._lock:
+            self._sent.drop(indices)
             self._schedule.lose(indices)
             self.active = self._schedule.has_begun
 
@@ -165,7 +173,7 @@ class ShardReducer(OwningReducer):
     def settle(self) -> None:
         """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
         begun = float(any(self._schedule.launched) or any(self.used))
-        if not self._exchange.maximum(torch.tensor([begun]), "settle")[0]:
+        if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "settle")[0]:
             return
         self.synchronize()
         for index, gradient in whole_gradients(self._layout, self._exchange, self._in_flight.shards):
@@ -179,9 +187,10 @@ class ShardReducer(OwningReducer):
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
-        """Keeps what is summed already. Once a group has left its gradients are None, and what is accumulated is new."""
+        """Makes room for a gradient, and keeps what is summed already."""
+        self._sent.make_room(index)
         gradient = self._layout.parameters[index].grad
-        if gradient is not None:
+        if gradient is not None and self._keeps_sums:
             keep_sum(gradient)
 
     def after_accumulation(self, index: int) -> None:
@@ -207,11 +216,12 @@ class ShardReducer(OwningReducer):
         if self._sums_once:
             for index in group.indices:
                 gradient = self._layout.parameters[index].grad
-                if gradient is not None:
+                if has_values(gradient):
                     leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
         flat, used = pack(self._layout, group, self._prescale)
         number = self._schedule.launched[group.position]
-        self._sent.update(dict.fromkeys(used, number))
+        for index in used:
+            self._sent.note_sent(index, number)
         self._in_flight.launch(group, flat, self._schedule.position, number)
         self._schedule.has_left(group, in_sequence)
         self._step.launch_order.append(group.position)
@@ -234,12 +244,13 @@ class ShardReducer(OwningReducer):
     def _synchronize(self) -> None:
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
-        pending = any(parameter.grad is not None for parameter in parameters)
+        pending = any(has_values(parameter.grad) for parameter in parameters)
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
         flags = self._exchange_flags(unsteady)
         self.noticed, self.notice = flags.notice > 0, False
         self._check_converted(round(flags.converted))
+        check_by_hand(self._layout.names, flags.states, flags.by_hand)
         self._launch_up_to(round(flags.position))
         self._send_rest(flags.needs)
         self._in_flight.wait_all()
@@ -251,7 +262,22 @@ class ShardReducer(OwningReducer):
         schedule.arrange(used, flags.last_arrivals)
         self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = flags.unsteady == 0
-        self.used = [now or before for now, before in zip(used, self.used)]
+        self._keep(used, flags.by_hand)
+
+    def _keep(self, used: Sequence[bool], by_hand: Sequence[float]) -> None:
+        """Notes which gradients the shards have now; those that were dropped are taken out."""
+        for index, (now, dropped) in enumerate(zip(used, by_hand)):
+            if dropped:
+                self._drop_part(index)
+            self.used[index] = now or (self.used[index] and not dropped)
+            if self.used[index]:
+                self._sent.note(index)
+
+    def _drop_part(self, index: int) -> None:
+        group = self._layout.group_of[index]
+        for span in group.spans(self._exchange.rank):
+            if span.parameter == index and group.position in self._in_flight.shards:
+                span.of(self._in_flight.shards[group.position]).zero_()
 
     def _launch_up_to(self, position: int) -> None:
         """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
@@ -264,21 +290,27 @@ class ShardReducer(OwningReducer):
         """Tells the ranks what this one knows; returns the greatest of each flag."""
         schedule, layout = self._schedule, self._layout
         due = schedule.due
-        states = [0.0] * len(layout.parameters)
+        states, by_hand = ([0.0] * len(layout.parameters) for _ in range(2))
         needs = [float(launched) for launched in schedule.launched]
         for index, parameter in enumerate(layout.parameters):
             position = layout.group_of[index].position
-            last = self._sent.get(index, -1)
-            if parameter.grad is not None:
+            last = self._sent.rounds.get(index, -1)
+            by_hand[index] = self._sent.done_by_hand(index)
+            if has_values(parameter.grad):
                 last = schedule.launched[position]
                 needs[position] = last + 1.0
+            if by_hand[index] == DROPPED:
+                continue
             if last >= 0:
                 states[index] = LATE if last >= due else USED
+            elif self.used[index]:
+                states[index] = USED
         leads = self._exchange.rank == 0
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
         flags = ControlFlags(
             states,
+            by_hand,
             needs,
             last_arrivals,
             notice=float(self.notice),
@@ -324,7 +356,8 @@ class ShardReducer(OwningReducer):
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
         self._in_flight.clear()
-        self.used = [False] * len(self.used)
+        self._sent.drop(index for index, used in enumerate(self.used) if used)
+        self.used[:] = [False] * len(self.used)
 
     # ---------------------------------------------------------------------------------- between steps
 

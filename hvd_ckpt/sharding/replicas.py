@@ -16,6 +16,7 @@ from hvd_ckpt.reduction.communicator import GRADIENTS, Work
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows, sum_dtype
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
+from hvd_ckpt.sharding.gradients import SentGradients
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.reducer import whole_gradients
 
@@ -60,19 +61,21 @@ class ShardReplicaReducer(ReplicaReducer):
     Args:
         communicator: has the layout.
         identity: a number that no other live optimizer on these ranks has.
-
-    Attributes:
-        used: of each parameter, whether any rank had a gradient for it in the last reduction.
     """
 
     _communicator: ShardedTreeCommunicator
 
     def __init__(self, communicator: ShardedTreeCommunicator, identity: int) -> None:
         layout = communicator.layout
-        self.used: list[bool] = [False] * len(layout.parameters)
+        self._sent = SentGradients(layout)
         self._shards: dict[int, torch.Tensor] = {}  # by the group's position
         named = list(zip(layout.names, layout.parameters))
         super().__init__(BucketAssignment(named, float("inf"), self._groups(layout)), communicator, identity)
+
+    @property
+    def used(self) -> list[bool]:
+        """Of each parameter, whether any rank had a gradient for it in the last reduction."""
+        return self._sent.held
 
     @staticmethod
     def _groups(layout: Layout) -> list[list[torch.Tensor]]:
@@ -97,11 +100,12 @@ class ShardReplicaReducer(ReplicaReducer):
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
         self._shards.clear()
-        self.used = [False] * len(self.used)
+        self._sent.drop(range(len(self.used)))
+        self.used[:] = [False] * len(self.used)
 
     def settle(self) -> None:
         begun = float(bool(self._in_flight or self._results))
-        if self._sum(torch.tensor([begun]), "settle")[0] > 0:
+        if self._sum(torch.tensor([begun], dtype=torch.float32), "settle")[0] > 0:
             self.synchronize()
         layout, exchange = self._communicator.layout, self._communicator.exchange
         for index, gradient in whole_gradients(layout, exchange, self._shards):
@@ -122,6 +126,13 @@ class ShardReplicaReducer(ReplicaReducer):
         while self._in_flight and self._in_flight[0][1].done():
             bucket, work = self._in_flight.pop(0)
             self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
+
+    def synchronize(self) -> None:
+        self._sent.drop(range(len(self.used)))
+        super().synchronize()
+        for index, used in enumerate(self.used):
+            if used:
+                self._sent.note(index)
 
     def _synchronize(self) -> None:
         super()._synchronize()

@@ -10,6 +10,7 @@ import torch
 
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
+from hvd_ckpt.sharding.gradients import IN_PIECES, ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
@@ -113,12 +114,15 @@ class Sharding:
             name, spec = self.layout.names[index], self.layout.specs[index]
             added.append(Piece(name, span.start, span.stop, spec, index, stepped, weights, span))
         self.pieces += added
+        self.drop_gradients(added)
         return [piece.parameter for piece in added]
 
-    def take_whole_gradients(self) -> None:
-        """Stage 1: the pieces' gradients are parts of the parameters' own."""
+    def take_gradients(self) -> None:
+        """The pieces' gradients are parts of the parameters' own, where those are whole or None."""
         for piece in self.pieces:
             gradient = self.layout.parameters[piece.index].grad
+            if isinstance(gradient, ShardedGradient):
+                continue
             if gradient is not None:
                 gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
             piece.parameter.grad = gradient
@@ -129,9 +133,12 @@ class Sharding:
             shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None
             piece.parameter.grad = None if shard is None else piece.span.of(shard).to(piece.parameter.dtype)
 
-    def drop_gradients(self) -> None:
-        for piece in self.pieces:
-            piece.parameter.grad = None
+    def drop_gradients(self, pieces: Sequence[Piece] | None = None) -> None:
+        """These pieces, or all, have no gradients; using them is an error that says where gradients are."""
+        for piece in self.pieces if pieces is None else pieces:
+            stepped = piece.parameter
+            trained = self.layout.parameters[piece.index].requires_grad
+            stepped.grad = ShardedGradient(stepped, piece.name, IN_PIECES) if trained else None
 
     def shards_changed(self, used: Sequence[bool] | None = None) -> None:
         """The shards have been changed, by a step say: gathers them (stages 1 and 2), or drops what was gathered. Collective.

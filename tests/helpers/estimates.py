@@ -12,6 +12,7 @@ from typing import Any
 import click
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import hvd_ckpt as hc
 from hvd_ckpt.cli.plan_models import Job, build
@@ -64,6 +65,7 @@ def memory_of_tensors() -> dict[int, torch.UntypedStorage]:
     for tensor in gc.get_objects():
         if (
             issubclass(type(tensor), torch.Tensor)
+            and not issubclass(type(tensor), FakeTensor)  # of torch.compile
             and tensor.device.type == "cpu"
             and tensor.layout is torch.strided
         ):

@@ -278,7 +278,8 @@ def test_few_groups_exist_at_once() -> None:
         with recording_peak() as memory:
             time.sleep(0.3 if hc.rank() == hc.size() - 1 else 0.0)
             model(x).sum().backward()
-            assert all(parameter.grad is None for parameter in model.parameters())
+            held = {parameter.grad.untyped_storage().nbytes() for parameter in model.parameters()}
+            assert held == {4}  # one element, which stands for a gradient that has left
             optimizer.synchronize()
         assert len(optimizer.reduction_stats.last.launch_order) == layers, step
         peaks.append(memory.peak_bytes - kept)

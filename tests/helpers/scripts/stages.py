@@ -357,11 +357,18 @@ ORDERS = (2.0, 0.0, float("inf"))
 
 def norms_in_stages() -> None:
     """Norms of models in several dtypes have the dtype that torch gives them, on every stage."""
-    for dtypes in (torch.float64,), (torch.bfloat16,), (torch.bfloat16, torch.float64), (torch.float32, torch.bfloat16):
+    for dtypes in (
+        (torch.float64,),
+        (torch.bfloat16,),
+        (torch.bfloat16, torch.float64),
+        (torch.float32, torch.bfloat16),
+    ):
         for shard in (0, 1, 2, 3):
             torch.manual_seed(0)
             count = 2 * hc.stages()
-            chain = nn.Sequential(*[nn.Linear(4, 4, dtype=dtypes[n * len(dtypes) // count]) for n in range(count)])
+            chain = nn.Sequential(
+                *[nn.Linear(4, 4, dtype=dtypes[n * len(dtypes) // count]) for n in range(count)]
+            )
             for layer in chain:
                 layer.register_forward_pre_hook(lambda layer, inputs: inputs[0].to(layer.weight.dtype))
             x, y = torch.randn(4, 4), torch.randn(4, 4)

@@ -1,0 +1,150 @@
+"""What stands in ``p.grad`` for a gradient of which each rank has its shards.
+
+Code that reads a gradient between the backward pass and the step (clipping, norms for a log, noise, a check for None) then finds
+one, of the right shape, and using its values is an error that says what to do: without it, it would find None and leave the
+gradient out, without a word. It takes no memory. None or another tensor in its place is seen before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_ckpt.sharding.layout import Layout
+from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, tracing
+from hvd_ckpt.unmaterialized import Absent
+
+IN_SHARDS = (
+    "is split over the ranks: clip with hc.clip_grad_norm_(model.parameters(), max_norm); for anything else, call "
+    "optimizer.synchronize(), use the gradients of optimizer.pieces, and step within optimizer.skip_synchronize()"
+)
+IN_PIECES = (
+    "is not in optimizer.param_groups, which have parts of the parameters: clip with hc.clip_grad_norm_(model.parameters(), "
+    "max_norm); at stages 2 and 3, they have their parts of gradients between optimizer.synchronize() and optimizer.step()"
+)
+
+
+class ShardedGradient(Absent, torch.Tensor):
+    """A gradient whose values are in the ranks' shards.
+
+    Args:
+        like: the parameter, or what else has its shape, dtype and device.
+        name: of the parameter.
+        where: has the gradient, and what to do instead of using this, for messages.
+    """
+
+    _name: str
+    _where: str
+
+    def __new__(cls, like: torch.Tensor, name: str, where: str) -> ShardedGradient:
+        with DisableTorchFunctionSubclass():
+            nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+            made = nothing.expand(like.shape).as_subclass(cls)
+        made._name, made._where = name, where
+        return made
+
+    @property
+    def known_as(self) -> str:
+        return self._name
+
+    def missing(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of parameter '{self._name}' {self._where} ('{what}' needs its values)"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing() is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        with DisableTorchFunctionSubclass():  # torch.compile describes the gradients of parameters, too
+            return func(*args, **(kwargs or {}))
+
+
+def has_values(gradient: torch.Tensor | None) -> bool:
+    """Whether there is a gradient and its values are here."""
+    return gradient is not None and not isinstance(gradient, ShardedGradient)
+
+
+DROPPED, REPLACED = 1.0, 2.0
+
+
+class SentGradients:
+    """The gradients that are in shards, or on their way there, in this step, and what is done to ``p.grad`` meanwhile.
+
+    Args:
+        layout: the parameters.
+
+    Attributes:
+        rounds: by parameter whose gradient left since the last synchronization, in which round last.
+        held: of each parameter, whether the shards of the last synchronization have its gradient.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.rounds: dict[int, int] = {}
+        self.held = [False] * len(layout.parameters)
+        self._layout = layout
+        self._arriving: set[int] = set()  # another gradient is accumulated in place of the one that has left
+        self._replaced: set[int] = set()
+
+    def note(self, index: int) -> None:
+        """The parameter's gradient is in shards, or on its way there."""
+        parameter = self._layout.parameters[index]
+        if not isinstance(parameter.grad, ShardedGradient):
+            parameter.grad = ShardedGradient(parameter, self._layout.names[index], IN_SHARDS)
+        self._arriving.discard(index)
+
+    def note_sent(self, index: int, number: int) -> None:
+        """The parameter's gradient leaves in this round."""
+        if self.done_by_hand(index):
+            self._replaced.add(index)
+        self.rounds[index] = number
+        self.note(index)
+
+    def make_room(self, index: int) -> None:
+        """A gradient of the parameter is about to be accumulated."""
+        parameter = self._layout.parameters[index]
+        if isinstance(parameter.grad, ShardedGradient):
+            parameter.grad = None
+            self._arriving.add(index)
+        elif self.done_by_hand(index):
+            self._replaced.add(index)
+
+    def done_by_hand(self, index: int) -> float:
+        """What was done to a gradient that has left: DROPPED, REPLACED or 0."""
+        if index in self._replaced:
+            return REPLACED
+        gradient = self._layout.parameters[index].grad
+        left = index in self.rounds or self.held[index]
+        if not left or index in self._arriving or isinstance(gradient, ShardedGradient):
+            return 0.0
+        return DROPPED if gradient is None else REPLACED
+
+    def clear(self) -> None:
+        """The step's gradients are reduced."""
+        self.rounds.clear()
+        self._arriving.clear()
+        self._replaced.clear()
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Leaves nothing in the place of these gradients."""
+        for index in indices:
+            if isinstance(self._layout.parameters[index].grad, ShardedGradient):
+                self._layout.parameters[index].grad = None
+
+
+def check_by_hand(names: Sequence[str], states: Sequence[float], by_hand: Sequence[float]) -> None:
+    """Raises RuntimeError where a gradient that had left was replaced on some rank, or dropped on some but not on all.
+
+    Args:
+        states: of each parameter, above 0 if some rank has a gradient.
+        by_hand: of each parameter, what was done to it: the greatest over the ranks.
+    """
+    for name, state, done in zip(names, states, by_hand):
+        if done == REPLACED or (done and state):
+            what = "set by hand" if done == REPLACED else "dropped on some rank but not on all"
+            raise RuntimeError(
+                f"the gradient of parameter '{name}' was {what} after the ranks had begun to add it up; to drop gradients, call "
+                f"optimizer.synchronize() and then optimizer.zero_grad(); otherwise it {IN_SHARDS}"
+            )

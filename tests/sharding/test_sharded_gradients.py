@@ -1,0 +1,281 @@
+"""Gradients in shards (stages 2 and 3): whoever reads or replaces ``p.grad`` meanwhile is right, or is told before the step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from same import whole_weights
+from torch import nn
+
+import hvd_ckpt as hc
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+
+STAGES = (2, 3)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.unused = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def build(stage: int, **options: Any) -> tuple[Model, Any]:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return model, hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=stage, **options)
+
+
+def backward(model: nn.Module, number: int, *ranks: int) -> None:
+    """On these ranks, or on all."""
+    if ranks and hc.rank() not in ranks:
+        return
+    generator = torch.Generator().manual_seed(10 * number + hc.rank())
+    model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+
+
+def trained_parameters(model: Model) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if "unused" not in name]
+
+
+def gradients(model: Model) -> list[Any]:
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def unscale(optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", 2.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+
+
+READERS: dict[str, Callable[[Model, Any], Any]] = {
+    "clipping by norm": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clipping by norm, one by one": lambda model, _: nn.utils.clip_grad_norm_(
+        model.parameters(), 1.0, foreach=False
+    ),
+    "clipping by value": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "clipping by value, one by one": lambda model, _: nn.utils.clip_grad_value_(
+        model.parameters(), 0.1, foreach=False
+    ),
+    "a total norm": lambda model, _: nn.utils.get_total_norm(gradients(model)),
+    "scaling by a norm": lambda model, _: nn.utils.clip_grads_with_norm_(
+        model.parameters(), 1.0, torch.tensor(9.0)
+    ),
+    "a norm for the log": lambda model, _: sum(one.norm() for one in gradients(model)),
+    "its data": lambda model, _: [one.data.abs().max() for one in gradients(model)],
+    "detached": lambda model, _: [one.detach() for one in gradients(model)],
+    "noise": lambda model, _: [one.add_(torch.randn(one.shape)) for one in gradients(model)],
+    "centralization": lambda model, _: [one.sub_(one.mean()) for one in gradients(model)],
+    "an operator": lambda model, _: model.last.weight.grad * 2,
+    "an element": lambda model, _: model.last.weight.grad[0],
+    "an element set": lambda model, _: model.last.weight.grad.__setitem__(0, 0.0),
+    "a finite check": lambda model, _: torch.isfinite(model.last.weight.grad).all(),
+    "numpy": lambda model, _: model.last.weight.grad.numpy(),
+    "a list": lambda model, _: model.last.bias.grad.tolist(),
+    "foreach": lambda model, _: torch._foreach_mul_(gradients(model), 0.5),
+    "a vector": lambda model, _: nn.utils.parameters_to_vector(gradients(model)),
+    "zeros in place": lambda model, _: model.zero_grad(set_to_none=False),
+    "a copy": lambda model, _: copy.deepcopy(model.last.weight.grad),
+    "a pickle": lambda model, _: pickle.dumps(model.last.weight.grad),
+    "a file": lambda model, _: torch.save(model.last.weight.grad, io.BytesIO()),
+    "a collective": lambda model, _: hc.allreduce(model.last.weight.grad, name="gradient"),
+    "clipping of pieces": lambda _, optimizer: nn.utils.clip_grad_norm_(
+        optimizer.param_groups[0]["params"], 1.0
+    ),
+    "torch's scaler": lambda _, optimizer: unscale(optimizer),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_reading_values_is_an_error_that_says_what_to_do(stage: int) -> None:
+    model, optimizer = build(stage)
+    wanted, plain = build(0)
+    for number in range(2):
+        for one, other in ((optimizer, model), (plain, wanted)):
+            one.zero_grad()
+            backward(other, number)
+        for name, read in (
+            READERS.items() if number else ()
+        ):  # in the first step nothing leaves early: "unused" is waited for
+            with pytest.raises(RuntimeError, match="gradient of parameter '.*'"):
+                print(name, read(model, optimizer))
+        optimizer.step()
+        plain.step()
+    same_weights(model, optimizer, wanted, plain)
+
+
+def same_weights(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any) -> None:
+    theirs = whole_weights(wanted, plain)
+    for name, value in whole_weights(model, optimizer).items():
+        if hc.size() <= 2:
+            assert torch.equal(value, theirs[name]), name
+        else:
+            torch.testing.assert_close(value, theirs[name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_needs_no_values_is_as_without_shards(stage: int) -> None:
+    model, optimizer = build(stage)
+    backward(model, 0)
+    optimizer.step()
+    for after in (lambda: None, optimizer.synchronize):
+        optimizer.zero_grad()
+        assert all(one.grad is None for one in model.parameters())
+        backward(model, 0)
+        after()
+        for parameter in trained_parameters(model):
+            gradient: Any = parameter.grad
+            assert gradient is not None and gradient.shape == parameter.shape
+            assert gradient.dtype is parameter.dtype and gradient.device == parameter.device
+            assert not gradient.is_sparse and gradient.grad_fn is None and not gradient.requires_grad
+            assert torch.zeros_like(gradient).shape == parameter.shape
+            assert "split over the ranks" in repr(gradient)
+        assert model.unused.weight.grad is None
+        twin = copy.deepcopy(model) if stage == 2 else None  # at any time, as without shards
+        assert twin is None or twin.last.weight.grad is None
+        with optimizer.skip_synchronize() if after == optimizer.synchronize else contextlib.nullcontext():
+            optimizer.step()
+        assert all(one.grad is None for one in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, *STAGES])
+def test_the_parts_in_param_groups_do_not_pass_for_parameters_without_gradients(stage: int) -> None:
+    model, optimizer = build(stage)
+    backward(model, 0)
+    for clip in (nn.utils.clip_grad_norm_, hc.clip_grad_norm_):
+        if any(piece.name.startswith("last") for piece in optimizer.pieces):
+            with pytest.raises(
+                RuntimeError, match=r"optimizer\.param_groups.*hc\.clip_grad_norm_\(model\.parameters\(\)"
+            ):
+                clip(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_all_ranks_drop_are_dropped(stage: int, passes: int) -> None:
+    """Whether they had left or not; what is accumulated anew counts."""
+    model, optimizer = build(stage, backward_passes_per_step=passes)
+    wanted, plain = build(0)
+    for number in range(4):
+        for one, other in ((model, optimizer), (wanted, plain)):
+            other.zero_grad()
+            backward(one, number)
+            if number == 2:  # the gradients of all
+                other.synchronize()
+                one.zero_grad()
+                with other.skip_synchronize():
+                    other.step()
+                continue
+            one.last.weight.grad = None
+            if number == 1:
+                for parameter in one.blocks[0].parameters():
+                    parameter.grad = None
+            other.step()
+    same_weights(model, optimizer, wanted, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_set_by_hand_count_where_nothing_has_left(stage: int) -> None:
+    model, optimizer = build(stage)
+    wanted, plain = build(0)
+    for number in range(3):
+        for one, other in ((model, optimizer), (wanted, plain)):
+            other.zero_grad()
+            for place, parameter in enumerate(one.parameters()):
+                generator = torch.Generator().manual_seed(100 * number + 10 * place + hc.rank())
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.step()
+    same_weights(model, optimizer, wanted, plain)
+
+
+BY_HAND: dict[str, Callable[[Model], Any]] = {
+    "replaced": lambda model: setattr(model.last.weight, "grad", torch.zeros(1, 6)),
+    "replaced on one rank": lambda model: (
+        setattr(model.last.weight, "grad", torch.zeros(1, 6)) if hc.rank() == 0 else None
+    ),
+    "dropped on one rank": lambda model: setattr(model.last.weight, "grad", None) if hc.rank() == 0 else None,
+    "dropped and accumulated again": lambda model: (model.zero_grad(), backward(model, 5)),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_what_cannot_be_taken_back_is_an_error_on_every_rank(stage: int, case: str) -> None:
+    if hc.size() == 1 and case == "dropped on one rank":
+        pytest.skip("one rank is all")
+    model, optimizer = build(stage)
+    for number in range(2):
+        optimizer.zero_grad()
+        backward(model, number)
+        if number:
+            BY_HAND[case](model)
+            with pytest.raises(
+                RuntimeError, match=r"the gradient of parameter '\w+\.[\w.]+' was (set by hand|dropped)"
+            ):
+                optimizer.step()
+        else:
+            optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 7)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_asked_for_by_autograd_changes_nothing(stage: int) -> None:
+    model, optimizer = build(stage)
+    wanted, plain = build(0)
+    for number in range(2):
+        for one, other in ((model, optimizer), (wanted, plain)):
+            other.zero_grad()
+            backward(one, number)
+            loss = one(torch.ones(2, 6)).sum()
+            assert torch.autograd.grad(loss, one.last.bias)[0] == 2.0
+            other.step()
+    same_weights(model, optimizer, wanted, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_of_this_library_works_in_between(stage: int) -> None:
+    model, optimizer = build(stage)
+    for parameters in (model.parameters(), list(model.parameters()), optimizer):
+        optimizer.zero_grad()
+        backward(model, 0)
+        norm = hc.clip_grad_norm_(parameters, 1e-3)
+        assert norm > 1e-3
+        torch.testing.assert_close(
+            hc.clip_grad_norm_(model.parameters(), 1.0), torch.tensor(1e-3), rtol=1e-2, atol=0.0
+        )
+        optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_is_compiled_while_gradients_are_in_shards() -> None:
+    """``torch.compile`` describes the gradients of parameters, too."""
+    model, optimizer = build(2)
+    run = torch.compile(model, backend="eager")
+    try:
+        for number in range(2):
+            optimizer.zero_grad()
+            for part in range(2):
+                backward(run, 2 * number + part)
+                torch._dynamo.reset()
+            optimizer.step()
+    finally:
+        del run
+        torch._dynamo.reset()
