@@ -76,7 +76,7 @@ def _gathered(grid: Grid, measured: Tensor, dtypes: Collection[torch.dtype]) -> 
     """What each stage has measured, a row each, and the dtype of the norm over all of them. Collective."""
     there = torch.tensor([dtype in dtypes for dtype in _DTYPES], dtype=torch.float64)
     rows = torch.stack(grid.gather(torch.cat([measured, there])))
-    norms, marks = rows.split([len(measured), len(_DTYPES)], dim=1)
+    norms, marks = rows[:, : len(measured)], rows[:, len(measured) :]
     return norms, norm_dtype(dtype for dtype, mark in zip(_DTYPES, marks.any(dim=0)) if mark)
 
 

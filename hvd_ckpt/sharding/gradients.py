@@ -8,7 +8,7 @@ gradient out, without a word. It takes no memory. None or another tensor in its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -26,7 +26,7 @@ IN_PIECES = (
 )
 
 
-class ShardedGradient(Absent, torch.Tensor):
+class ShardedGradient(Absent, torch.Tensor):  # type: ignore[misc]
     """A gradient whose values are in the ranks' shards.
 
     Args:
@@ -62,7 +62,7 @@ class ShardedGradient(Absent, torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def has_values(gradient: torch.Tensor | None) -> bool:
+def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether there is a gradient and its values are here."""
     return gradient is not None and not isinstance(gradient, ShardedGradient)
 
