@@ -152,6 +152,7 @@ class _FlatRun:
         self.result_structure: Any = None
         self.wanted: list[bool] | None = None  # of each result, whether a gradient has arrived for it
         self.anchored = False  # only a tensor of ours makes autograd record the call
+        self.gradients: list[torch.Tensor | None] = []  # of the tensors
 
     def release_first_pass(self) -> None:
         """Lets go of the arguments: autograd holds the tensors from here on."""
@@ -166,9 +167,21 @@ class _FlatRun:
                 leaves, self.result_structure = flatten(result)
                 return tuple(leaves)
             return result
-        args, kwargs = self._arguments.rebuild(tensors)
+        self.gradients = [None] * len(tensors)
+        args, kwargs = self._arguments.rebuild(
+            [
+                _Input.apply(tensor, self.gradients, place)
+                if self._reentrant and tensor.requires_grad
+                else tensor  # type: ignore[no-untyped-call]
+                for place, tensor in enumerate(tensors)
+            ]
+        )
         result = self.region(*args, **kwargs)
-        return self._only_wanted(flatten(result)[0], tensors) if self._reentrant else result
+        if not self._reentrant:
+            return result
+        results = flatten(result)[0]
+        _check_returned(flatten((args, kwargs))[0], results)
+        return self._only_wanted(results, tensors)
 
     def _only_wanted(self, results: list[Any], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """The recomputed results, cut from the graph where no gradient arrived, so that what lies behind them
@@ -223,6 +236,19 @@ def _checkpoint_reentrant(run: _FlatRun, preserve_rng_state: bool) -> Any:
     return run.result_structure.rebuild(list(leaves))
 
 
+def _check_returned(held: Iterable[Any], results: Iterable[Any]) -> None:
+    """Raises RuntimeError if the function has left a tensor in its arguments whose gradient would be lost."""
+    returned = {id(result) for result in results}
+    for value in held:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad or id(value) in returned:
+            continue
+        if value.grad_fn is not None and not isinstance(value.grad_fn, _Input._backward_cls):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"A function that is checkpointed with use_reentrant=True stores a tensor of shape {tuple(value.shape)} in its "
+                "arguments without returning it, so its gradient would be lost: return it, or use use_reentrant=False."
+            )
+
+
 class _ReentrantCheckpoint(_TorchFunction):
     """PyTorch's function; it tells the run which results a gradient arrived for."""
 
@@ -236,7 +262,25 @@ class _ReentrantCheckpoint(_TorchFunction):
         ctx.run_function.wanted = [gradient is not None for gradient in gradients]
         if not any(ctx.run_function.wanted):
             return (None,) * len(ctx.needs_input_grad)
-        return _TorchFunction.backward(ctx, *gradients)  # type: ignore[no-untyped-call]
+        _TorchFunction.backward(ctx, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, *ctx.run_function.gradients
+
+
+class _Input(torch.autograd.Function):
+    """Identity of an input of the recomputation that takes its gradient: accumulated for a leaf, the gradient would get the strides
+    of the leaf, and what runs before the region would add up in another order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, gradients: list[torch.Tensor | None], place: int
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.place = gradients, place
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        ctx.gradients[ctx.place] = gradient
+        return None, None, None
 
 
 class _Tie(torch.autograd.Function):

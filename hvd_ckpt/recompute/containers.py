@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from hvd_ckpt.torch_private import pytree
 
 
 class Structure:
-    """Containers without their values: lists, tuples, dicts, data classes, and what :mod:`torch.utils._pytree` knows, nested.
+    """Containers without their values: lists, tuples, dicts, data classes, what :mod:`torch.utils._pytree` knows, and plain objects
+    that hold tensors (a cache), nested.
 
-    A container that occurs twice is one container again after :meth:`rebuild`. Objects of other classes are values.
+    A container that occurs twice is one container again after :meth:`rebuild`. Everything else is a value.
 
     Attributes:
         leaves: the values that the containers held when this was made, in order; :func:`flatten` takes them out.
@@ -84,7 +86,33 @@ def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
         return list(value.values()), lambda new: _with_items(kind, keys, new, attributes)
     if isinstance(value, list) and kind.__init__ is list.__init__:
         return list(value), kind
+    if _is_plain_object(kind) and _holds_tensors(value, _OBJECTS):
+        names = list(vars(value))
+        return list(vars(value).values()), lambda new: _with_attributes(kind, names, new)
     return None
+
+
+_OBJECTS = 3  # plain objects in one another that are looked into for tensors
+
+
+def _is_plain_object(kind: type) -> bool:
+    """Whether objects of the class are their attributes and nothing else."""
+    written_here = kind.__new__ is object.__new__ and kind.__setattr__ is object.__setattr__
+    return (
+        written_here and kind.__dictoffset__ != 0 and not issubclass(kind, (type, ModuleType, FunctionType))
+    )
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(item, depth) for item in value)
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, depth) for item in value.values())
+    if depth == 0 or isinstance(value, torch.nn.Module) or not _is_plain_object(type(value)):
+        return False
+    return any(_holds_tensors(item, depth - 1) for item in vars(value).values())
 
 
 _SCALARS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}

@@ -176,7 +176,7 @@ class Region:
         self._synchronized = [module for module in found.modules if isinstance(module, hvd.SyncBatchNorm)]
         owner: Any = found.modules[0] if found.modules else _code_of(function)
         key = (id(_code_of(function)), *((id(module), module.training) for module in found.modules))
-        self._pass = begin_pass(owner, key, self.title, may_verify=preserve_random)
+        self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
         self._state = ForwardState(
             found.modules, found.generators, found.tensors, preserve_random, learn=self._pass.is_new
         )
@@ -207,8 +207,8 @@ class Region:
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._state.lost:
             raise RecomputationMismatch(
-                f"'{self._state.lost[0]}', which earlier forward passes of {self.title()} did not write, was written in this "
-                "one, and its values from before are not known: write it from the first pass on, or run the module within "
+                f"'{self._state.lost[0]}', which earlier forward passes of {title_of(self.function)} did not write, was written in "
+                "this one, and its values from before are not known: write it from the first pass on, or run the module within "
                 "hc.without_recomputation()."
             )
         verification = self._verification
@@ -223,7 +223,7 @@ class Region:
 
         watched = nullcontext() if verification is None else self._watch(compare)
         with (
-            span("recompute", self._span_title),
+            span("recompute", lambda: f"recompute {title_of(self.function)}"),
             self._frame.enter(recomputing=True),
             self._state.recomputation(),
             synchronized_once(self._synchronized),
@@ -269,28 +269,21 @@ class Region:
 
         return note_results
 
-    def title(self) -> str:
-        """What is recomputed: a segment's own words, or the name of the function or module's class."""
-        function: Any = self.function
-        if (
-            isinstance(function, functools.partial)
-            and isinstance(function.func, FunctionType)
-            and function.args
-        ):
-            first = function.args[0]  # a module whose forward pass it is, or modules by name
-            if isinstance(first, nn.Module):
-                return type(first).__name__
-            if isinstance(first, Mapping):
-                return ", ".join(f"'{name}' ({type(module).__name__})" for name, module in first.items())
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = getattr(function, "__self__", function)
-        if isinstance(function, nn.Module):
-            return type(function).__name__
-        return str(getattr(function, "__qualname__", None) or function)
 
-    def _span_title(self) -> str:
-        return f"recompute {self.title()}"
+def title_of(function: Any) -> str:
+    """What is recomputed: a segment's own words, or the name of the function or module's class."""
+    if isinstance(function, functools.partial) and isinstance(function.func, FunctionType) and function.args:
+        first = function.args[0]  # a module whose forward pass it is, or modules by name
+        if isinstance(first, nn.Module):
+            return type(first).__name__
+        if isinstance(first, Mapping):
+            return ", ".join(f"'{name}' ({type(module).__name__})" for name, module in first.items())
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__self__", function)
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    return str(getattr(function, "__qualname__", None) or function)
 
 
 def _code_of(function: Any) -> Any:

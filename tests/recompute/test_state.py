@@ -318,3 +318,61 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(use_reentrant: bool) -
 
     checkpoint(function, x, {"again": x}, use_reentrant=use_reentrant).sum().backward()
     assert same == [True, True]
+
+
+class Cache:
+    """An object that blocks write to."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.states, self.calls = [x], 0
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.states.append(x)
+        self.calls += 1
+        return torch.stack(self.states).sum(0)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return torch.tanh(self.linear(cache.update(torch.sin(x))))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_an_object_that_holds_tensors(use_reentrant: bool) -> None:
+    def gradients(recompute: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        blocks, x = nn.ModuleList(Caching() for _ in range(3)), torch.randn(5, 8, requires_grad=True)
+        cache, y = Cache(x), x
+        for block in blocks:
+            y = checkpoint(block, y, cache, use_reentrant=use_reentrant) if recompute else block(y, cache)
+        y.square().sum().backward()
+        assert cache.calls == 3 and len(cache.states) == 4
+        return [x.grad, *(parameter.grad for parameter in blocks.parameters())]
+
+    if use_reentrant:  # what the first pass has stored has no graph
+        with pytest.raises(RuntimeError, match="without returning it"):
+            gradients(True)
+        return
+    for ours, theirs in zip(gradients(True), gradients(False)):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+def test_reentrant_gradients_of_inputs_keep_their_strides() -> None:
+    def gradient(recompute: bool) -> tuple[int, ...]:
+        strides: list[tuple[int, ...]] = []
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        y = x * 1
+        y.register_hook(lambda grad: strides.append(grad.stride()))
+
+        def function(h: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(h.transpose(1, 2).contiguous())
+
+        out = checkpoint(function, y, use_reentrant=True) if recompute else function(y)
+        out.square().sum().backward()
+        return strides[0]
+
+    assert gradient(True) == gradient(False)
