@@ -1,0 +1,264 @@
+"""Ways to train a model, and comparison of their bits with those of plain PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
+import hvd_ckpt.planning.head
+import hvd_ckpt.planning.planner
+import hvd_ckpt.planning.profile
+
+STEPS = 2
+ROUNDING = 1e-5
+"""A difference up to this part of a tensor's norm is one of rounding."""
+LIBRARY = str(Path(hc.__file__).parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model to be trained.
+
+    Attributes:
+        make: makes the model, with the same weights each time.
+        sample: makes the keyword arguments of its forward pass, with the same values each time.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    sample: Callable[[], dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What is compared: losses, gradients and buffers of all steps, and the random state behind them."""
+
+    values: dict[str, Tensor | None]
+    note: str = ""
+
+
+class Differs(Exception):
+    """A result that is silently wrong."""
+
+
+def seed(number: int) -> None:
+    """Seeds all generators."""
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of all generators, as tensors."""
+    kind, keys, position, *_ = numpy.random.get_state()
+    return {
+        "random state of torch": torch.get_rng_state(),
+        "random state of numpy": torch.tensor([*map(int, keys), position]),
+        "random state of Python": torch.tensor(random.getstate()[1]),
+    }
+
+
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The floating point tensors of an output that need a gradient; caches, attentions and hidden states left out."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        if value.requires_grad and value.is_floating_point() and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in ("past_key_values", "hidden_states", "attentions"):
+                yield from tensors_of(inner, seen)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_of(inner, seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name), seen)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The output's loss, or a sum of its tensors in which no element weighs what its neighbour does."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        return loss
+    parts = [
+        (tensor * torch.cos(torch.arange(tensor.numel(), dtype=tensor.dtype)).view(tensor.shape)).mean()
+        for tensor in tensors_of(output)
+        if tensor.numel()
+    ]
+    return torch.stack([part.float() for part in parts]).sum()
+
+
+def train(subject: Subject, prepare: Callable[[nn.Module, dict[str, Any]], str | None] = lambda model, sample: None) -> Outcome:
+    """Trains for a few steps and returns what came out."""
+    seed(1)
+    model = subject.make().train()
+    with torch.no_grad():
+        model(**subject.sample())  # some models choose their attention now, or make parts of themselves
+    seed(2)
+    before = random_state()
+    sample = subject.sample()
+    note = prepare(model, sample) or ""
+    if any(not torch.equal(value, before[name]) for name, value in random_state().items()):
+        changed = [name for name, value in random_state().items() if not torch.equal(value, before[name])]
+        raise Differs(f"planning changed the {', '.join(changed)}")
+    for name, value in subject.sample().items():
+        if isinstance(value, Tensor) and not same_bits(value, sample[name]):
+            raise Differs(f"planning changed the sample {name}")
+    seed(2)
+    values: dict[str, Tensor | None] = {}
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(model(**subject.sample()))
+        loss.backward()
+        values[f"loss {step}"] = loss.detach().clone()
+        for name, parameter in model.named_parameters():
+            values[f"gradient {step} of {name}"] = None if parameter.grad is None else parameter.grad.detach().clone()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+    values.update({f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()})
+    values.update(random_state())
+    return Outcome(values, note)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether shapes, dtypes and bits are equal (not a number is equal to itself)."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+
+
+def compare(outcome: Outcome, plain: Outcome) -> tuple[str, str]:
+    """``equal``, ``rounding`` or ``wrong``, and the first value that differs with its relative difference."""
+    if outcome.values.keys() != plain.values.keys():
+        return "wrong", f"other values: {sorted(outcome.values.keys() ^ plain.values.keys())[:3]}"
+    kind, detail, count = "equal", "", 0
+    for name, value in outcome.values.items():
+        wanted = plain.values[name]
+        if value is None and wanted is None:
+            continue
+        if value is None or wanted is None:
+            return "wrong", f"{name} is {'missing' if value is None else 'there, where plain PyTorch has None'}"
+        if same_bits(value, wanted):
+            continue
+        count += 1
+        if "random state" in name or not value.is_floating_point() or value.shape != wanted.shape:
+            return "wrong", f"{name} differs"
+        size = wanted.double().norm().item()
+        difference = (value.double() - wanted.double()).norm().item()
+        relative = difference / size if size else difference
+        if not relative <= ROUNDING and difference > 1e-7:
+            return "wrong", f"{name} differs by {relative:.1e} of its norm"
+        kind, detail = "rounding", detail or f"{name} differs by {relative:.1e} of its norm"
+    return kind, f"{detail} ({count} of {len(plain.values)} values differ)" if count else ""
+
+
+def planned(budget: str, chunk_head: bool = False) -> Callable[[nn.Module, dict[str, Any]], str]:
+    """Applies a plan for the budget, or where none stays within it the one that comes nearest."""
+
+    def prepare(model: nn.Module, sample: dict[str, Any]) -> str:
+        try:
+            plan = hc.plan(model, kwargs=sample, loss=loss_of, budget=budget, chunk_head=chunk_head, verbose=False)
+        except hc.BudgetError as error:
+            if error.nearest is None:
+                raise
+            plan = error.nearest
+        plan.apply(model)
+        changed = [block for block in plan.blocks if block.policy.title != "keep"]
+        return f"{len(changed)} of {len(plan.blocks)} blocks" + (" in segments" if any(isinstance(item, tuple) for item in plan.items) else "")
+
+    return prepare
+
+
+def in_segments(use_reentrant: bool) -> Callable[[nn.Module, dict[str, Any]], str]:
+    """Recomputes each block of the outermost lists, and the outermost sequences in two segments."""
+
+    def wrap(module: nn.Module) -> int:
+        count = 0
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Sequential and len(child) > 1 and not isinstance(module, nn.ModuleList):
+                replaced = hc.CheckpointSequential(list(child), segments=2, use_reentrant=use_reentrant)
+                setattr(module, name, replaced)
+                count += 1
+            elif isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                child.forward = _checkpointed(child.forward, use_reentrant)  # type: ignore[method-assign]
+                count += 1
+            else:
+                count += wrap(child)
+        return count
+
+    return lambda model, sample: f"{wrap(model)} regions"
+
+
+def _checkpointed(forward: Callable[..., Any], use_reentrant: bool) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return hc.checkpoint(forward, *args, use_reentrant=use_reentrant, **kwargs)
+
+    return run
+
+
+MODES: dict[str, Callable[[nn.Module, dict[str, Any]], str | None]] = {
+    "min": planned("min"),
+    "half": planned("0.5x"),
+    "chunks": planned("min", chunk_head=True),
+    "segments": in_segments(False),
+    "reentrant": in_segments(True),
+}
+
+
+@contextlib.contextmanager
+def quick_planner() -> Iterator[None]:
+    """Few measurements of time, plans as small as they get, and heads in chunks though the logits are few."""
+    places = (
+        (hvd_ckpt.planning.profile, "_SECONDS_PER_KIND", 0.0),
+        (hvd_ckpt.planning.planner, "MIN_SLOWDOWN", 1e9),
+        (hvd_ckpt.planning.planner, "_TIMED", 1),
+        (hvd_ckpt.planning.head, "_LEAST_BYTES", 0),
+        (hvd_ckpt.planning.head, "_LEAST_ROWS", 1),
+    )
+    before = [getattr(module, name) for module, name, _ in places]
+    try:
+        for module, name, value in places:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(places, before):
+            setattr(module, name, value)
+
+
+def classify(error: BaseException) -> tuple[str, str]:
+    """``refused`` where the library says so in a sentence of its own, else ``error``; and the last line."""
+    text = f"{type(error).__name__}: {str(error).strip()[:300]}".replace("\n", " ")
+    if isinstance(error, Differs):
+        return "wrong", str(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return "memory", text
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    inside = [frame for frame in frames if frame.filename.startswith(LIBRARY)]
+    place = f"{Path(inside[-1].filename).relative_to(LIBRARY)}:{inside[-1].lineno}" if inside else f"{last.filename}:{last.lineno}"
+    said = linecache.getline(last.filename, last.lineno or 0).strip()
+    own = type(error).__module__.startswith("hvd_ckpt") or (
+        last.filename.startswith(LIBRARY) and said.startswith("raise ") and isinstance(error, (ValueError, RuntimeError, TypeError))
+    )
+    return "refused" if own else "error", f"{text} [{place}]"

@@ -1,0 +1,176 @@
+"""Trains every architecture of the installed transformers, and families of timm and torchvision, in every way of recomputation.
+
+    python tests/zoo/run.py                                  # all, in all modes, into zoo.jsonl
+    python tests/zoo/run.py gpt2 bert:masked_lm timm:resnet18 --modes min,segments --out /dev/stdout
+    python tests/zoo/run.py --table --out zoo.jsonl          # the table of docs/zoo.md from the results
+
+Each architecture runs in a process of its own. A row that is already in the file is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1])]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+MODES = ("min", "half", "chunks", "segments", "reentrant")
+SECONDS = 60
+CAUSAL = (
+    "bart", "bert", "bloom", "codegen", "ctrl", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+    "gpt_oss", "gptj", "llama", "mamba", "mamba2", "mistral", "mixtral", "mpt", "olmo", "olmoe", "openai-gpt", "opt", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "rwkv", "starcoder2", "xglm", "xlnet", "roberta",
+)  # fmt: skip
+"""Model types that are trained with the head of a language model, too."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--out", type=Path, default=Path("zoo.jsonl"))
+    parser.add_argument("--trace", action="store_true", help="whole tracebacks on standard error")
+    options = parser.parse_args()
+    modes = options.modes.split(",")
+    rows = read(options.out)
+    names = options.names or all_names()
+    missing = [(name, left) for name in names if (left := [mode for mode in modes if (name, mode) not in rows])]
+    run_all(missing, options)
+    return 0
+
+
+def all_names() -> list[str]:
+    from shrinking import model_types
+    from vision import vision_names
+
+    return [*model_types(), *(f"{kind}:causal_lm" for kind in CAUSAL), *vision_names()]
+
+
+def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a file, by name and mode; later ones count."""
+    if not path.is_file():
+        return {}
+    rows = map(json.loads, path.read_text().splitlines())
+    return {(row["name"], row["mode"]): row for row in rows}
+
+
+def run_all(missing: Sequence[tuple[str, list[str]]], options: argparse.Namespace) -> None:
+    """Runs architectures, each in a fork of this process."""
+    warnings.simplefilter("ignore")
+    import torch
+    import vision
+
+    vision.load()
+    import transformers
+    import transformers.modeling_utils  # noqa: F401
+
+    import modes  # noqa: F401
+    import subjects  # noqa: F401
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    running: dict[int, tuple[int, str, list[str], float, bytes]] = {}
+    queue = list(missing)
+    while queue or running:
+        while queue and len(running) < options.jobs:
+            name, left = queue.pop(0)
+            receive, send = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(receive)
+                _child(name, left, send, options.trace)
+            os.close(send)
+            running[receive] = (pid, name, left, time.monotonic(), b"")
+        ready, _, _ = select.select(list(running), [], [], 1.0)
+        for receive, (pid, name, left, since, _) in list(running.items()):
+            late = time.monotonic() - since > SECONDS
+            if receive not in ready and not late:
+                continue
+            text = os.read(receive, 1 << 16) if receive in ready else b""
+            if text and not late:
+                running[receive] = (pid, name, left, since, running[receive][-1] + text)
+                continue
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+            os.close(receive)
+            rows = [json.loads(line) for line in running.pop(receive)[-1].decode().splitlines()]
+            done = {row["mode"] for row in rows}
+            why = f"took over {SECONDS} s" if late else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+            lost = [mode for mode in left if mode not in done]
+            for number, mode in enumerate(lost):
+                outcome = ("slow" if late else "error") if number == 0 else "not run"
+                rows.append({"name": name, "mode": mode, "outcome": outcome, "detail": why})
+            with open(options.out, "a") as file:
+                file.write("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def _child(name: str, modes: list[str], send: int, traced: bool) -> None:
+    if not traced:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def tell(row: dict[str, Any]) -> None:
+        os.write(send, (json.dumps({"name": name, **row}) + "\n").encode())
+
+    try:
+        check(name, modes, tell, traced)
+    finally:
+        os._exit(0)
+
+
+def check(name: str, modes: Sequence[str], tell: Any, traced: bool = False) -> None:
+    """Trains one architecture in each mode and tells what came out."""
+    import traceback
+
+    from modes import MODES, classify, compare, quick_planner, train
+    from subjects import Untrainable, subject_of
+
+    def tell_all(outcome: str, detail: str) -> None:
+        for mode in modes:
+            tell({"mode": mode, "outcome": outcome, "detail": detail})
+
+    begin = time.monotonic()
+    try:
+        subject = subject_of(name)
+        plain = train(subject)
+        again = compare(train(subject), plain)
+    except Untrainable as error:
+        return tell_all("untrainable", str(error))
+    except BaseException as error:
+        if traced:
+            traceback.print_exc()
+        return tell_all("untrainable", f"{type(error).__name__}: {error}")
+    if again[0] != "equal":
+        return tell_all("random", again[1])
+    for mode in modes:
+        note = ""
+        try:
+            with quick_planner():
+                outcome = train(subject, MODES[mode])
+            result, detail = compare(outcome, plain)
+            note = outcome.note
+        except BaseException as error:
+            if traced:
+                traceback.print_exc()
+            result, detail = classify(error)
+        seconds = round(time.monotonic() - begin, 1)
+        begin = time.monotonic()
+        tell({"mode": mode, "outcome": result, "detail": detail, "note": note, "seconds": seconds})
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
