@@ -1,4 +1,4 @@
-"""Samples for models of transformers, by the parameters of their forward passes: a few guesses, of which the first that trains is taken."""
+"""Samples for models of transformers, by the parameters of their forward passes: guesses, of which the first that trains is taken."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ def samples(model: nn.Module, config: Any) -> Iterator[Sample]:
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     main = getattr(model, "main_input_name", "input_ids")
     first = [*required, *([main] if main in parameters and main not in required else [])]
-    first += [name for name in ("input_ids", "pixel_values", "input_features") if name in parameters and not first]
+    first += [
+        name for name in ("input_ids", "pixel_values", "input_features") if name in parameters and not first
+    ]
     both = [name for name in ("input_ids", "pixel_values") if name in parameters and name not in first]
-    more = [name for name in ("attention_mask", "decoder_input_ids", "labels") if name in parameters and name not in first]
+    more = [
+        name
+        for name in ("attention_mask", "decoder_input_ids", "labels")
+        if name in parameters and name not in first
+    ]
     some = [name for name in more if name != "decoder_input_ids"]
     sets = [first + both + more, first + more, first + some, first, first + both + some, first + both]
     seen: set[tuple[str, ...]] = set()
@@ -99,7 +105,11 @@ def _pixels(config: Any) -> list[Tensor]:
 
 
 def _features(config: Any) -> list[Tensor]:
-    bins = _find(config, ("num_mel_bins", "n_mels", "mel_bins", "input_feat_per_channel", "feature_size", "input_size"), 80)
+    bins = _find(
+        config,
+        ("num_mel_bins", "n_mels", "mel_bins", "input_feat_per_channel", "feature_size", "input_size"),
+        80,
+    )
     positions = _find(config, ("max_source_positions",), 64)
     spectrum = _find(config, ("spec_size",), 64)
     length = _find(config, ("max_length",), 64)

@@ -41,7 +41,12 @@ def _job(names: Sequence[str], ranks: int) -> Iterator[dict[str, Any]]:
         log.touch()
         with open(Path(folder, "output"), "w+") as output:
             job = start_ranks(
-                ranks, Path(__file__), str(log), *names, output=output, PYTHONPATH=os.pathsep.join([str(HERE), *SHARED])
+                ranks,
+                Path(__file__),
+                str(log),
+                *names,
+                output=output,
+                PYTHONPATH=os.pathsep.join([str(HERE), *SHARED]),
             )
             told, since = 0, time.monotonic() + 20.0
             try:
@@ -69,14 +74,18 @@ def _job(names: Sequence[str], ranks: int) -> Iterator[dict[str, Any]]:
 
 def _stacks(folder: str) -> str:
     """The last error that a rank told before the others waited for it."""
-    return "; ".join(path.read_text()[-300:] for path in sorted(Path(folder).glob("log.*"))) or "no rank has raised an error"
+    return (
+        "; ".join(path.read_text()[-300:] for path in sorted(Path(folder).glob("log.*")))
+        or "no rank has raised an error"
+    )
 
 
 def check(name: str, log: str | None = None) -> tuple[str, str]:
     """``equal``, ``rounding``, ... of an architecture on these ranks, and the detail; the same on every rank. Collective."""
-    import hvd_ckpt as hc
     from modes import classify, compare
     from subjects import Untrainable, subject_of
+
+    import hvd_ckpt as hc
 
     try:
         subject = subject_of(name)
@@ -102,10 +111,10 @@ def check(name: str, log: str | None = None) -> tuple[str, str]:
 def train(subject: Any, shard: str) -> Any:
     """Trains for a few steps, each rank with its own random numbers and order of the batch."""
     import torch
+    from modes import STEPS, Outcome, loss_of, random_state, seed
     from torch import Tensor
 
     import hvd_ckpt as hc
-    from modes import STEPS, Outcome, loss_of, random_state, seed
 
     def sample() -> dict[str, Any]:
         values = subject.sample()
@@ -129,7 +138,9 @@ def train(subject: Any, shard: str) -> Any:
         optimizer.step()
         values[f"loss {step}"] = loss.detach().clone()
     with optimizer.gathered_parameters():
-        values.update({f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()})
+        values.update(
+            {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
+        )
     values.update({f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()})
     values.update(random_state())
     return Outcome(values)

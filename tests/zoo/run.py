@@ -25,30 +25,81 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1])]
 os.environ["OMP_NUM_THREADS"] = "1"
 
-MODES = ("min", "half", "chunks", "segments", "reentrant")
+STAGE = "stage 3"
+MODES = ("segments", "reentrant", "min", "half", "chunks", STAGE)  # the quick ones first
 SECONDS = 60
 CAUSAL = (
-    "bart", "bert", "bloom", "codegen", "ctrl", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
-    "gpt_oss", "gptj", "llama", "mamba", "mamba2", "mistral", "mixtral", "mpt", "olmo", "olmoe", "openai-gpt", "opt", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "rwkv", "starcoder2", "xglm", "xlnet", "roberta",
+    "bart", "bert", "bloom", "codegen", "ctrl", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "llama", "mamba", "mamba2", "mistral", "mixtral",
+    "mpt", "olmo", "olmoe", "openai-gpt", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "rwkv", "starcoder2", "xglm", "xlnet", "roberta",
 )  # fmt: skip
 """Model types that are trained with the head of a language model, too."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--out", type=Path, default=Path("zoo.jsonl"))
+    parser.add_argument(
+        "--table", action="store_true", help="print docs/zoo.md from the results, and run nothing"
+    )
+    parser.add_argument("--again", action="store_true", help="run what was not right once more")
     parser.add_argument("--trace", action="store_true", help="whole tracebacks on standard error")
     options = parser.parse_args()
-    modes = options.modes.split(",")
     rows = read(options.out)
+    if options.table:
+        from table import page
+
+        print(page(rows))
+        return 0
+    if options.again:
+        rows = {
+            key: row for key, row in rows.items() if row["outcome"] in ("equal", "rounding", "untrainable")
+        }
     names = options.names or all_names()
-    missing = [(name, left) for name in names if (left := [mode for mode in modes if (name, mode) not in rows])]
-    run_all(missing, options)
+    missing = [
+        (name, mode)
+        for name in names
+        for mode in wanted(name, options.modes.split(","))
+        if (name, mode) not in rows
+    ]
+    grouped: dict[str, list[str]] = {}
+    for name, mode in missing:
+        if mode != STAGE:
+            grouped.setdefault(name, []).append(mode)
+    run_all(list(grouped.items()), options)
+    rows = read(options.out)
+    on_ranks = [name for name, mode in missing if mode == STAGE and trains(name, rows)]
+    if on_ranks:
+        import ranks
+
+        for row in ranks.run(on_ranks):
+            write([row], options.out)
     return 0
+
+
+def wanted(name: str, modes: list[str]) -> list[str]:
+    """Heads in chunks are those of language models."""
+    return [mode for mode in modes if mode != "chunks" or ":causal_lm" in name or ":masked_lm" in name]
+
+
+def trains(name: str, rows: dict[tuple[str, str], dict[str, Any]]) -> bool:
+    """Whether plain PyTorch trains it, as far as is known."""
+    return all(
+        row["outcome"] not in ("untrainable", "random", "slow", "not run")
+        for (other, _), row in rows.items()
+        if other == name
+    )
+
+
+def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    with open(path, "a") as file:
+        file.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def all_names() -> list[str]:
@@ -73,11 +124,9 @@ def run_all(missing: Sequence[tuple[str, list[str]]], options: argparse.Namespac
     import vision
 
     vision.load()
+    import checks  # noqa: F401
     import transformers
-    import transformers.modeling_utils  # noqa: F401
-
-    import modes  # noqa: F401
-    import subjects  # noqa: F401
+    import transformers.modeling_utils
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -108,13 +157,19 @@ def run_all(missing: Sequence[tuple[str, list[str]]], options: argparse.Namespac
             os.close(receive)
             rows = [json.loads(line) for line in running.pop(receive)[-1].decode().splitlines()]
             done = {row["mode"] for row in rows}
-            why = f"took over {SECONDS} s" if late else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+            why = (
+                f"took over {SECONDS} s"
+                if late
+                else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+            )
             lost = [mode for mode in left if mode not in done]
-            for number, mode in enumerate(lost):
-                outcome = ("slow" if late else "error") if number == 0 else "not run"
-                rows.append({"name": name, "mode": mode, "outcome": outcome, "detail": why})
-            with open(options.out, "a") as file:
-                file.write("".join(f"{json.dumps(row)}\n" for row in rows))
+            rows += [
+                {"name": name, "mode": mode, "outcome": "slow" if late else "error", "detail": why}
+                for mode in (lost if lost == left else lost[:1])
+            ]
+            if 1 < len(lost) < len(left):
+                queue.insert(0, (name, lost[1:]))
+            write(rows, options.out)
 
 
 def _child(name: str, modes: list[str], send: int, traced: bool) -> None:
@@ -126,50 +181,11 @@ def _child(name: str, modes: list[str], send: int, traced: bool) -> None:
         os.write(send, (json.dumps({"name": name, **row}) + "\n").encode())
 
     try:
+        from checks import check
+
         check(name, modes, tell, traced)
     finally:
         os._exit(0)
-
-
-def check(name: str, modes: Sequence[str], tell: Any, traced: bool = False) -> None:
-    """Trains one architecture in each mode and tells what came out."""
-    import traceback
-
-    from modes import MODES, classify, compare, quick_planner, train
-    from subjects import Untrainable, subject_of
-
-    def tell_all(outcome: str, detail: str) -> None:
-        for mode in modes:
-            tell({"mode": mode, "outcome": outcome, "detail": detail})
-
-    begin = time.monotonic()
-    try:
-        subject = subject_of(name)
-        plain = train(subject)
-        again = compare(train(subject), plain)
-    except Untrainable as error:
-        return tell_all("untrainable", str(error))
-    except BaseException as error:
-        if traced:
-            traceback.print_exc()
-        return tell_all("untrainable", f"{type(error).__name__}: {error}")
-    if again[0] != "equal":
-        return tell_all("random", again[1])
-    for mode in modes:
-        note = ""
-        try:
-            with quick_planner():
-                outcome = train(subject, MODES[mode])
-            result, detail = compare(outcome, plain)
-            note = outcome.note
-        except BaseException as error:
-            if traced:
-                traceback.print_exc()
-            result, detail = classify(error)
-        seconds = round(time.monotonic() - begin, 1)
-        begin = time.monotonic()
-        tell({"mode": mode, "outcome": result, "detail": detail, "note": note, "seconds": seconds})
-    return None
 
 
 if __name__ == "__main__":

@@ -41,7 +41,14 @@ _CHOSEN = re.compile(r"experts_per|top_k|topk|moe_k$|router_k|active_experts|sel
 _TOKEN = re.compile(r"token_(id|index|idx)$|_token_id_|_token$|_id$")
 _DROPOUT = re.compile(r"dropout|_pdrop|dropout_prob|dropout_rate")
 _LIST_POSITION = re.compile(r"index|indices|indexes|_at$|taps|layers_to")
-_DERIVED = ("out_features", "out_indices", "stage_names", "transformers_version", "architectures", "_name_or_path")
+_DERIVED = (
+    "out_features",
+    "out_indices",
+    "stage_names",
+    "transformers_version",
+    "architectures",
+    "_name_or_path",
+)
 
 
 def shrunk(config: dict[str, Any], recipe: str, ids: dict[str, int] | None = None) -> dict[str, Any]:
@@ -50,7 +57,11 @@ def shrunk(config: dict[str, Any], recipe: str, ids: dict[str, int] | None = Non
     Lists as long as the number of layers keep entries of a few layers, such that each combination of entries remains.
     """
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if ids is None else ids
-    layers = [value for name, value in config.items() if _is(value, int) and _LAYERS.search(name) and "feat_extract" not in name]
+    layers = [
+        value
+        for name, value in config.items()
+        if _is(value, int) and _LAYERS.search(name) and "feat_extract" not in name
+    ]
     kept = _kept_layers(config, max(layers, default=0))
     small: dict[str, Any] = {}
     for name, value in config.items():
@@ -58,7 +69,9 @@ def shrunk(config: dict[str, Any], recipe: str, ids: dict[str, int] | None = Non
             continue
         if name == "per_layer_config" and value:
             small[name] = {
-                str(kept.index(int(layer))): shrunk(part, recipe, ids) for layer, part in value.items() if int(layer) in kept
+                str(kept.index(int(layer))): shrunk(part, recipe, ids)
+                for layer, part in value.items()
+                if int(layer) in kept
             }
         elif isinstance(value, dict) and name not in ("id2label", "label2id"):
             small[name] = shrunk(value, recipe, ids)
@@ -92,8 +105,10 @@ def _list(name: str, values: list[Any], recipe: str, kept: list[int], layers: in
         values = [values[number] for number in kept]
     if not all(_is(value, int) for value in values):
         return [
-            shrunk(value, recipe) if isinstance(value, dict)
-            else _list(name, list(value), recipe, kept, 0) if isinstance(value, (list, tuple)) and value
+            shrunk(value, recipe)
+            if isinstance(value, dict)
+            else _list(name, list(value), recipe, kept, 0)
+            if isinstance(value, (list, tuple)) and value
             else value
             for value in values
         ]
@@ -154,8 +169,14 @@ def _number(name: str, value: int, recipe: str, ids: dict[str, int], layers: int
 
 def _divided(name: str, value: int, factor: int) -> int:
     """A width, or a part of one, divided."""
-    width = (_HEAD_WIDTH.search(name) or _WIDTHS.search(name) or "section" in name) and not _NOT_WIDTHS.search(name)
-    return value // factor if width and value >= factor and value % factor == 0 and not _HEADS.search(name) else value
+    width = (
+        _HEAD_WIDTH.search(name) or _WIDTHS.search(name) or "section" in name
+    ) and not _NOT_WIDTHS.search(name)
+    return (
+        value // factor
+        if width and value >= factor and value % factor == 0 and not _HEADS.search(name)
+        else value
+    )
 
 
 def _is(value: Any, kind: type) -> bool:

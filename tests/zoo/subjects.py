@@ -35,9 +35,10 @@ def subject_of(name: str) -> Subject:
         config_class, kind = model_class(name)
     except Exception as error:
         raise Untrainable(_shown(error)) from error
+    until = time.monotonic() + MOST_SECONDS
     for recipe in RECIPES:
         try:
-            subject = _subject(name, config_class, kind, recipe)
+            subject = _subject(name, config_class, kind, recipe, until)
         except Exception as error:
             reasons.append(f"{recipe}: {_shown(error)}")
         else:
@@ -45,7 +46,7 @@ def subject_of(name: str) -> Subject:
     raise Untrainable("; ".join(dict.fromkeys(reasons)))
 
 
-def _subject(name: str, config_class: Any, kind: Any, recipe: str) -> Subject:
+def _subject(name: str, config_class: Any, kind: Any, recipe: str, until: float) -> Subject:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(small_config(config_class, recipe)).parameters())
     if size > MOST_PARAMETERS:
@@ -59,12 +60,11 @@ def _subject(name: str, config_class: Any, kind: Any, recipe: str) -> Subject:
     model = make().train()
     seed(3)
     reasons: list[str] = []
-    began = time.monotonic()
     for sample in samples(model, model.config):
-        if time.monotonic() - began > MOST_SECONDS:
+        if time.monotonic() > until:
             break
         try:
-            check_trains(make().train(), sample)
+            check_trains(model, sample)
         except Exception as error:
             reasons.append(f"{', '.join(sample)}: {_shown(error)}")
         else:

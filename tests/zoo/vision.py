@@ -1,6 +1,6 @@
 """Models of timm and torchvision: of each family one of the smallest.
 
-PyPI's torchvision is built for GPUs, and beside a PyTorch for CPUs its operators (non-maximum suppression and the like) do not load.
+PyPI's torchvision is built for GPUs, and its operators (non-maximum suppression and the like) do not load beside a PyTorch for CPUs.
 They are declared here, so that the rest can be imported. The families below train without them.
 """
 
@@ -24,13 +24,21 @@ _OPERATORS = (
 _library: Any = None
 
 TIMM = (
-    "beit_base_patch16_224", "halonet_h1", "test_byobnet", "cait_xxs24_224", "coat_tiny", "convit_tiny", "convmixer_768_32",
-    "convnext_zepto_rms", "cpubone_nano", "crossvit_tiny_240", "csatv2", "cs3darknet_focus_s", "cspnext_tiny", "davit_tiny",
-    "deit_tiny_patch16_224", "densenet121", "dla46x_c", "dpn48b", "edgenext_xx_small", "efficientformer_l1",
-    "efficientformerv2_s0", "mnasnet_small", "efficientvim_m1", "efficientvit_b0", "efficientvit_m0", "eva02_tiny_patch14_224",
-    "fasternet_t0", "fastvit_t12", "focalnet_tiny_srf", "gcvit_xxtiny", "ghostnet_050", "hardcorenas_b", "hgnetv2_b0",
-    "hiera_tiny_224", "hrnet_w18_small", "iformer_t", "inception_next_atto", "inception_v3", "lcnetv2_small", "levit_128s",
-    "lowformer_b0", "test_mambaout", "maxvit_pico_rw_256", "poolformerv2_s12", "gmlp_ti16_224", "mobilenetv3_small_050",
+    "halonet_h1", "test_byobnet", "cait_xxs24_224", "coat_tiny", "convit_tiny", "convmixer_768_32",
+    "convnext_zepto_rms", "cpubone_nano", "crossvit_tiny_240", "csatv2", "cs3darknet_focus_s", "cspnext_tiny",
+    "davit_tiny", "deit_tiny_patch16_224", "densenet121", "dla46x_c", "dpn48b", "edgenext_xx_small",
+    "efficientformer_l1", "efficientformerv2_s0", "mnasnet_small", "efficientvim_m1", "efficientvit_b0",
+    "efficientvit_m0", "eva02_tiny_patch14_224", "fasternet_t0", "fastvit_t12", "focalnet_tiny_srf",
+    "gcvit_xxtiny", "ghostnet_050", "hardcorenas_b", "hgnetv2_b0", "hiera_tiny_224", "hrnet_w18_small",
+    "iformer_t", "inception_next_atto", "inception_v3", "lcnetv2_small", "levit_128s", "lowformer_b0",
+    "test_mambaout", "maxvit_pico_rw_256", "poolformerv2_s12", "gmlp_ti16_224", "mobilenetv3_small_050",
+    "mobilevit_xxs", "mvitv2_tiny", "nest_tiny", "nextvit_small", "test_nfnet", "pit_ti_224", "pvt_v2_b0",
+    "rdnet_tiny", "regnetx_002", "repghostnet_050", "repvit_m1", "res2next50", "resnest14d", "test_resnet",
+    "resnetv2_18", "rexnet_100", "selecsls42", "legacy_seresnet18", "sequencer2d_s", "shvit_s1", "skresnet18",
+    "starnet_s050", "swiftformer_xs", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256",
+    "swinv2_cr_tiny_224", "tiny_vit_5m_224", "tnt_s_legacy_patch16_224", "tresnet_m", "twins_svt_small",
+    "visformer_tiny", "test_vit", "test_vit_relpos", "vitamin_small_224", "volo_d1_224",
+    "ese_vovnet19b_slim_dw", "legacy_xception", "xception41p", "xcit_nano_12_p8_224",
 )  # fmt: skip
 
 TORCHVISION: dict[str, dict[str, Any]] = {
@@ -60,7 +68,9 @@ def load() -> bool:
 
 def vision_names() -> list[str]:
     """All names, if the packages are installed."""
-    return [f"timm:{name}" for name in TIMM] + [f"torchvision:{name}" for name in TORCHVISION] if load() else []
+    return (
+        [f"timm:{name}" for name in TIMM] + [f"torchvision:{name}" for name in TORCHVISION] if load() else []
+    )
 
 
 def vision_subject(name: str) -> Subject:
@@ -104,7 +114,7 @@ def _makers(package: str, kind: str, size: int) -> list[Callable[[], nn.Module]]
     options: dict[str, Any] = {"num_classes": CLASSES}
     if kind in ("googlenet", "inception_v3"):
         options["init_weights"] = False
-    if "resnet" in kind and kind.startswith(("fcn", "deeplab")) or kind.startswith(("lraspp", "deeplab")):
+    if kind.startswith(("fcn", "lraspp", "deeplab")):
         options["weights_backbone"] = None
     return [functools.partial(models.get_model, kind, **options)]
 

@@ -1,0 +1,116 @@
+"""The page docs/zoo.md from the rows of a run."""
+
+# ruff: noqa: E501 - lines of Markdown
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections import Counter, defaultdict
+from typing import Any
+
+TITLES = {
+    "segments": "segments, non-reentrant",
+    "reentrant": "segments, reentrant",
+    "min": 'plan `"min"`, `chunk_head=False`',
+    "half": 'plan `"0.5x"`, `chunk_head=False`',
+    "chunks": 'plan `"min"`, language models with their head',
+    "stage 3": '`shard="parameters"`, two ranks',
+}
+RIGHT = ("equal", "rounding", "refused")
+LEFT_OUT = ("untrainable", "random")
+HEAD = """# Zoo of architectures
+
+Every architecture of transformers that builds from a small random configuration, and one of the smallest models of each family of timm and torchvision, trains for two steps in training mode, dropout included, in plain PyTorch and
+in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not.
+
+```bash
+python tests/zoo/run.py --out zoo.jsonl                     # all; a second call runs what is missing, --again what was not right
+python tests/zoo/run.py gpt2 timm:densenet121 --out /dev/stdout --trace
+python tests/zoo/run.py --out zoo.jsonl --table             # this page
+```
+
+Configurations are shrunk by one function (`tests/zoo/shrinking.py`): two layers or as many as there are kinds, width 32 or a sixteenth, 256 tokens; samples are guessed from the signature of the forward pass
+(`tests/zoo/inputs.py`). In segments, each block of the outermost `nn.ModuleList`s is a region of `hc.checkpoint`, and each outermost `nn.Sequential` an `hc.CheckpointSequential` of two segments. Plans recompute as much as they can, whatever it costs
+(the limit of `"min"` on the time of a step is off); where no plan fits `"0.5x"`, the nearest is taken. For stage 3 the reference is `shard="none"` on the same ranks, each with its own random numbers and order of the batch."""
+
+
+def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """The page in Markdown."""
+    import torch
+    import transformers
+
+    names = {name for name, _ in rows}
+    out = {name for (name, _), row in rows.items() if row["outcome"] in LEFT_OUT}
+    left = {key: row for key, row in rows.items() if key[0] not in out}
+    trained = sorted(names - out)
+    wrong = {name for (name, _), row in left.items() if row["outcome"] not in RIGHT}
+    packages = f"transformers {transformers.__version__}, PyTorch {torch.__version__}"
+    lines = [
+        HEAD,
+        "",
+        f"{packages}, {os.cpu_count()} CPUs ({platform.machine()}), one thread per process.",
+        "",
+        f"**{len(trained) - len(wrong)} of {len(trained)} architectures are right in every way** ({_kinds(trained)}).",
+        "",
+        "| | architectures | same bits | rounding | one clear sentence | not right |",
+        "|---|---|---|---|---|---|",
+    ]
+    for mode, title in TITLES.items():
+        counts = Counter(row["outcome"] for (_, other), row in left.items() if other == mode)
+        if counts:
+            others = counts.total() - sum(counts[outcome] for outcome in RIGHT)
+            numbers = " | ".join(str(counts[outcome]) for outcome in RIGHT)
+            lines.append(f"| {title} | {counts.total()} | {numbers} | {others} |")
+    lines += ["", *_reasons("Not right", left, lambda row: row["outcome"] not in RIGHT)]
+    lines += _reasons("Rounding", left, lambda row: row["outcome"] == "rounding", detail=False)
+    lines += _reasons("Errors that say so", left, lambda row: row["outcome"] == "refused")
+    lines += _reasons(
+        "Left out", {(name, ""): row for (name, _), row in rows.items() if name in out}, lambda row: True
+    )
+    return "\n".join(lines).rstrip()
+
+
+def _kinds(names: list[str]) -> str:
+    families = Counter(
+        name.split(":")[0] if name.startswith(("timm:", "torchvision:")) else "transformers" for name in names
+    )
+    return ", ".join(f"{count} of {family}" for family, count in families.most_common())
+
+
+def _reasons(
+    title: str, rows: dict[tuple[str, str], dict[str, Any]], chosen: Any, detail: bool = True
+) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (name, mode), row in sorted(rows.items()):
+        if chosen(row):
+            why = _reason(row) if detail else "in the last bits"
+            groups[mode, why].append(name)
+    if not groups:
+        return []
+    lines = [f"## {title}", "", "| way | reason | architectures |", "|---|---|---|"]
+    for (mode, why), names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(
+            f"| {TITLES.get(mode, 'plain PyTorch')} | {why} | {len(names)}: {', '.join(f'`{name}`' for name in names)} |"
+        )
+    return [*lines, ""]
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """The outcome in words, with numbers and names taken out so that like ones meet."""
+    if row["outcome"] == "random":
+        return "two runs of plain PyTorch differ"
+    text = row["detail"].split(";")[0]
+    text = re.sub(r"^(narrow|short|16|8): (ValueError: )?", "", text)
+    if row["outcome"] == "untrainable":
+        known = (("requires the", "needs a package that is not installed"), ("No module named", "has no model in transformers"),
+                 ("no model class", "has no model class of its own"), ("million parameters", "stays too large"))  # fmt: skip
+        return next(
+            (words for part, words in known if part in text),
+            "does not build or train from a small configuration and a guessed sample",
+        )
+    text = re.sub(r"\b(gradient|buffer) (\d )?(of )?\S+ ", r"\1 ", text)
+    text = re.sub(r"in this \w+", "in this model", text)
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", text)
+    return f"{row['outcome']}: {text[:160]}".replace("|", "\\|").replace("<", "&lt;")
