@@ -1,4 +1,4 @@
-"""Samples for models of transformers, by the parameters of their forward passes: guesses, of which the first that trains is taken."""
+"""Samples for models of transformers, guessed from the parameters of their forward passes; the first that trains is taken."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def _pixels(config: Any) -> list[Tensor]:
         torch.randn(BATCH, channels, 64, 64),
         torch.randn(BATCH, frames, channels, height, width),
         torch.randn(BATCH, 1, channels, height, width),
+        torch.randn(BATCH, channels, 224, 224),
     ]
 
 
@@ -127,8 +128,8 @@ def _values(config: Any) -> list[Tensor]:
     bins = _find(config, ("num_mel_bins",), 80)
     length = _find(config, ("max_length",), 64)
     return [
-        torch.randn(BATCH, 1600),
-        torch.randn(BATCH, 1, 1600),
+        torch.randn(BATCH, 4800),
+        torch.randn(BATCH, 1, 4800),
         torch.randn(BATCH, length, bins),
         *([tokens] if (tokens := _tokens()(config)) is not None else []),
     ]

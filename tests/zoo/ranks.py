@@ -149,6 +149,9 @@ def train(subject: Any, shard: str) -> Any:
 def work(log: str, names: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> None:
     """One rank of a job."""
     import torch
+    import vision
+
+    vision.load()
     import transformers
 
     import hvd_ckpt as hc
@@ -159,6 +162,7 @@ def work(log: str, names: Sequence[str], tell: Callable[[dict[str, Any]], None])
     torch.set_num_threads(1)
     for name in names:
         began = time.monotonic()
+        Path(f"{log}.{hc.rank()}").unlink(missing_ok=True)
         outcome, detail = check(name, log)
         if hc.rank() == 0:
             seconds = round(time.monotonic() - began, 1)

@@ -12,7 +12,7 @@ from modes import Subject, loss_of, seed
 from shrinking import RECIPES, model_class, small_config
 from torch import Tensor, nn
 
-MOST_PARAMETERS = 16_000_000
+MOST_PARAMETERS = 32_000_000
 MOST_SECONDS = 12.0  # for guesses of a sample
 
 

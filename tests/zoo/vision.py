@@ -1,6 +1,6 @@
 """Models of timm and torchvision: of each family one of the smallest.
 
-PyPI's torchvision is built for GPUs, and its operators (non-maximum suppression and the like) do not load beside a PyTorch for CPUs.
+PyPI offers a torchvision for GPUs, whose operators (non-maximum suppression and the like) do not load beside a PyTorch for CPUs.
 They are declared here, so that the rest can be imported. The families below train without them.
 """
 

@@ -1,0 +1,36 @@
+"""Some architectures of tests/zoo with sharded parameters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from ranks import check
+
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+NAMES = (
+    "bert",
+    "gpt2:causal_lm",
+    "t5",
+    "mixtral",
+    "resnet",
+    "albert",
+    "swin",
+    "whisper",
+    "mamba",
+    "llava",
+    "ibert",
+    "deepseek_v3",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stage_3(name: str, one_thread: None) -> None:
+    outcome, detail = check(name)
+    assert outcome == "equal" or (name == "t5" and outcome == "rounding"), detail
