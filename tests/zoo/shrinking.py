@@ -83,6 +83,10 @@ def shrunk(config: dict[str, Any], recipe: str, ids: dict[str, int] | None = Non
             small[name] = 0.1
         else:
             small[name] = False if name == "use_cache" else value
+    if "window_size" in config and _is(
+        config.get("image_size"), int
+    ):  # the last stage is no smaller than a window
+        small["image_size"] = min(config["image_size"], 2 * IMAGE)
     return small
 
 
@@ -140,6 +144,8 @@ def _number(name: str, value: int, recipe: str, ids: dict[str, int], layers: int
         return 8 if value >= 14 else value
     if re.search("sliding_window|attention_window|local_window|local_attention$", name):
         return min(value, 4)
+    if name == "window_size" and value <= 16:
+        return min(value, 2)
     if _POSITIONS.search(name):
         return min(value, POSITIONS)
     if _CHOSEN.search(name):

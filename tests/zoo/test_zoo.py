@@ -17,23 +17,13 @@ from table import RIGHT
 # Encoders, decoders and both; experts, recurrences and state spaces; pictures (convolutions, windows, batch norms), sound, video,
 # several kinds of input; state in buffers, NumPy's random numbers, layers that are left out or shared, heads with their loss.
 PLANNED = (
-    "bert",
-    "gpt2:causal_lm",
-    "t5",
-    "mixtral",
-    "resnet",
-    "ibert",
-    "big_bird",
-    "mamba",
-    "levit",
-    "deberta-v2",
-    "gemma2",
-    "vit_mae",
-)
+    "bert", "gpt2:causal_lm", "bart", "mixtral", "resnet", "big_bird", "mamba", "deberta-v2", "vit_mae", "swin",
+)  # fmt: skip
 RECOMPUTED = (
-    "roberta", "albert", "xlnet", "electra", "funnel", "llama:causal_lm", "qwen3_moe", "gpt_oss", "bart", "whisper", "wav2vec2",
-    "convnext", "regnet", "swin", "mobilevit", "mobilenet_v2", "poolformer", "segformer", "clip", "blip", "llava", "videomae", "deepseek_v3",
-    "granite_swa", "rwkv", "xlm",  "pegasus",
+    "roberta", "albert", "xlnet", "electra", "funnel", "llama:causal_lm", "qwen3_moe", "gpt_oss", "t5",
+    "pegasus", "whisper", "wav2vec2", "convnext", "regnet", "levit", "mobilevit", "mobilenet_v2", "poolformer",
+    "segformer", "clip", "blip", "llava", "videomae", "deepseek_v3", "gemma2", "ibert", "rwkv", "dpt", "beit",
+    "olmoe",
 )  # fmt: skip
 
 

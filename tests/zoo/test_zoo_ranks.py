@@ -14,6 +14,7 @@ from ranks import check
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
+ROUNDED = ("t5", "whisper")  # their encoder's states go into several units, which each add up a gradient
 NAMES = (
     "bert",
     "gpt2:causal_lm",
@@ -33,4 +34,4 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_stage_3(name: str, one_thread: None) -> None:
     outcome, detail = check(name)
-    assert outcome == "equal" or (name == "t5" and outcome == "rounding"), detail
+    assert outcome == "equal" or (name in ROUNDED and outcome == "rounding"), detail
