@@ -215,7 +215,7 @@ def in_segments(use_reentrant: bool) -> Callable[[nn.Module, dict[str, Any]], st
         count = 0
         for name, child in list(module.named_children()):
             if type(child) is nn.Sequential and len(child) > 1 and not isinstance(module, nn.ModuleList):
-                replaced = hc.CheckpointSequential(list(child), segments=2, use_reentrant=use_reentrant)
+                replaced = hc.CheckpointSequential(child, segments=2, use_reentrant=use_reentrant)
                 setattr(module, name, replaced)
                 count += 1
             elif isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(

@@ -73,11 +73,9 @@ def _job(names: Sequence[str], ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _stacks(folder: str) -> str:
-    """The last error that a rank told before the others waited for it."""
-    return (
-        "; ".join(path.read_text()[-300:] for path in sorted(Path(folder).glob("log.*")))
-        or "no rank has raised an error"
-    )
+    """The error of a rank for which the others wait."""
+    errors = [path.read_text().strip().splitlines()[-1] for path in sorted(Path(folder).glob("log.*"))]
+    return "; ".join(errors) or "no rank has raised an error"
 
 
 def check(name: str, log: str | None = None) -> tuple[str, str]:
@@ -137,10 +135,9 @@ def train(subject: Any, shard: str) -> Any:
         loss.backward()
         optimizer.step()
         values[f"loss {step}"] = loss.detach().clone()
-    with optimizer.gathered_parameters():
-        values.update(
-            {f"weight {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
-        )
+        with optimizer.gathered_parameters():
+            weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        values.update({f"weight {step} of {name}": weight for name, weight in weights.items()})
     values.update({f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()})
     values.update(random_state())
     return Outcome(values)

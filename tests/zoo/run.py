@@ -13,13 +13,14 @@ import argparse
 import json
 import os
 import select
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1])]
@@ -130,7 +131,7 @@ def run_all(missing: Sequence[tuple[str, list[str]]], options: argparse.Namespac
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    running: dict[int, tuple[int, str, list[str], float, bytes]] = {}
+    running: dict[int, Running] = {}
     queue = list(missing)
     while queue or running:
         while queue and len(running) < options.jobs:
@@ -141,35 +142,55 @@ def run_all(missing: Sequence[tuple[str, list[str]]], options: argparse.Namespac
                 os.close(receive)
                 _child(name, left, send, options.trace)
             os.close(send)
-            running[receive] = (pid, name, left, time.monotonic(), b"")
+            running[receive] = Running(psutil.Process(pid), name, left)
         ready, _, _ = select.select(list(running), [], [], 1.0)
-        for receive, (pid, name, left, since, _) in list(running.items()):
-            late = time.monotonic() - since > SECONDS
-            if receive not in ready and not late:
-                continue
+        for receive, process in list(running.items()):
             text = os.read(receive, 1 << 16) if receive in ready else b""
-            if text and not late:
-                running[receive] = (pid, name, left, since, running[receive][-1] + text)
-                continue
-            if late:
-                os.kill(pid, signal.SIGKILL)
-            status = os.waitpid(pid, 0)[1]
-            os.close(receive)
-            rows = [json.loads(line) for line in running.pop(receive)[-1].decode().splitlines()]
-            done = {row["mode"] for row in rows}
-            why = (
-                f"took over {SECONDS} s"
-                if late
-                else f"the process ended with {os.waitstatus_to_exitcode(status)}"
-            )
-            lost = [mode for mode in left if mode not in done]
-            rows += [
-                {"name": name, "mode": mode, "outcome": "slow" if late else "error", "detail": why}
-                for mode in (lost if lost == left else lost[:1])
-            ]
-            if 1 < len(lost) < len(left):
-                queue.insert(0, (name, lost[1:]))
-            write(rows, options.out)
+            if text:
+                process.text += text
+                process.since = process.seconds()
+            elif receive in ready or process.seconds() - process.since > SECONDS:
+                os.close(receive)
+                rows, lost = running.pop(receive).end(late=receive not in ready)
+                write(rows, options.out)
+                if lost:
+                    queue.insert(0, (process.name, lost))
+
+
+@dataclass
+class Running:
+    """A process that checks one architecture, with what it has told and the seconds of computing until then."""
+
+    process: psutil.Process
+    name: str
+    modes: list[str]
+    text: bytes = b""
+    since: float = 0.0
+
+    def seconds(self) -> float:
+        """Seconds of computing so far."""
+        try:
+            times = self.process.cpu_times()
+        except psutil.Error:
+            return self.since
+        return times.user + times.system
+
+    def end(self, late: bool) -> tuple[list[dict[str, Any]], list[str]]:
+        """Its rows, and the modes behind one that ended it. What ends it before any mode does so in all."""
+        if late:
+            self.process.kill()
+        status = os.waitpid(self.process.pid, 0)[1]
+        rows = [json.loads(line) for line in self.text.decode().splitlines()]
+        lost = self.modes[len(rows) :]
+        failed = lost[:1] if rows else lost
+        why = (
+            f"took over {SECONDS} s"
+            if late
+            else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+        )
+        outcome = "slow" if late else "error"
+        rows += [{"name": self.name, "mode": mode, "outcome": outcome, "detail": why} for mode in failed]
+        return rows, lost[len(failed) :]
 
 
 def _child(name: str, modes: list[str], send: int, traced: bool) -> None:

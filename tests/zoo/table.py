@@ -52,7 +52,7 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         "",
         f"{packages}, {os.cpu_count()} CPUs ({platform.machine()}), one thread per process.",
         "",
-        f"**{len(trained) - len(wrong)} of {len(trained)} architectures are right in every way** ({_kinds(trained)}).",
+        f"**{len(trained) - len(wrong)} of {len(trained)} architectures are right in each way that the table counts** ({_kinds(trained)}).",
         "",
         "| | architectures | same bits | rounding | one clear sentence | not right |",
         "|---|---|---|---|---|---|",
