@@ -23,9 +23,10 @@ from hvd_ckpt.reduction.construction import (
     is_elastic,
     name_parameters,
 )
-from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer, register, wrapping
+from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
+from hvd_ckpt.reduction.wrapping import register, wrapping
 from hvd_ckpt.replicas import Replicas, check_replicas
 from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, model_of, shard_optimizer
 from hvd_ckpt.sharding.formats import FP32

@@ -57,14 +57,21 @@ class GradScaler(torch.amp.GradScaler):
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._reduced: set[int] = (
+            set()
+        )  # optimizers whose gradients unscale_() has reduced since the last update()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduces the gradients over the ranks, unless that is done, and divides them by the scale."""
+        """Reduces the gradients over the ranks, unless that is done, and divides them by the scale.
+
+        Where you leave out the step that follows, call ``update()`` before the next one, as with ``torch.amp.GradScaler``.
+        """
         if not isinstance(optimizer, ReducedOptimizer):
             super().unscale_(optimizer)
             return
         self._begin_on_every_stage()
-        optimizer.reduce_once()
+        optimizer.reduce_for_caller()
+        self._reduced.add(id(optimizer))
         error: Exception | None = None
         try:
             with optimizer.unscaling():
@@ -85,23 +92,36 @@ class GradScaler(torch.amp.GradScaler):
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
         if stages.stages > 1:
             anywhere = torch.stack(stages.gather(anywhere)).amax(0)
-        found.setdefault(torch.device("cpu"), torch.zeros(()))
+        found.setdefault(torch.device("cpu"), torch.zeros((), dtype=torch.float32))
         for value in found.values():
             value.fill_(anywhere.item())
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank."""
+        """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank.
+
+        Raises:
+            RuntimeError: a backward pass has added to gradients since ``unscale_()``.
+        """
         if not isinstance(optimizer, ReducedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         self._begin_on_every_stage()
-        optimizer.reduce_once()
+        if id(optimizer) in self._reduced:
+            optimizer.check_reduced()
+        else:
+            optimizer.reduce_for_caller()
+        self._reduced.discard(id(optimizer))
         with optimizer.without_reduction():
             return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Updates the scale, as in ``torch.amp.GradScaler``; every optimizer begins a step anew."""
+        self._reduced.clear()
+        super().update(new_scale)
 
     def _begin_on_every_stage(self) -> None:
         """Makes the scale where no loss has been scaled: losses are on the last pipeline stage only."""
         if self._enabled and self._scale is None and current().stages > 1:
-            self.scale(torch.zeros((), device=self._device))
+            self.scale(torch.zeros((), dtype=torch.float32, device=self._device))
 
 
 class Precision:
@@ -192,7 +212,7 @@ class Precision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         elif isinstance(optimizer, ReducedOptimizer):
-            optimizer.reduce_once()
+            optimizer.reduce_for_caller()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, skipped on every rank alike where gradients overflowed."""
@@ -200,7 +220,7 @@ class Precision:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif isinstance(optimizer, ReducedOptimizer):
-            optimizer.reduce_once()
+            optimizer.reduce_for_caller()
             with optimizer.without_reduction():
                 optimizer.step()
         else:

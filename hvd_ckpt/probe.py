@@ -145,7 +145,7 @@ def _last_words(output: str) -> str:
 def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:
     """Each operation on small tensors of that device, its numbers checked."""
     rank, size = hvd.rank(), hvd.size()
-    mine = torch.full((2 * size,), float(rank + 1), device=device)
+    mine = torch.full((2 * size,), float(rank + 1), dtype=torch.float32, device=device)
     each = [float(other + 1) for other in range(size)]
     total = sum(each)
     tries: dict[str, tuple[Callable[[], Any], list[float]]] = {

@@ -206,7 +206,7 @@ def _check(optimizer: object, outer: Outer | None, within: object, process_set: 
     if within is not None and process_set != global_process_set:
         raise ValueError("within works on all ranks only, not on a process set")
     if outer is not None:
-        made = outer([torch.nn.Parameter(torch.zeros(1))]) if callable(outer) else None
+        made = outer([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))]) if callable(outer) else None
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(
                 f"outer must make a torch.optim.Optimizer from a list of parameters, such as hc.Nesterov(), not {outer!r}"

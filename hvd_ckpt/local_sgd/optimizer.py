@@ -14,6 +14,7 @@ from hvd_ckpt.local_sgd.runs import Segment
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.phases import StepReduces
 from hvd_ckpt.reduction.process_sets import ranks_of, release
 from hvd_ckpt.sharding.exchange import Traffic
 
@@ -214,7 +215,7 @@ class LocalOptimizer(_Base):
 
     def _get_supports_amp_scaling(self) -> bool:
         # torch's own scaler skips a step without a word to the optimizer, and so to the other ranks.
-        if not self._scaling_agreed:
+        if self._step_reduces is not StepReduces.NOT_FOR_SCALER:
             raise RuntimeError(
                 "torch.amp.GradScaler.step(optimizer) was called with an optimizer of LocalSGD, which must hear of a skipped step; "
                 "use hvd_ckpt.GradScaler"

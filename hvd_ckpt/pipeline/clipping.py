@@ -56,6 +56,8 @@ def clip_over_stages(
     total = _joined(chosen.to(dtype), norm_type)
     _check_finite(total, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    for owner in owners:
+        owner.note_changes()
     return total
 
 

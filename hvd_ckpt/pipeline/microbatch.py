@@ -17,7 +17,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from hvd_ckpt.frames import without_recomputation
-from hvd_ckpt.reduction.optimizer import live_optimizers
+from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.spans import span
 from hvd_ckpt.text import CHECKPOINTS
 from hvd_ckpt.torch_private import pytree

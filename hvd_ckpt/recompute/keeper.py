@@ -53,7 +53,7 @@ class Keeper:
         """The forward pass is over, and the outer hooks are the active ones again."""
         if self._slots:
             with torch.enable_grad():
-                root = torch.empty(0, requires_grad=True)
+                root = torch.empty(0, dtype=torch.float32, requires_grad=True)
                 for slot in self._slots.values():
                     slot.save(root)
         self._slots.clear()
@@ -103,7 +103,7 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:

@@ -45,6 +45,10 @@ class AccumulationCounts:
         self.arrived[index] += 1
         return self.arrived[index]
 
+    def has_arrived(self, index: int) -> bool:
+        """Whether the parameter has arrived in this step."""
+        return self.arrived[index] > 0
+
     def forget(self, indices: Iterable[int]) -> None:
         """Forgets this step's accumulations of some parameters."""
         for index in indices:
@@ -180,6 +184,19 @@ class OwningReducer(ABC):
         self._take(sorted(taken))
         return True
 
+    @property
+    def shares_parameters(self) -> bool:
+        """Another optimizer owns some of the parameters now; the same on every rank."""
+        return bool(self._owners)
+
+    @property
+    def unreduced(self) -> bool:
+        """A backward pass has added to a gradient since the last synchronization, of this optimizer or the parameter's owner."""
+        return self.active or any(
+            owner._reducer is not None and owner._reducer.has_accumulated(self._parameters[index])
+            for index, owner in self._owners.items()
+        )
+
     def _interrupt(self) -> None:
         """Another optimizer begins with parameters of this one: a step that has begun is dropped."""
         if self.active:
@@ -247,6 +264,22 @@ class OwningReducer(ABC):
         """A gradient of the parameter has been accumulated."""
 
     @abstractmethod
+    def has_accumulated(self, parameter: torch.Tensor) -> bool:
+        """A gradient of the parameter, which is this optimizer's, has been accumulated since the last synchronization."""
+
+    @abstractmethod
+    def changes(self) -> list[tuple[int, torch.Tensor | None]] | None:
+        """The gradients that were dropped (None) or changed in place since the last synchronization, by the parameters' indices.
+
+        Returns:
+            None if there is a new one, of a backward pass or set by hand
+        """
+
+    @abstractmethod
+    def note_changes(self) -> None:
+        """All ranks alike have changed their reduced gradients, which count as the last synchronization's from now on."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
 
@@ -286,49 +319,67 @@ def _hooks(
 #
 # A gradient may be reduced a second time: by another optimizer of the same parameter, or because a backward pass has added to it
 # before it was cleared. The average of equal gradients is what they are; with ``op=Sum`` one rank brings the sum that there is,
-# and the others bring what has come since.
+# and the others bring what has come since. A gradient that was changed in place by hand since (its version tells) is this rank's
+# own again.
 
 
 _ATTRIBUTE = "_summed_by_hvd_ckpt"
 
 
 class _Sum(TypedDict):
-    """Over which ranks a gradient is summed, and what it was before a backward pass added to it.
+    """Over which ranks a gradient is summed, what it was before a backward pass added to it, and its version.
 
     Plain data, since it is copied and saved with the gradient.
     """
 
     process_set: int
     before: torch.Tensor | None
+    version: int
 
 
-def mark_summed(gradient: torch.Tensor, process_set: Any) -> None:
-    """Remembers that a gradient is the sum over the ranks of a process set; as long as it is this tensor."""
-    setattr(gradient, _ATTRIBUTE, _Sum(process_set=process_set.process_set_id, before=None))
+def mark_summed(parameter: torch.Tensor, process_set: Any) -> None:
+    """Remembers that a gradient is the sum over the ranks of a process set, as long as it is this tensor and not changed."""
+    gradient = parameter.grad
+    if gradient is not None:
+        parameter.grad = gradient = (
+            gradient.data
+        )  # a view shares its version with the other views into its bucket
+        known = _Sum(process_set=process_set.process_set_id, before=None, version=gradient._version)
+        setattr(gradient, _ATTRIBUTE, known)
 
 
-def copied(gradient: torch.Tensor, to: torch.Tensor) -> None:
-    """A gradient lies in another tensor now, which may have been a sum before."""
-    known = getattr(gradient, _ATTRIBUTE, None)
-    if known is not None:
-        setattr(to, _ATTRIBUTE, known)
-    elif hasattr(to, _ATTRIBUTE):
-        delattr(to, _ATTRIBUTE)
+def sum_of(gradient: torch.Tensor) -> _Sum | None:
+    """What is remembered of a gradient that is a sum, or None."""
+    known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
+    if known is not None and known["version"] != gradient._version:
+        del vars(gradient)[_ATTRIBUTE]
+        return None
+    return known
 
 
-def forget_sums(groups: Sequence[Mapping[str, Any]]) -> None:
-    """The gradients of an optimizer's parameter groups have been cleared."""
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                vars(parameter.grad).pop(_ATTRIBUTE, None)
+def moved(gradient: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """A gradient whose values have been copied to a view into a bucket: the view, or an alias of it that is known to be a sum."""
+    known = sum_of(gradient)
+    if known is None:
+        return to
+    alias = to.data
+    known = _Sum(process_set=known["process_set"], before=known["before"], version=alias._version)
+    setattr(alias, _ATTRIBUTE, known)
+    return alias
 
 
 def keep_sum(gradient: torch.Tensor) -> None:
     """A backward pass may be about to add to a gradient."""
-    known: _Sum | None = getattr(gradient, _ATTRIBUTE, None)
+    known = sum_of(gradient)
     if known is not None and known["before"] is None:
         known["before"] = gradient.detach().clone()
+
+
+def changed_sum(gradient: torch.Tensor) -> None:
+    """A gradient was changed in place as it may be: a backward pass has added to it, or all ranks have changed their sum alike."""
+    known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
+    if known is not None:
+        known["version"] = gradient._version
 
 
 def leave_own_part(gradient: torch.Tensor, process_set: Any, brings_sum: bool) -> None:
@@ -337,7 +388,8 @@ def leave_own_part(gradient: torch.Tensor, process_set: Any, brings_sum: bool) -
     Args:
         brings_sum: whether this is the rank that brings what is summed already.
     """
-    known: _Sum | None = vars(gradient).pop(_ATTRIBUTE, None)
+    known = sum_of(gradient)
+    vars(gradient).pop(_ATTRIBUTE, None)
     sets = (process_set.process_set_id, global_process_set.process_set_id)
     if known is None or brings_sum or known["process_set"] not in sets:
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.accumulation import copied
+from hvd_ckpt.reduction.accumulation import moved
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 # Flat gradient buckets: how gradients are laid out in memory to be reduced together.
@@ -80,7 +80,11 @@ class Bucket:
     waiting: int = 0  # parameters whose gradient is not complete yet
     launched: bool = False
     void: bool = False  # was sent as zeros, since a parameter has been converted
-    version: int = 0  # of the storage when it was sent; another one later tells of a change in place
+    version: int = (
+        0  # of the storage when it was sent, or has arrived; another one later tells of a change in place
+    )
+    keeps_sources: bool = False  # other ranks' gradients may have been replaced by hand in flight, so that ours are needed again
+    sources: dict[int, torch.Tensor] = field(default_factory=dict)  # the gradients that were copied here
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
         shape, stride = parameter.shape, parameter.stride()
@@ -134,28 +138,33 @@ class Bucket:
             for entry in self.entries
         )
 
-    def has_graph(self) -> bool:
-        """True if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph."""
-        gradients = (entry.parameter.grad for entry in self.entries)
-        return any(gradient is not None and gradient.requires_grad for gradient in gradients)
+    def may_leave(self, arrived: Sequence[int]) -> bool:
+        """False if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph.
 
-    def adopt(self, entry: GradientEntry) -> None:
-        """Brings the gradient of one parameter into the storage, if it can lie there, and makes it its ``grad``."""
+        Args:
+            arrived: how many accumulations of each parameter there were in this step.
+        """
+        for entry in self.entries:
+            gradient = entry.parameter.grad
+            if gradient is None:
+                self.keeps_sources |= arrived[entry.index] > 0  # was dropped by hand
+            elif gradient.requires_grad:
+                return False
+        return True
+
+    def adopt(self, entry: GradientEntry) -> bool:
+        """Brings the gradient of one parameter into the storage and makes it its ``grad``; False if it cannot lie there."""
         gradient = entry.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
-            return
-        if (
-            gradient.dtype is not self.dtype
-            or gradient.device != self.device
-            or gradient.shape != entry.shape
-        ):
-            return
+            return False
+        if (gradient.dtype, gradient.device, gradient.shape) != (self.dtype, self.device, entry.shape):
+            return False
         if not entry.holds(gradient):
             with torch.no_grad():
                 view = self.view(entry)
             view.detach().copy_(gradient)
-            copied(gradient, view)
-            entry.parameter.grad = view
+            entry.parameter.grad = moved(gradient, view)
+        return True
 
     def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.
@@ -169,6 +178,7 @@ class Bucket:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
+        copied: list[tuple[GradientEntry, torch.Tensor, torch.Tensor]] = []
         for entry in self.entries:
             gradient, view = entry.parameter.grad, entry.view
             assert view is not None
@@ -180,13 +190,18 @@ class Bucket:
             elif not entry.holds(gradient):
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
-                copied(gradient, view)
-                entry.parameter.grad = view
+                copied.append((entry, gradient, view))
+                if self.keeps_sources:
+                    self.sources[entry.index] = gradient.detach()
+            else:
+                entry.parameter.grad = moved(gradient, view)
         with torch.no_grad():
             if targets:
                 foreach_copy_(targets, sources)
             if missing:
                 foreach_zero_(missing)
+        for entry, gradient, view in copied:
+            entry.parameter.grad = moved(gradient, view)
         return flat
 
 

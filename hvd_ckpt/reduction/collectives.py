@@ -12,7 +12,7 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
-from hvd_ckpt.reduction.optimizer import live_optimizers
+from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.unmaterialized import is_absent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression, Compressor, NoneCompressor
 from horovod.torch.mpi_ops import Adasum, Average, Sum
 
-from hvd_ckpt.reduction.accumulation import keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.accumulation import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.spans import span
@@ -136,8 +137,12 @@ class Communicator:
     def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remembers that the gradients have been reduced."""
         for parameter in parameters if self.sums_once else ():
-            if parameter.grad is not None:
-                mark_summed(parameter.grad, self.process_set)
+            mark_summed(parameter, self.process_set)
+
+    def changed_sum(self, parameter: torch.Tensor) -> None:
+        """The parameter's gradient was changed by a backward pass, or by all ranks alike."""
+        if self.sums_once and parameter.grad is not None:
+            changed_sum(parameter.grad)
 
     def keep_sum(self, parameter: torch.Tensor) -> None:
         """A backward pass may be about to add to the parameter's gradient."""
@@ -218,11 +223,34 @@ class Communicator:
         return handle
 
 
+def mean_over_ranks(value: Any, name: str, process_set: Any) -> Any:
+    """The mean over the ranks where each has a real number or a tensor with one, as such; else this rank's value. Collective."""
+    is_tensor = isinstance(value, torch.Tensor)
+    real = value.numel() == 1 and not value.is_complex() if is_tensor else isinstance(value, numbers.Real)
+    real = real and not isinstance(value, bool)
+    own = torch.tensor(
+        [float(value.detach() if is_tensor else value) if real else 0.0, not real],
+        dtype=torch.float64,
+        device=value.device if is_tensor and real else None,
+    )
+    mean, others = wait(
+        mpi_ops.allreduce_async_(own, name=name, op=Average, process_set=process_set), name
+    ).unbind()
+    if others > 0:
+        return value
+    return mean.reshape(value.shape).to(value.dtype) if is_tensor else mean.item()
+
+
 # Wire formats: what a bucket looks like while it travels.
 #
 # Horovod's ``Compression.none`` and ``Compression.fp16`` (and any class with their two static methods) apply to whole buckets.
 # On top of that every dtype that Horovod cannot reduce is given one that it can: bfloat16 travels as float32, complex numbers
 # as pairs of reals.
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elements of ``dtype`` are added: float32 for narrower floating point numbers, else their own."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 _REDUCIBLE = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
@@ -283,7 +311,9 @@ def adasum_step(
         named_parameters: all parameters, in the same order on every rank.
         local_step: the wrapped optimizer's own step on this rank's gradients.
     """
-    flags = torch.tensor([float(parameter.grad is not None) for _, parameter in named_parameters])
+    flags = torch.tensor(
+        [parameter.grad is not None for _, parameter in named_parameters], dtype=torch.float32
+    )
     used = mpi_ops.synchronize(
         mpi_ops.allreduce_async_(flags, name=f"hvd_ckpt.{identity}.adasum.flags", op=Sum)
     ).tolist()

@@ -1,4 +1,4 @@
-"""The exceptions of a step: late and unbucketed gradients, gradients modified in flight, and the resynchronization of ranks."""
+"""The exceptions of a step: control flags, late and unbucketed gradients, and the resynchronization of ranks."""
 
 from __future__ import annotations
 
@@ -53,18 +53,30 @@ class Report:
     Attributes:
         wanted: this rank asks for the resynchronization.
         error: a sentence that must be raised on every rank.
-        void: names of parameters whose bucket was sent empty, because the model was converted.
-        replaced: names of parameters whose gradient was replaced by hand while its bucket was in flight.
+        void: parameters whose bucket was sent empty, because the model was converted.
+        replaced: parameters whose gradient was replaced or dropped by hand while its bucket was in flight.
+        sent: parameters whose gradient has left with its bucket, and is not kept here.
         table: facts of all parameters.
         used: whether each parameter has a gradient.
     """
 
     wanted: bool = False
     error: str | None = None
-    void: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
+    void: list[int] = field(default_factory=list)
+    replaced: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     table: list[ParameterFacts] = field(default_factory=list)
     used: list[bool] = field(default_factory=list)
+
+
+def sent_in_buckets(assignment: BucketAssignment) -> list[int]:
+    """The parameters whose gradient has left with its bucket, and is not kept here."""
+    return [
+        entry.index
+        for bucket in assignment.buckets
+        for entry in bucket.entries
+        if bucket.launched and not bucket.void and entry.filled and entry.index not in bucket.sources
+    ]
 
 
 def check_reports(reports: Sequence[Report]) -> None:
@@ -74,26 +86,31 @@ def check_reports(reports: Sequence[Report]) -> None:
         reports: of all ranks, in rank order.
 
     Raises:
-        RuntimeError: gradients in flight were changed, or only on some ranks replaced or converted.
+        RuntimeError: gradients in flight were changed in place, or only on some ranks replaced, dropped or converted.
         ValueError: the ranks' parameters differ.
     """
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise RuntimeError(f"rank {rank}: {report.error}")
     check_parameters([report.table for report in reports])
-    _check_equal([report.void for report in reports], "was converted to another dtype or device")
-    replaced = "had its gradient replaced between backward() and synchronize()"
-    _check_equal([report.replaced for report in reports], replaced)
+    names = [facts.name for facts in reports[0].table]
+    for rank, report in enumerate(reports):
+        for index in sorted(set(report.void) ^ set(reports[0].void)):
+            here, there = (rank, 0) if index in report.void else (0, rank)
+            raise _different(names[index], "was converted to another dtype or device", here, there)
+    # A rank that has sent nothing, or still has what it sent, can join in a second reduction.
+    for there, report in enumerate(reports):
+        lost = set(report.sent).difference(report.replaced)
+        for here, other in enumerate(reports):
+            for index in sorted(lost.intersection(other.replaced)):
+                what = "had its gradient replaced or dropped between backward() and synchronize()"
+                raise _different(names[index], what, here, there)
 
 
-def _check_equal(names: Sequence[Sequence[str]], what: str) -> None:
-    for rank, own in enumerate(names):
-        different = sorted(set(own) ^ set(names[0]))
-        if different:
-            here, there = (rank, 0) if different[0] in own else (0, rank)
-            raise RuntimeError(
-                f"parameter '{different[0]}' {what} on rank {here} but not on rank {there}; do the same on every rank"
-            )
+def _different(name: str, what: str, here: int, there: int) -> RuntimeError:
+    return RuntimeError(
+        f"parameter '{name}' {what} on rank {here} but not on rank {there}; do the same on every rank, between the same passes"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,6 +148,27 @@ class UnbucketedGradients:
                 with torch.no_grad():
                     parameter.grad.add_(reduced)
 
+    def reduce_again(
+        self, again: Sequence[int], here: Set[int], used: Set[int], parts: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Reduces gradients that the buckets of this step have not reduced as they are.
+
+        Args:
+            here: those that ``grad`` holds; of others this rank brings what their bucket has kept, and the late part.
+            used: those that some rank has.
+            parts: late parts.
+        """
+        for index in again:
+            bucket, parameter = self.assignment.bucket_of[index], self.assignment.parameters[index]
+            if index not in here:
+                kept = [] if bucket is None else [bucket.sources.get(index), parts.get(index)]
+                own = [part for part in kept if part is not None]
+                parameter.grad = sum(own[1:], own[0]) if own else None
+            if index in used:
+                self.reduce(index)
+            else:
+                parameter.grad = None
+
     def reduce_sparse(self, indices: Sequence[int]) -> None:
         """Gathers sparse gradients; a missing one counts as empty."""
         for index in sorted(indices):
@@ -148,46 +186,3 @@ class UnbucketedGradients:
     def _reduced(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         self.done.append(self.assignment.names[index])
         return self.communicator.reduce_single(index, gradient)
-
-
-# Gradients that were changed by hand while they were in flight.
-#
-# One that was replaced by another tensor, or dropped, can still be reduced again, if all ranks did the same; one that was
-# changed in place cannot be distinguished from what the allreduce wrote.
-
-
-def find_changes(
-    assignment: BucketAssignment, late: Set[int], diverted: Set[int], cleared: Set[int]
-) -> tuple[list[int], str | None]:
-    """The parameters whose gradient was replaced or dropped in flight, and an error if one was changed in place.
-
-    Args:
-        late: parameters whose ``grad`` is a late part.
-        diverted: parameters whose ``grad`` was taken away, to make room for a late part.
-        cleared: parameters whose ``grad`` had been dropped or replaced by hand when a further gradient came.
-    """
-    replaced: list[int] = []
-    error = None
-    for bucket in assignment.buckets:
-        if not bucket.launched or bucket.void:
-            continue
-        if bucket.flat is not None and bucket.flat._version != bucket.version:
-            first, last = (assignment.names[entry.index] for entry in (bucket.entries[0], bucket.entries[-1]))
-            error = (
-                f"a gradient was changed in place between backward() and synchronize(), while it was being reduced "
-                f"(one of '{first}' to '{last}'); to clip, call hvd_ckpt.clip_grad_norm_ in place of torch's; for other changes "
-                f"call optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
-            )
-        for entry in bucket.entries:
-            index, gradient = entry.index, entry.parameter.grad
-            if entry.is_home() or index in late:
-                changed = index in cleared
-            elif gradient is None:
-                changed = index in cleared or (entry.filled and index not in diverted)
-            else:
-                # Else the model was converted, and its gradients moved.
-                same_kind = entry.parameter.dtype is bucket.dtype
-                changed = index in cleared or bool(entry.numel and same_kind and not entry.holds(gradient))
-            if changed:
-                replaced.append(index)
-    return replaced, error

@@ -1,22 +1,32 @@
-"""The distributed optimizer: Horovod's methods and way of use, with this library's :mod:`.reducer` in place of its hooks."""
+"""The distributed optimizer: Horovod's methods and way of use, with this library's :mod:`.reducer` in place of its hooks.
+
+A step is a cycle of :class:`Phase`::
+
+    ACCUMULATING -- synchronize() --> SYNCHRONIZED -- step() --> STEPPED -- synchronize(), step() ...
+                 -- clip_grad_norm_, GradScaler --> REDUCED -- step(), or a step that is skipped --> STEPPED
+
+Only calls that every rank makes change between reduced and not reduced, so that all ranks take the same way. What a backward pass,
+or the user's code, does to gradients on one rank is found when they are needed: where they are reduced already, the ranks ask
+each other whether any of them has new ones (:meth:`ReducedOptimizer._any_new_gradients`), so that one that was not reduced never
+reaches a step. Where nothing may be asked, since the caller says that all is reduced, such a gradient is an error.
+"""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Adasum, Average, Sum
-from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
+from horovod.torch.mpi_ops import Adasum, Sum
 
-from hvd_ckpt.reduction.accumulation import forget_sums
+from hvd_ckpt.reduction import phases
 from hvd_ckpt.reduction.agreement import allgather_objects
-from hvd_ckpt.reduction.communicator import adasum_step
+from hvd_ckpt.reduction.communicator import adasum_step, mean_over_ranks
+from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
+from hvd_ckpt.reduction.results import changed_apart
 from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.unmaterialized import copied_state
 
@@ -49,12 +59,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _op: int
     _compression: Any
     _process_set: Any
-    _synchronized: bool  # reduced since the last step()
-    _should_synchronize: bool  # False within skip_synchronize() and without_reduction()
-    _scaling_agreed: bool  # this library's GradScaler is stepping
+    _phase = Phase.ACCUMULATING
+    _step_reduces = StepReduces.YES
+    _keeps_zeros = False  # the last zero_grad() has set gradients to zero
     _wrapped_supports_amp_scaling: bool
     _notice = _noticed = False  # where there is no reducer
-    _reduced_for_caller = False  # since the last step(), which then reduces only if a gradient has come since
     backward_passes_per_step: int
     replicas: Any = None
     can_join = True  # allreduces alone, in which ranks without data may be absent
@@ -66,45 +75,59 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Reduces this step's gradients over all ranks; afterwards ``p.grad`` holds the result everywhere.
 
         ``step()`` does it too. Call it yourself to change the reduced gradients (clipping, say) before
-        ``step()`` within :meth:`skip_synchronize`. Collective.
+        ``step()`` within :meth:`skip_synchronize`. A second call reduces again only if a rank has new gradients, or other
+        ones than the others. Collective.
         """
         self._reduce()
 
     def _reduce(self) -> bool:
-        """Reduces, and returns whether there was anything to reduce on any rank."""
+        """Reduces, unless no rank has anything new since the last time; returns whether it did."""
         reducer = self._reducer if self._op != Adasum else None
         others_turn = reducer is not None and reducer.take_turn()
-        reduces = reducer is not None and (others_turn or not self._synchronized or self._gradients_since())
+        reduces = reducer is not None and (
+            others_turn or not self._phase.is_reduced or self._any_new_gradients(reducer)
+        )
         if reducer is not None and reduces:
             reducer.synchronize()
         else:
             self._take_note()
-        self._synchronized = True
+        self._phase = Phase.SYNCHRONIZED
         return reduces
 
     def _take_note(self) -> None:
         """Passes the notice on where there is no reducer."""
-        if self._reducer is None and not self._synchronized:
+        if self._reducer is None and (self._notice or not self._phase.is_reduced):
             self._noticed, self._notice = self._notice, False
 
-    def _gradients_since(self) -> bool:
-        """Whether any rank has had new gradients since the last synchronization: a second one need not reduce again."""
-        assert self._reducer is not None
-        flag = torch.tensor([float(self._reducer.active)])
-        name = f"hvd_ckpt.{self._identity}.again"
-        handle = mpi_ops.allreduce_async_(flag, name=name, op=Sum, process_set=self._process_set)
-        return bool(mpi_ops.synchronize(handle).item() > 0)
+    def _any_new_gradients(self, reducer: Reducer) -> bool:
+        """Whether any rank has new gradients since the last synchronization, other ones than others, or a notice. Collective."""
+        new = None if reducer.notice else reducer.changes()
+        return changed_apart(new, f"hvd_ckpt.{self._identity}.again", self._process_set)
+
+    @property
+    def _has_unreduced(self) -> bool:
+        return self._reducer is not None and not self.reduces_updates and self._reducer.unreduced
+
+    def check_reduced(self) -> None:
+        """Raises RuntimeError where a step that does not reduce would use a gradient which was not reduced."""
+        if self._has_unreduced:
+            raise RuntimeError(phases.UNREDUCED)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce, because ``synchronize()`` already has."""
         if self._op == Adasum and self._reducer is not None:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-        self._should_synchronize = False
+        with self._stepping(StepReduces.NOT_IN_SKIP):
+            yield
+
+    @contextmanager
+    def _stepping(self, reduces: StepReduces) -> Iterator[None]:
+        before, self._step_reduces = self._step_reduces, reduces
         try:
             yield
         finally:
-            self._should_synchronize = True
+            self._step_reduces = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accepted for compatibility: the number of passes is learned, so nothing depends on this."""
@@ -118,29 +141,38 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Reduces the gradients, unless that is done, and takes a step of the wrapped optimizer.
 
         Args:
-            closure: computes the loss and its gradients. Each call of it is followed by a reduction and its loss is averaged
-                over the ranks, so an optimizer that calls it often (LBFGS) does so equally often everywhere.
+            closure: computes the loss and its gradients. Each call of it is followed by a reduction. Gradients that there are
+                before (SAM takes its first step on them) are reduced, too. If the closure returns a real number or a tensor with
+                one, on every rank, it is averaged over the ranks, so an optimizer that calls it often (LBFGS) does so equally
+                often everywhere; anything else is handed on as it is.
+
+        Raises:
+            RuntimeError: within :meth:`skip_synchronize`, a backward pass has added to gradients since ``synchronize()``.
         """
         reducer = self._reducer
         if reducer is None:
             self._take_note()
-            self._synchronized = False
+            self._phase = Phase.STEPPED
             return self._local_step(closure, *args, **kwargs)
         if self._op == Adasum:
             return self._adasum_step(reducer, closure)
         if closure is not None:
+            if self._step_reduces is StepReduces.YES and (
+                self._phase.is_reduced or reducer.shares_parameters or self._any_new_gradients(reducer)
+            ):
+                self.synchronize()
             closure = self._reduced_closure(closure)
-        elif self._should_synchronize:
-            if self._synchronized and not self._reduced_for_caller:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
-                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=2,
-                )
+        elif self._step_reduces is StepReduces.YES:
+            by_user, reduced_before = self._phase is Phase.SYNCHRONIZED, reducer.stats.steps
             self.synchronize()
-        self._synchronized = self._reduced_for_caller = False
-        return self._local_step(closure, *args, **kwargs)
+            if by_user and reducer.stats.steps == reduced_before:
+                warnings.warn(phases.REDUCED_BEFORE, stacklevel=2)
+        else:
+            self.check_reduced()
+        self._phase = Phase.STEPPED
+        result = self._local_step(closure, *args, **kwargs)
+        reducer.note_changes()
+        return result
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if closure is None and not args and not kwargs:
@@ -149,20 +181,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _reduced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
-            self._synchronized = False
-            loss = closure()
-            if self._should_synchronize and not self._synchronized:
+            result = closure()
+            if self._step_reduces is StepReduces.YES:
                 self.synchronize()
-            self._synchronized = False
-            if loss is None:
-                return None
-            mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1)
-            mean = mpi_ops.synchronize(
-                mpi_ops.allreduce_async_(
-                    mean, name=f"hvd_ckpt.{self._identity}.loss", op=Average, process_set=self._process_set
-                )
-            )
-            return mean.reshape(()).to(loss.dtype) if isinstance(loss, torch.Tensor) else mean.item()
+            else:
+                self.check_reduced()
+            self._phase = Phase.STEPPED
+            return mean_over_ranks(result, f"hvd_ckpt.{self._identity}.loss", self._process_set)
 
         return reduced
 
@@ -180,42 +205,57 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._compression,
         )
         reducer.forget_step()
+        self._phase = Phase.STEPPED
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters.
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients of all parameters, as the wrapped optimizer's ``zero_grad`` does with these arguments.
 
         Raises:
             AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
         """
+        self._check_clearable()
         if self._reducer is not None:
-            if self._reducer.active and self._op != Adasum:
-                raise AssertionError(
-                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
-                )
             self._reducer.hook_parameters()
-        self._synchronized = False
-        self._wrapped_class.zero_grad(self, set_to_none)
-        if self._op == Sum and not set_to_none:
-            forget_sums(self.param_groups)
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        used = next((parameter for parameter in parameters if parameter.grad is not None), None)
+        self._wrapped_class.zero_grad(self, *args, **kwargs)
+        if used is not None:
+            self._keeps_zeros = used.grad is not None
+        if self._reducer is not None and not self._phase.is_reduced:
+            self._reducer.note_changes()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this optimizer, of the bare wrapped one, or of stock Horovod's around it. To be called on every rank.
+    def _check_clearable(self) -> None:
+        if self._reducer is None:
+            return
+        if self._phase is Phase.LOADED:
+            self._drop_in_flight()
+            self._phase = Phase.ACCUMULATING
+        elif self._reducer.active and self._op != Adasum:
+            raise AssertionError(phases.CLEARED_UNREDUCED)
 
-        Begins a step anew: all gradients are dropped, as some of them may be on their way already.
+    def _drop_in_flight(self) -> None:
+        """Puts zeros in place of gradients that may be on their way, so that they can be cleared, on some ranks only, too."""
+        for parameter in self._parameter_names:
+            if parameter.grad is not None and self._reducer is not None and self._reducer.active:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a state of this optimizer, of the bare wrapped one, or of stock Horovod's around it.
+
+        Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
         """
-        self._wrapped_class.load_state_dict(self, state_dict)
+        result: Any = self._wrapped_class.load_state_dict(self, *args, **kwargs)
         self._begin_anew()
+        return result
 
     def _begin_anew(self) -> None:
-        """Drops all gradients, with a step that has begun. To be called on every rank."""
-        if self._reducer is not None:
-            self._reducer.abandon()
-        self._drop_gradients()
+        """A state was loaded. Where it was on some ranks only, they all still take the same way."""
+        if not self._phase.is_reduced:
+            self._phase = Phase.LOADED
 
     def _drop_gradients(self) -> None:
-        self._synchronized, self._should_synchronize, self._reduced_for_caller = False, True, False
+        self._phase, self._step_reduces = Phase.ACCUMULATING, StepReduces.YES
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -293,17 +333,30 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
         Kept apart from :meth:`state_dict`, which is the wrapped optimizer's own and so loads everywhere.
         """
-        return self._reducer.state_dict() if self._reducer is not None else {}
+        state = self._reducer.state_dict() if self._reducer is not None else {}
+        if self._keeps_zeros and self.shard_stage < 2:
+            state["zeros"] = [
+                name for parameter, name in self._parameter_names.items() if parameter.grad is not None
+            ]
+        return state
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a state saved by this rank, so that training resumes bit for bit; drops all gradients. On every rank.
 
+        Where ``zero_grad(set_to_none=False)`` was in use, gradients are zeros then, else None.
+
         Raises:
             ValueError: the state does not belong to this model.
         """
-        if self._reducer is not None and state:
-            self._reducer.load_state_dict(state)
+        zeros = set(state.get("zeros", ()))
+        learned = {name: value for name, value in state.items() if name != "zeros"}
+        if self._reducer is not None and learned:
+            self._reducer.load_state_dict(learned)
             self._drop_gradients()
+        for parameter, name in self._parameter_names.items():
+            if name in zeros and self.shard_stage < 2:
+                parameter.grad = torch.zeros_like(parameter)
+        self._keeps_zeros = bool(zeros)
 
     @property
     def reduces_updates(self) -> bool:
@@ -317,41 +370,48 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @contextmanager
     def unscaling(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: the parameters, as ever."""
-        yield
+        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: the parameters, as ever.
 
-    def reduce_once(self) -> None:
-        """Like :meth:`synchronize`, but does nothing if this step's gradients are reduced already."""
-        if not self._synchronized:
-            self.synchronize()
+        All ranks divide them alike.
+        """
+        yield
+        self.note_changes()
 
     def reduce_for_caller(self) -> None:
-        """Reduces this step's gradients for a caller that changes them before a plain ``step()``.
+        """Reduces this step's gradients for a caller that changes them before a plain ``step()``, or within this library.
 
-        Where they are reduced already, one small allreduce asks whether any rank has had new gradients since.
+        Where they are reduced already, one small allreduce asks whether any rank has had new gradients since; not within
+        :meth:`skip_synchronize`, where a gradient of a backward pass since then is an error.
         """
-        if not self.reduces_updates:
+        if self._phase.is_reduced and self._step_reduces is not StepReduces.YES:
+            self.check_reduced()
+        elif not self.reduces_updates:
             self.synchronize()
-            self._reduced_for_caller = True
+            self._phase = Phase.REDUCED
+
+    def note_changes(self) -> None:
+        """All ranks have changed their reduced gradients alike, so that they need not be reduced again."""
+        if self._reducer is not None:
+            self._reducer.note_changes()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
-        should_synchronize = self._should_synchronize
-        self._should_synchronize, self._scaling_agreed = False, True
         try:
-            yield
+            with self._stepping(StepReduces.NOT_FOR_SCALER):
+                yield
         finally:
-            self._should_synchronize, self._scaling_agreed = should_synchronize, False
-            self._synchronized = False
+            self._phase = Phase.STEPPED
             if self.reduces_updates and self._reducer is not None:
                 self._reducer.forget_step()
 
     def give_way(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: none stays on its way. Collective."""
         if self._reducer is not None:
+            if self._op == Sum and not self._any_new_gradients(self._reducer):
+                self._reducer.note_changes()  # these are sums still
             self._reducer.settle()
-        self._synchronized = False
+        self._phase = Phase.ACCUMULATING
 
     def agree_on_naming(self) -> None:
         """Gives this optimizer's tensors names that are the same on every rank and new. Collective."""
@@ -380,12 +440,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _get_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step() asks for this before it looks at the gradients, on every rank: the one place to
         # stop a scaler that would decide on gradients which are not reduced yet, and so differently on each rank.
-        if self._reducer is not None and not self._synchronized and not self._scaling_agreed:
-            raise RuntimeError(
-                "torch.amp.GradScaler.step(optimizer) was called before optimizer.synchronize(): each rank would skip or take "
-                "the step by its own gradients; use hvd_ckpt.GradScaler, or call optimizer.synchronize() and "
-                "scaler.unscale_(optimizer) first, then scaler.step(optimizer) within optimizer.skip_synchronize()"
-            )
+        reduced = self._reducer is None or (self._phase.is_reduced and not self._has_unreduced)
+        if not reduced and self._step_reduces is not StepReduces.NOT_FOR_SCALER:
+            raise RuntimeError(phases.SCALED_UNREDUCED)
         return self._wrapped_supports_amp_scaling
 
     def _set_supports_amp_scaling(self, value: bool) -> None:
@@ -395,43 +452,3 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     # The wrapped class's step() runs the step hooks already; torch must not add them here.
     step.hooked = True  # type: ignore[attr-defined]
-
-
-_live: list[weakref.ref[ReducedOptimizer]] = []
-
-
-def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer]) -> Any:
-    """An optimizer with everything of the given one, of a class that is its class with the methods of ``methods_of``."""
-    wrapped = type(optimizer)
-    methods: dict[str, Any] = {}
-    for base in reversed(methods_of.__mro__[: methods_of.__mro__.index(torch.optim.Optimizer)]):
-        methods.update(vars(base))
-    for name in ("__dict__", "__weakref__", "__annotations__"):
-        methods.pop(name, None)
-    # Horovod's own functions know its optimizers by their module.
-    methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
-    new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
-    # ``step`` is an instance attribute where a learning rate scheduler has patched it.
-    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    supports_scaling = attributes.pop(
-        "_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False)
-    )
-    vars(new).update(attributes)
-    new._wrapped_class = wrapped
-    new._wrapped_supports_amp_scaling = supports_scaling
-    new._synchronized, new._should_synchronize, new._scaling_agreed = False, True, False
-    new._reducer = None
-    return new
-
-
-def register(optimizer: ReducedOptimizer) -> None:
-    """Hooks the parameters' gradients (``Reducer.begin``) and adds the optimizer to :func:`live_optimizers`."""
-    _live.append(weakref.ref(optimizer))
-    if optimizer._reducer is not None:
-        optimizer._reducer.begin(optimizer)
-
-
-def live_optimizers() -> list[ReducedOptimizer]:
-    """Those of this process that are in use, the oldest first."""
-    _live[:] = [reference for reference in _live if reference() is not None]
-    return [optimizer for reference in _live if (optimizer := reference()) is not None]

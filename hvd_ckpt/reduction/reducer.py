@@ -20,6 +20,7 @@ called ``join()`` can be absent.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,9 @@ from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
 from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
-from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, find_changes
+from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
+from hvd_ckpt.reduction.modified import ModifiedGradients
+from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.spans import span
 
@@ -72,10 +75,8 @@ class Reducer(OwningReducer):
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
         self._shared: set[int] = set()  # parameters that optimizers take turns with
-        self._late: set[int] = set()  # a gradient has come after their bucket had left
-        self._diverted: set[int] = set()  # their gradient in flight has made room for a late one
-        self._cleared: set[int] = set()  # gradients that were dropped or replaced by hand while in flight
-        self._late_parts: dict[int, torch.Tensor] = {}
+        self._modified = ModifiedGradients()
+        self._left = Results(assignment)
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0  # position of the bucket that leaves next
         self._step = StepStats()
@@ -98,53 +99,46 @@ class Reducer(OwningReducer):
     def before_accumulation(self, index: int) -> None:
         """Keeps a late gradient out of the buffer in flight: it goes to a fresh tensor. Keeps what is summed already, too."""
         self._communicator.keep_sum(self.assignment.parameters[index])
-        bucket = self.assignment.bucket_of[index]
-        if bucket is None or not bucket.launched or index in self._diverted or index in self._cleared:
-            return
-        with self._lock:
-            entry, parameter = self.assignment.entry_of[index], self.assignment.parameters[index]
-            assert entry is not None
-            if entry.filled and (parameter.grad is None or not entry.holds(parameter.grad)):
-                self._cleared.add(index)
-            else:
-                self._diverted.add(index)
-                parameter.grad = None
+        bucket, entry = self.assignment.bucket_of[index], self.assignment.entry_of[index]
+        if bucket is not None and entry is not None and bucket.launched:
+            with self._lock:
+                self._modified.before_late(bucket, entry, self.assignment.names[index])
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become final."""
         with self._lock:
             self.active = True
             arrived = self._counts.count(index)
+            self._communicator.changed_sum(self.assignment.parameters[index])
             bucket, entry = self.assignment.bucket_of[index], self.assignment.entry_of[index]
             if bucket is None or entry is None:
                 return
             if bucket.launched:
-                if index not in self._cleared:
-                    self._late.add(index)
-            elif arrived == self._counts.expected[index]:
+                self._modified.after_late(bucket, entry)
+                return
+            expected = self._counts.expected[index]
+            if arrived > 1 and (arrived > expected or self._modified.has_lost_parts(entry)):
+                bucket.keeps_sources = True  # other ranks may have sent what is dropped here
+            if arrived == expected:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._complete(bucket)
             elif arrived == 1:
                 # More parts are to come: accumulate them in the bucket rather than beside it.
-                bucket.adopt(entry)
+                self._modified.adopt(bucket, entry)
 
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of the bucket have arrived: launch what can leave, and keep it in its storage if it cannot."""
         buckets = self.assignment.buckets
         may_leave = self._counts.learned and self._communicator.linear
         while may_leave and self._next < len(buckets) - 1 and buckets[self._next].waiting == 0:
-            if buckets[self._next].has_graph():
+            if not buckets[self._next].may_leave(self._counts.arrived):
                 break
             self._launch()
             self._step.launches_in_backward += 1
-        # The last one is small, and is filled when it leaves.
-        if (
-            not bucket.launched
-            and bucket is not buckets[-1]
-            and bucket.fits_parameters()
-            and not bucket.has_graph()
-        ):
+        if bucket.launched or bucket is buckets[-1]:  # which is small, and is filled when it leaves
+            return
+        if bucket.fits_parameters() and bucket.may_leave(self._counts.arrived) and not bucket.keeps_sources:
             bucket.gather()
 
     def _watch_sums(self) -> None:
@@ -166,8 +160,22 @@ class Reducer(OwningReducer):
 
     def settle(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
-        if self._sum(torch.tensor([float(bool(self._in_flight))]), "settle")[0] > 0:
+        begun = torch.tensor([bool(self._in_flight)], dtype=torch.float32)
+        if self._sum(begun, "settle")[0] > 0:
             self.synchronize()
+
+    # ---------------------------------------------------------------------------------- changes since the last synchronization
+
+    def has_accumulated(self, parameter: torch.Tensor) -> bool:
+        return self._counts.has_arrived(self._number_of[id(parameter)])
+
+    def changes(self) -> list[Change] | None:
+        return None if self.active else self._left.changes()
+
+    def note_changes(self) -> None:
+        self._left.note_changes()
+        for parameter in self.assignment.parameters if self._communicator.sums_once else ():
+            self._communicator.changed_sum(parameter)
 
     # ---------------------------------------------------------------------------------- synchronization
 
@@ -188,21 +196,29 @@ class Reducer(OwningReducer):
     def _synchronize(self) -> None:
         assignment = self.assignment
         self.hook_parameters()
-        replaced, self._report.error = find_changes(assignment, self._late, self._diverted, self._cleared)
-        self._report.wanted |= self._report.error is not None
-        self._report.wanted |= bool(replaced) or len(assignment.parameters) != self._known
+        replaced = self._modified.find_replaced(assignment)
+        error = self._report.error = self._modified.error
+        self._report.wanted |= bool(replaced or error) or len(assignment.parameters) != self._known
         flags = ControlFlags.of(self._reduce_buckets())
 
         self.noticed, self.notice = flags.notice > 0, False
         used = [index for index, ranks in enumerate(flags.used) if ranks > 0]
         late = [index for index, ranks in enumerate(flags.late) if ranks > 0]
-        self._assign_gradients(set(used), keep=set(replaced))
-        self._unbucketed.add_late_parts(late, self._late_parts)
+        again: set[int] = set()
+        if flags.resynchronize > 0:
+            used, again = self._resynchronize(replaced)
+        parts = {index: part.detach() for index, (part, _) in self._modified.late.items()}
+        self._assign_gradients(set(used), keep=again)
+        self._unbucketed.add_late_parts([index for index in late if index not in again], parts)
         self._unbucketed.reduce_sparse([index for index in used if index in assignment.sparse])
         if flags.resynchronize > 0:
-            used = self._resynchronize(replaced)
-        self._assign_buckets([index for index in used if not assignment.has(index)])
+            self._unbucketed.reduce_again(sorted(again), {*replaced, *self._report.void}, set(used), parts)
+            self._make_buckets()
+        fresh = [index for index in used if not assignment.has(index)]
+        self._assign_buckets(fresh)
         self._communicator.remember_sums(assignment.parameters[index] for index in used)
+        unusual = late or fresh or assignment.sparse or assignment.densified or flags.resynchronize > 0
+        self._left.note(used, not unusual and self._keep_buckets and not self._communicator.sums_once)
         self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)
 
@@ -210,6 +226,9 @@ class Reducer(OwningReducer):
         """Launches the buckets that have not left yet, waits for all, and returns the summed control flags."""
         buckets = self.assignment.buckets
         while self._next < len(buckets) - 1:
+            bucket = buckets[self._next]
+            if self._counts.learned and self._communicator.linear and self._shared.isdisjoint(bucket.indices):
+                bucket.keeps_sources = True  # other ranks may have sent it in the backward pass
             self._launch()
         riding = bool(buckets) and buckets[-1].flags > 0
         if buckets:
@@ -224,9 +243,9 @@ class Reducer(OwningReducer):
         """This rank's flags."""
         used = [float(parameter.grad is not None) for parameter in self.assignment.parameters[: self._known]]
         late = [0.0] * self._known
-        for index in self._diverted:  # their gradients are in flight, but hidden from ``grad``
+        for index in self._modified.diverted:  # their gradients are in flight, but hidden from ``grad``
             used[index] = 1.0
-        for index in self._late:
+        for index in self._modified.late:
             late[index] = 1.0
         return ControlFlags(used, late, float(self._report.wanted), float(self.notice))
 
@@ -235,10 +254,10 @@ class Reducer(OwningReducer):
         bucket = self.assignment.buckets[self._next]
         bucket.void = not bucket.fits_parameters()
         if bucket.void:
-            # The model has been converted since. The other ranks (which should find the same) still expect this
-            # bucket; its true gradients are reduced after the resynchronization that this asks for.
+            # The model has been converted since. The other ranks (which should find the same) still expect this bucket; its
+            # true gradients are reduced after the resynchronization that this asks for.
             self._report.wanted = True
-            self._report.void.extend(self.assignment.names[entry.index] for entry in bucket.entries)
+            self._report.void.extend(bucket.indices)
             flat = torch.zeros(bucket.numel + bucket.flags, dtype=bucket.dtype, device=bucket.device)
         else:
             for entry in bucket.entries if self._communicator.sums_once else ():
@@ -268,20 +287,16 @@ class Reducer(OwningReducer):
 
     @torch.no_grad()
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
-        """Sets each ``grad`` to what has arrived in its bucket, except those to ``keep``; puts late parts aside."""
-        usual = not (self._late or keep or self.assignment.densified)
+        """Sets each ``grad`` to what has arrived in its bucket, except those to ``keep``."""
+        usual = not (self._modified.late or keep or self.assignment.densified)
         for bucket in self.assignment.buckets:
             if bucket.void:
                 continue
             for entry in bucket.entries:
                 index, parameter = entry.index, entry.parameter
-                if usual and index in used and entry.is_home():
+                if index in keep or (usual and index in used and entry.is_home()):
                     continue
                 gradient = parameter.grad
-                if index in self._late and gradient is not None:
-                    self._late_parts[index] = gradient.detach()
-                if index in keep:
-                    continue
                 if index not in used:
                     parameter.grad = None
                 elif index in self.assignment.densified:
@@ -332,28 +347,28 @@ class Reducer(OwningReducer):
         if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
             self.assignment.buckets[-1].flags = 2 * self._known + 2
 
-    def _resynchronize(self, replaced: Sequence[int]) -> list[int]:
-        """All ranks compare what has changed, and raise or continue together; returns the parameters in use."""
+    def _resynchronize(self, replaced: Sequence[int]) -> tuple[list[int], set[int]]:
+        """All ranks compare what has changed, and raise or continue together.
+
+        Returns:
+            the parameters in use, and those whose true gradients this step's buckets have not reduced
+        """
         names, parameters, report = self.assignment.names, self.assignment.parameters, self._report
         report.table = [
             dataclasses.replace(ParameterFacts.of(*pair), requires_grad=True)  # ranks may freeze differently
             for pair in zip(names, parameters)
         ]
-        report.replaced = [names[index] for index in replaced]
-        report.used = [parameter.grad is not None for parameter in parameters]
+        report.replaced = list(replaced)
+        report.used = [
+            parameter.grad is not None or index in self._modified.diverted
+            for index, parameter in enumerate(parameters)
+        ]
+        report.sent = sent_in_buckets(self.assignment)
         reports = self._communicator.gather(report, "resynchronization")
         check_reports(reports)
         self._known = len(parameters)
-        used = [any(flags) for flags in zip(*(one.used for one in reports))]
-        for index in range(len(names)):  # true gradients that this step's buckets have not reduced
-            if names[index] not in (*report.void, *report.replaced):
-                continue
-            if used[index]:
-                self._unbucketed.reduce(index)
-            else:
-                parameters[index].grad = None
-        self._make_buckets()
-        return [index for index, flag in enumerate(used) if flag]
+        used = [index for index, flags in enumerate(zip(*(one.used for one in reports))) if any(flags)]
+        return used, {*report.void, *itertools.chain.from_iterable(one.replaced for one in reports)}
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -363,10 +378,7 @@ class Reducer(OwningReducer):
             self.stats.close_step(self._step)
         self._step = StepStats()
         self._report = Report()
-        self._late.clear()
-        self._diverted.clear()
-        self._cleared.clear()
-        self._late_parts.clear()
+        self._modified.clear()
         self._in_flight.clear()
         self._watched.clear()
         self._watch_sums()
@@ -374,6 +386,8 @@ class Reducer(OwningReducer):
         self.active = False
         for bucket in self.assignment.buckets:
             bucket.launched = bucket.void = False
+            bucket.keeps_sources = False
+            bucket.sources.clear()
         self._prepare_buckets()
 
     def _prepare_buckets(self) -> None:
@@ -396,6 +410,7 @@ class Reducer(OwningReducer):
             bucket.free()
         for parameter in self.assignment.parameters:
             parameter.grad = None
+        self._left.clear()
         self._generation += 1
         self.rename(self._identity, self._generation)
         self._end_step(learn=False)

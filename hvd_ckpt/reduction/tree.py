@@ -22,7 +22,7 @@ from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
-from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, wait
+from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, sum_dtype, wait
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer
 
@@ -141,11 +141,6 @@ def add_rows(rows: torch.Tensor) -> torch.Tensor:
     while len(rows) > 1:
         rows = rows[0::2].add_(rows[1::2])
     return rows[0]
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of a type are added."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 @dataclass(frozen=True)

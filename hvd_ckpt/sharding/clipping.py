@@ -44,7 +44,10 @@ def clip_grad_norm_(
         optimizer.reduce_for_caller()
     split = split_gradients(owners, chosen)
     if split is None:
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+        norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+        for optimizer in owners:
+            optimizer.note_changes()
+        return norm
     as_whole = owners[0].replicas is not None  # which promise torch's bits
     total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type)) or 0.0
     result = torch.as_tensor(total, dtype=norm_dtype(split.dtypes))
@@ -138,7 +141,7 @@ class SplitGradients:
         if math.isinf(order):
             sign = math.copysign(1.0, order)
             gradients = [_gradient(piece).abs() for piece in self.pieces]
-            values = torch.cat(gradients) if gradients else torch.empty(0)
+            values = torch.cat(gradients) if gradients else torch.empty(0, dtype=torch.float32)
             known = values[~values.isnan()]
             greatest = (sign * known).max().item() if known.numel() else -math.inf
             found = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
@@ -158,7 +161,7 @@ class SplitGradients:
         They are gathered, one group at a time.
         """
         if not self._in_order:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, dtype=torch.float32)
         layout, weights = self._sharding.layout, self._sharding.store.shards
         shards: dict[int, torch.Tensor] = {}
         for position in {layout.group_of[index].position for index in self._used}:

@@ -154,7 +154,7 @@ def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer
             f"optimizer must be the name of a class of torch.optim, a class, or an optimizer, not {optimizer!r}"
         )
     try:
-        return kind([nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
+        return kind([nn.Parameter(torch.zeros(1, dtype=torch.float32))])  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"optimizer {kind.__name__} cannot be made with its default options ({error}): pass an instance"

@@ -16,6 +16,7 @@ import torch
 
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.process_sets import ranks_of, release
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
@@ -137,23 +138,22 @@ class ShardedOptimizer(ReducedOptimizer):
         if isinstance(self._reducer, ShardReducer):
             self._reducer.set_passes(passes)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of parameters and pieces.
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients of parameters and pieces, those as the wrapped optimizer's ``zero_grad`` does with these arguments.
 
         Raises:
             AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
         """
-        for piece in self.pieces:
-            piece.parameter.grad = None
-        ReducedOptimizer.zero_grad(self, set_to_none)
+        self._check_clearable()
         self._consume()
-        for parameter in itertools.chain.from_iterable(self._sharding.groups):
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad = parameter.grad.detach().zero_()
+        with self._whole_groups():
+            ReducedOptimizer.zero_grad(self, *args, **kwargs)
+
+    def _drop_in_flight(self) -> None:
+        if self._sharding.stage > 1:
+            self._reducer.abandon()  # every rank has loaded its part
+        else:
+            ReducedOptimizer._drop_in_flight(self)
 
     def _consume(self) -> None:
         self._sharding.drop_gradients()
@@ -178,7 +178,14 @@ class ShardedOptimizer(ReducedOptimizer):
         """Within it ``param_groups`` hold what carries the gradients that a scaler divides: at stage 1 the whole parameters."""
         if self._sharding.stage > 1:
             yield
-            return
+        else:
+            with self._whole_groups():
+                yield
+        self.note_changes()
+
+    @contextlib.contextmanager
+    def _whole_groups(self) -> Iterator[None]:
+        """Within it ``param_groups`` hold the whole parameters."""
         pieces = [group["params"] for group in self.param_groups]
         try:
             for group, whole in zip(self.param_groups, self._sharding.groups):
@@ -202,13 +209,12 @@ class ShardedOptimizer(ReducedOptimizer):
                 with self._room():  # before any rank has changed a weight
                     offload.reserve(self)
             except OffloadError:
-                self._synchronized = True  # the gradients are reduced: the step can be taken again
+                self._phase = Phase.SYNCHRONIZED  # the gradients are reduced: the step can be taken again
                 raise
         sharding.store.sync_from_model()
         sharding.masters.follow(sharding.store.shards)
-        if closure is None:
-            sharding.take_gradients()
-        else:
+        sharding.take_gradients()
+        if closure is not None:
             closure = self._then_take(closure)
         try:
             if offload is None:
@@ -310,7 +316,7 @@ class ShardedOptimizer(ReducedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded. Collective.
 
-        Begins a step anew: all gradients are dropped, as some of them may be on their way already.
+        Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
 
         Raises:
             ValueError: it is the part of another rank or layout, or does not fit; on every rank.
@@ -384,7 +390,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _get_supports_amp_scaling(self) -> bool:
         # Gradients are unscaled before the step, where all ranks can be told of an overflow.
-        if not self._scaling_agreed:
+        if self._step_reduces is not StepReduces.NOT_FOR_SCALER:
             raise RuntimeError(
                 "torch.amp.GradScaler.step(optimizer) was called with a sharded optimizer: each rank would skip or take the step "
                 "by the gradients of its own shard; use hvd_ckpt.GradScaler"

@@ -60,7 +60,7 @@ class ShardedParameters:
             UnitParameters(layout, groups, exchange, format, title, offload, deferred)
             for (_, groups), title in zip(units, _titles(model, units))
         ]
-        self.shards: list[torch.Tensor] = [torch.empty(0)] * len(layout.groups)
+        self.shards: list[torch.Tensor] = [torch.empty(0, dtype=torch.float32)] * len(layout.groups)
         for (_, groups), parameters in zip(units, own):
             for group, shard in zip(groups, parameters.shards):
                 self.shards[group.position] = shard

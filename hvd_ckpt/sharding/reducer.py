@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction.accumulation import OwningReducer, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
@@ -181,8 +181,24 @@ class ShardReducer(OwningReducer):
                 parameter = self._layout.parameters[index]
                 parameter.grad = gradient.to(parameter.dtype)
                 if self._sums_once:
-                    mark_summed(parameter.grad, self._exchange.process_set)
+                    mark_summed(parameter, self._exchange.process_set)
         self.consume()
+
+    # ---------------------------------------------------------------------------------- changes since the last synchronization
+
+    def has_accumulated(self, parameter: torch.Tensor) -> bool:
+        return self._schedule.has_arrived(self._number_of[id(parameter)])
+
+    def changes(self) -> list[Any] | None:
+        """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""
+        parameters = enumerate(self._layout.parameters)
+        unchanged = not self.active and not any(
+            has_values(one.grad) or self._sent.done_by_hand(index) for index, one in parameters
+        )
+        return [] if unchanged else None
+
+    def note_changes(self) -> None:
+        """Nothing is to be noted of gradients that are in shards."""
 
     # ---------------------------------------------------------------------------------- the backward pass
 
@@ -197,6 +213,9 @@ class ShardReducer(OwningReducer):
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
+            gradient = self._layout.parameters[index].grad
+            if self._sums_once and gradient is not None:
+                changed_sum(gradient)
             self._in_flight.poll()
             if not self._schedule.count(index):
                 return

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
-from hvd_ckpt.reduction.communicator import GRADIENTS, Work
-from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows, sum_dtype
+from hvd_ckpt.reduction.communicator import GRADIENTS, Work, sum_dtype
+from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.gradients import SentGradients
@@ -150,11 +150,9 @@ class ShardReplicaReducer(ReplicaReducer):
                 continue
             self._shards[group_of[bucket.indices[0]].position] = result
             for entry in bucket.entries:
-                index, gradient = entry.index, entry.parameter.grad
+                index = entry.index
                 if entry.filled and entry.view is not None:
                     self._last[index] = entry.view
-                if index in self._late and gradient is not None:
-                    self._late_parts[index] = gradient.detach()
                 if index not in keep:
                     entry.parameter.grad = None
             bucket.free()

@@ -113,6 +113,10 @@ class Schedule:
         """A gradient has arrived in this step."""
         return any(self._counts.arrived)
 
+    def has_arrived(self, index: int) -> bool:
+        """A gradient of the parameter has arrived in this step."""
+        return self._counts.has_arrived(index)
+
     @property
     def due(self) -> int:
         """Rounds that this rank has gradients for: backward passes so far over the passes of a round, rounded up.

@@ -330,14 +330,14 @@ class Trainer:
         if current().on_any_stage(self._reports.has(wrong)):
             self.optimizer.notify()
         with span("wait", "reduce gradients"):
-            self.optimizer.reduce_once()
+            self.optimizer.reduce_for_caller()
         skipped = self.optimizer.notified and self._reports.handle(wrong, self.progress.step + 1)
         self._passes.finish(parts, skipped)
         if skipped:
-            accumulated = [Accumulated(torch.zeros(()), 0.0) for _ in parts]
+            accumulated = [Accumulated(torch.zeros((), dtype=torch.float32), 0.0) for _ in parts]
             if not config.is_local:
                 return accumulated
-        with span("update"):
+        with span("update"), self.optimizer.skip_synchronize():
             if config.clip is not None and not skipped and not self._passes.idle:
                 self._passes.clip(config.clip)
             self.snapshots.before_update()

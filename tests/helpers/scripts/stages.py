@@ -215,7 +215,7 @@ def train(make_model: Made, make_batch: Callable[[int], Batch], arguments: dict[
                 lambda part: loss_of(model(*part.inputs, **part.shared), part.targets),
                 batch, 4, weight=weight, across_ranks=True,
             )  # fmt: skip
-            optimizer.reduce_once()
+            optimizer.reduce_for_caller()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             with optimizer.without_reduction():
                 optimizer.step()
@@ -395,7 +395,7 @@ def sharded_in_stages() -> None:
     data = batches(tokens)
     torch.manual_seed(100 + hc.rank())
     hc.accumulate(lambda part: loss_of(whole(*part.inputs), part.targets), data[0], 4, weight=weight)
-    whole_optimizer.reduce_once()
+    whole_optimizer.reduce_for_caller()
     expected = [nn.utils.get_total_norm([one.grad for one in whole.parameters()], order) for order in ORDERS]
     for shard in ("none", "optimizer", "gradients", "parameters"):
         torch.manual_seed(3)

@@ -1,0 +1,63 @@
+"""Making of a distributed optimizer out of the one to wrap, and the list of those in use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.torch.optimizer import DistributedOptimizer as HorovodOptimizer
+
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+
+_live: list[weakref.ref[ReducedOptimizer]] = []
+
+
+def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer]) -> Any:
+    """An optimizer with everything of the given one, of a class that is its class with the methods of ``methods_of``."""
+    wrapped = type(optimizer)
+    methods: dict[str, Any] = {}
+    for base in reversed(methods_of.__mro__[: methods_of.__mro__.index(torch.optim.Optimizer)]):
+        methods.update(vars(base))
+    for name in ("__dict__", "__weakref__", "__annotations__"):
+        methods.pop(name, None)
+    # Horovod's own functions know its optimizers by their module.
+    methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
+    new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
+    # ``step`` is an instance attribute where a learning rate scheduler has patched it.
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    supports_scaling = attributes.pop(
+        "_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False)
+    )
+    vars(new).update(attributes)
+    new._wrapped_class = wrapped
+    new._wrapped_supports_amp_scaling = supports_scaling
+    new._reducer = None
+    if "step" in vars(optimizer):
+        new.register_step_post_hook(_tell_schedulers(weakref.ref(optimizer)))
+    return new
+
+
+def _tell_schedulers(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., None]:
+    """A hook that tells learning rate schedulers of the bare optimizer, which warn where it has not been stepped, of a step."""
+
+    def stepped(*_: Any) -> None:
+        bare = reference()
+        if bare is not None:
+            bare._opt_called = True  # type: ignore[attr-defined]
+
+    return stepped
+
+
+def register(optimizer: ReducedOptimizer) -> None:
+    """Hooks the parameters' gradients (``Reducer.begin``) and adds the optimizer to :func:`live_optimizers`."""
+    _live.append(weakref.ref(optimizer))
+    if optimizer._reducer is not None:
+        optimizer._reducer.begin(optimizer)
+
+
+def live_optimizers() -> list[ReducedOptimizer]:
+    """Those of this process that are in use, the oldest first."""
+    _live[:] = [reference for reference in _live if reference() is not None]
+    return [optimizer for reference in _live if (optimizer := reference()) is not None]
