@@ -130,7 +130,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._step_reduces = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accepted for compatibility: the number of passes is learned, so nothing depends on this."""
+        """Accepted for compatibility: the number is learned."""
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
         self.backward_passes_per_step = passes
@@ -214,25 +214,23 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Raises:
             AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
         """
-        self._check_clearable()
         if self._reducer is not None:
+            if self._phase is Phase.LOADED:
+                self._drop_in_flight()
+                self._phase = Phase.ACCUMULATING
+            elif self._reducer.active and self._op != Adasum:
+                raise AssertionError(phases.CLEARED_UNREDUCED)
             self._reducer.hook_parameters()
+        self._clear(*args, **kwargs)
+        if self._reducer is not None and not self._phase.is_reduced:
+            self._reducer.note_changes()
+
+    def _clear(self, *args: Any, **kwargs: Any) -> None:
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
         self._wrapped_class.zero_grad(self, *args, **kwargs)
         if used is not None:
             self._keeps_zeros = used.grad is not None
-        if self._reducer is not None and not self._phase.is_reduced:
-            self._reducer.note_changes()
-
-    def _check_clearable(self) -> None:
-        if self._reducer is None:
-            return
-        if self._phase is Phase.LOADED:
-            self._drop_in_flight()
-            self._phase = Phase.ACCUMULATING
-        elif self._reducer.active and self._op != Adasum:
-            raise AssertionError(phases.CLEARED_UNREDUCED)
 
     def _drop_in_flight(self) -> None:
         """Puts zeros in place of gradients that may be on their way, so that they can be cleared, on some ranks only, too."""
@@ -246,13 +244,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
         """
         result: Any = self._wrapped_class.load_state_dict(self, *args, **kwargs)
-        self._begin_anew()
+        self._state_loaded()
         return result
 
-    def _begin_anew(self) -> None:
-        """A state was loaded. Where it was on some ranks only, they all still take the same way."""
+    def _state_loaded(self) -> None:
         if not self._phase.is_reduced:
-            self._phase = Phase.LOADED
+            self._phase = Phase.LOADED  # where it is on some ranks only, they all still take the same way
 
     def _drop_gradients(self) -> None:
         self._phase, self._step_reduces = Phase.ACCUMULATING, StepReduces.YES
@@ -263,8 +260,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters are reduced from the next step on. To be called on every rank."""
         self._wrapped_class.add_param_group(self, param_group)
-        group = len(self.param_groups) - 1
-        named = []
+        group, named = len(self.param_groups) - 1, []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
             name = self._known_names.get(parameter, f"allreduce.noname.{group}.{position}")
             self._parameter_names[parameter] = name

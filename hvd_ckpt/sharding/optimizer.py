@@ -138,16 +138,10 @@ class ShardedOptimizer(ReducedOptimizer):
         if isinstance(self._reducer, ShardReducer):
             self._reducer.set_passes(passes)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients of parameters and pieces, those as the wrapped optimizer's ``zero_grad`` does with these arguments.
-
-        Raises:
-            AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
-        """
-        self._check_clearable()
+    def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._consume()
         with self._whole_groups():
-            ReducedOptimizer.zero_grad(self, *args, **kwargs)
+            ReducedOptimizer._clear(self, *args, **kwargs)
 
     def _drop_in_flight(self) -> None:
         if self._sharding.stage > 1:
@@ -335,7 +329,7 @@ class ShardedOptimizer(ReducedOptimizer):
             state.load(self, own)
         else:
             state.load_parts(self, [state_dict])
-        self._begin_anew()
+        self._state_loaded()
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole state (on the CPU), as the bare wrapped optimizer has it. Collective.

@@ -13,10 +13,11 @@ import torch
 
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
 from hvd_ckpt.reduction.communicator import GRADIENTS, Work, sum_dtype
+from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients
+from hvd_ckpt.sharding.gradients import SentGradients, has_values
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.reducer import whole_gradients
 
@@ -102,6 +103,9 @@ class ShardReplicaReducer(ReplicaReducer):
         self._shards.clear()
         self._sent.drop(range(len(self.used)))
         self.used[:] = [False] * len(self.used)
+
+    def changes(self) -> list[Change] | None:
+        return None if self.active or any(has_values(one.grad) for one in self.assignment.parameters) else []
 
     def settle(self) -> None:
         begun = float(bool(self._in_flight or self._results))

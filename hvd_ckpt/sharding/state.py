@@ -35,7 +35,7 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
         return
     load(optimizer, lambda: _merged(optimizer, parts))
     if optimizer._reducer is not None:
-        optimizer._begin_anew()
+        optimizer._state_loaded()
 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
