@@ -26,7 +26,7 @@ from hvd_ckpt.torch_private import (
     disable_dynamo,
 )
 
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _PENDING = ("pending_count", "pending_mean", "pending_deviations")
 _COUNTING_FORWARDS = ("torch.", "horovod.", "hvd_ckpt.")
 
@@ -221,7 +221,7 @@ def statistics_version(module: nn.Module, name: str) -> Any:
     Returns:
         None for other modules and buffers.
     """
-    if name not in _BUFFERS or not isinstance(module, NormBase) or isinstance(module, DeferredBatchNorm):
+    if name not in STATISTICS or not isinstance(module, NormBase) or isinstance(module, DeferredBatchNorm):
         return None
     if _counts_batches(module):
         counter = module._buffers["num_batches_tracked"]

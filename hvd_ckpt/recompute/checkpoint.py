@@ -80,8 +80,8 @@ def checkpoint(
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
 
     Results equal those without recomputation: bit for bit in the non-reentrant variant, and in the reentrant
-    one in float32 where no parameter is used twice (its gradients are added up in another order) and no operation takes
-    another kernel without gradients (``nn.LSTM`` on CPU does).
+    one in float32 where no parameter is used twice, no tensor is an argument of several calls (their gradients are added up
+    in another order) and no operation takes another kernel without gradients (``nn.LSTM`` on CPU does).
 
     Raises:
         TypeError: ``function`` cannot be called, or ``use_reentrant`` is not a bool.

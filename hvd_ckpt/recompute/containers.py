@@ -18,7 +18,7 @@ from hvd_ckpt.torch_private import pytree
 
 class Structure:
     """Containers without their values: lists, tuples, dicts, data classes, what :mod:`torch.utils._pytree` knows, and plain objects
-    that hold tensors (a cache), nested.
+    that hold tensors or an empty container (a cache), nested.
 
     A container that occurs twice is one container again after :meth:`rebuild`. Everything else is a value.
 
@@ -104,12 +104,13 @@ def _is_plain_object(kind: type) -> bool:
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
+    """Whether it holds tensors, or an empty list or dict that may come to hold some."""
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(item, depth) for item in value)
+        return value == [] or any(_holds_tensors(item, depth) for item in value)
     if isinstance(value, dict):
-        return any(_holds_tensors(item, depth) for item in value.values())
+        return not value or any(_holds_tensors(item, depth) for item in value.values())
     if depth == 0 or isinstance(value, torch.nn.Module) or not _is_plain_object(type(value)):
         return False
     return any(_holds_tensors(item, depth - 1) for item in vars(value).values())

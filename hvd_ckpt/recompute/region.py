@@ -24,8 +24,9 @@ from torch import nn
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
 from hvd_ckpt.frames import Frame
 from hvd_ckpt.recompute.containers import flatten
-from hvd_ckpt.recompute.state import GENERATORS, ForwardState
+from hvd_ckpt.recompute.state import ForwardState
 from hvd_ckpt.recompute.verify import Observation, RecomputationMismatch, begin_pass, observe, running_module
+from hvd_ckpt.recompute.written import GENERATORS
 from hvd_ckpt.spans import span
 from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
 
@@ -39,7 +40,7 @@ _MAX_ITEMS = 2000
 @dataclass
 class Reach:
     """What was found: modules with their submodules, each once and in a fixed order, tensors that are held
-    directly, and generators of random numbers, of modules too."""
+    directly, and generators of random numbers that no module has."""
 
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -103,10 +104,6 @@ def _add_module(root: nn.Module, found: Reach, seen: set[int]) -> None:
             continue
         seen.add(id(module))
         found.modules.append(module)
-        for value in vars(module).values():
-            if isinstance(value, GENERATORS) and id(value) not in seen:
-                seen.add(id(value))
-                found.generators.append(value)
         pending.extend(child for child in reversed(list(module._modules.values())) if child is not None)
 
 
