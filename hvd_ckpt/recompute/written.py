@@ -2,9 +2,9 @@
 
 Writes in place show in version counters, and replaced tensors in their identity. The values from before must have been copied
 before: small tensors always are, others once it is known that they are written. Passes that *learn*, the first ones of a region,
-copy all buffers to find that out. For as long as a recomputation runs, modules then have scratch copies of the values from before the
-first pass. The tensors themselves come back whatever the recomputation raises, so nothing is written twice, and what other graphs
-have saved stays as it is. Parameters are leaves that gradients are accumulated for, so only their values are exchanged.
+copy all buffers to find that out. For as long as a recomputation runs, modules then have scratch copies of the values from before
+the first pass. The tensors themselves come back whatever the recomputation raises, so nothing is written twice, and what other
+graphs have saved stays as it is. Parameters are leaves that gradients are accumulated for, so only their values are exchanged.
 
 A batch norm is written without a word to the version counters: its count of batches tells
 (:func:`hvd_ckpt.batchnorm.deferred.statistics_version`). Passes that learn compare values, and so find others that do the same.
