@@ -24,7 +24,11 @@ def check(program: Program) -> list[str]:
     result = run.result()
     buffers = {name: value for name, value in result.items() if name[0].isdigit()}
     weights = {name: value for name, value in result.items() if name not in buffers}
-    failures = ["ranks differ"] if len(set(hc.allgather_object(fingerprint(weights.items())))) > 1 else []
+    steps = program.join or (len(program.steps),) * program.ranks
+    everyone = gather((weights, buffers))
+    last = steps.index(max(steps))
+    prints = {fingerprint(own.items()) for (own, _), taken in zip(everyone, steps) if taken == steps[last]}
+    failures = ["ranks differ"] if len(prints) > 1 else []
 
     again = complete(Run(program), program.resume)
     if program.resume:
@@ -34,10 +38,9 @@ def check(program: Program) -> list[str]:
     if program.stops_in_another_place:
         return together(failures)
 
-    everything = {
-        **weights,
-        **{name: value for own in hc.allgather_object(buffers) for name, value in own.items()},
-    }
+    everything = dict(everyone[last][0])
+    for _, own in everyone:
+        everything.update(own)
     tolerance = 0.0
     if hc.rank() == 0:
         alone = complete(Run(program, alone=True)).result()
@@ -57,7 +60,10 @@ def check(program: Program) -> list[str]:
 def complete(run: Run, stop: int = 0) -> Run:
     """Runs the steps that are left, or those before ``stop``."""
     for number in range(len(run.seen), stop or len(run.program.steps)):
-        run.step(number)
+        if run.alone or run.ranks[0] in run.program.present(number):
+            run.step(number)
+    if run.program.join and not run.alone:
+        hc.join()
     return run
 
 
@@ -94,7 +100,11 @@ def tolerance_of(program: Program, alone: Mapping[str, Tensor]) -> float:
 
 
 def together(failures: list[str]) -> list[str]:
-    return [f"rank {rank}: {one}" for rank, own in enumerate(hc.allgather_object(failures)) for one in own]
+    return [f"rank {rank}: {one}" for rank, own in enumerate(gather(failures)) for one in own]
+
+
+def gather(value: Any) -> list[Any]:
+    return hc.allgather_object(value, name="differential")  # unnamed, ranks that have joined count apart
 
 
 def distance(value: Tensor, other: Tensor) -> float:

@@ -5,31 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from models import VOCABULARY, WIDTH, Caught, build
+from hidden import as_tensor, buffers_of, hidden_of, random_state, seed_all, set_hidden
+from models import Caught, build
+from optimizers import make_optimizer
 from programs import Pass, Program
+from reference import Ranks
+from stateful import VOCABULARY, WIDTH
 from torch import Tensor
 
 import hvd_ckpt as hc
 
-OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
-    "sgd": lambda groups, lr: torch.optim.SGD(groups, lr),
-    "momentum": lambda groups, lr: torch.optim.SGD(groups, lr, momentum=0.9),
-    "nesterov": lambda groups, lr: torch.optim.SGD(
-        groups, lr, momentum=0.9, nesterov=True, weight_decay=0.01
-    ),
-    # With a large eps noise stays noise: it would be divided by its own size.
-    "adam": lambda groups, lr: torch.optim.Adam(groups, lr, eps=1e-2),
-    "adamw": lambda groups, lr: torch.optim.AdamW(groups, lr, eps=1e-2),
-    "adagrad": lambda groups, lr: torch.optim.Adagrad(groups, lr, eps=1e-2),
-    "rmsprop": lambda groups, lr: torch.optim.RMSprop(groups, lr, eps=1e-2),
-    "lbfgs": lambda groups, lr: torch.optim.LBFGS(
-        groups, lr, max_iter=2, tolerance_grad=0, tolerance_change=0
-    ),
-}
 CLIP = 0.3
 
 
@@ -55,7 +44,6 @@ class Run:
         noise: int = 0,
     ) -> None:
         self.program, self.alone = program, alone
-        self._noise = torch.Generator().manual_seed(noise) if noise else None
         self.stage = program.stage
         self.ranks = list(range(program.ranks)) if alone else [hc.rank()]
         self.model = build(program, recompute and not alone)
@@ -69,22 +57,24 @@ class Run:
         self._added = owned.get(-1, [])
         self._old: list[Any] = []
         self._pending: set[int] = set()  # optimizers that have not stepped since their gradients came
-        self._reduced: set[Tensor] = set()
         self._scaler: Any = None
         if program.scaler:
             options: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 2}
             self._scaler = (
                 torch.amp.GradScaler("cpu", **options) if alone else hc.GradScaler("cpu", **options)
             )
-        self.optimizers = self._make_optimizers()
-        self._gradients: dict[int, list[Tensor | None]] = {
-            rank: [None] * len(self.parameters) for rank in self.ranks
-        }
-        self._summed: dict[int, Tensor] = {}  # gradients as an earlier step has summed them
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        self._buffers = {rank: copy.deepcopy(buffers) for rank in self.ranks}
-        self._random = {rank: torch.get_rng_state() for rank in self.ranks}
+        self._others = Ranks(self.model, program, noise) if alone else None
+        with self._default_dtype():
+            self.optimizers = self._make_optimizers()
         self._saved = self.state()
+
+    @contextlib.contextmanager
+    def _default_dtype(self) -> Iterator[None]:
+        torch.set_default_dtype(getattr(torch, self.program.default_dtype))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
 
     # ---------------------------------------------------------------------------------- optimizers
 
@@ -102,46 +92,10 @@ class Run:
         return owned
 
     def _make_optimizers(self) -> list[Any]:
-        return [self._make_optimizer(number) for number in sorted(self._groups)]
-
-    def _make_optimizer(self, number: int) -> Any:
-        options = dict(self.program.options)
-        rate = 0.05 / (self.program.ranks if options.get("op") == "sum" else 1)
-        groups = [
-            {"params": list(group), "lr": rate / (1 + at)} for at, group in enumerate(self._groups[number])
+        return [
+            make_optimizer(self.program, self.model, self._groups[number], self.alone)
+            for number in sorted(self._groups)
         ]
-        if self.program.optimizer == "lbfgs":
-            groups = [parameter for group in self._groups[number] for parameter in group]  # type: ignore[misc]
-        optimizer = OPTIMIZERS[self.program.optimizer](groups, rate)
-        if self.alone:
-            return optimizer
-        if "op" in options:
-            options["op"] = hc.Sum
-        if "compression" in options:
-            options["compression"] = hc.Compression.fp16
-        if options.get("groups") == "segments":
-            own = {id(parameter) for group in self._groups[number] for parameter in group}
-            taken: set[int] = set()
-            options["groups"] = []
-            for chain in self.model.segments:
-                group = [p for p in chain.parameters() if id(p) in own and id(p) not in taken]
-                taken.update(map(id, group))
-                if group:
-                    options["groups"].append(group)
-        if not self.stage:
-            for name in ("wire", "master_weights", "offload"):
-                options.pop(name, None)
-        if self.stage < 2:
-            options.pop("wire", None)
-        if self.stage:
-            options["model"] = self.model
-        if self.stage == 3 and self.program.recomputed_as("nested", "sequential", "sequential_reentrant"):
-            options["units"] = list(
-                dict.fromkeys(self.model.parts)
-            )  # which are called apart from their segment
-        return hc.DistributedOptimizer(
-            optimizer, named_parameters=self.model.named_parameters(), shard=self.stage, **options
-        )
 
     def _rewrap(self, keep: bool) -> None:
         if self.stage and not self.alone:
@@ -150,8 +104,8 @@ class Run:
         self._old = self.optimizers if keep else []
         self.optimizers = []
         gc.collect()  # on every rank alike
-        if self.stage:  # the model begins as rank 0's
-            self._buffers = {rank: copy.deepcopy(self._buffers[self.ranks[0]]) for rank in self.ranks}
+        if self.stage and self._others is not None:  # the model begins as rank 0's
+            self._others.broadcast_buffers(0)
         self.optimizers = self._make_optimizers()
 
     # ---------------------------------------------------------------------------------- what happens in a step
@@ -164,8 +118,7 @@ class Run:
         elif name == "group":
             rate = self.optimizers[0].param_groups[0]["lr"]
             self._groups[0].append(self._added)
-            for parameter in self._added:
-                self._set_gradient(parameter, None)
+            self._clear_gradients(self._added, "none")
             self.optimizers[0].add_param_group({"params": list(self._added), "lr": rate / 2})
         elif name == "rewrap":
             self._rewrap(*values)
@@ -173,88 +126,131 @@ class Run:
             self.optimizers[0].set_backward_passes_per_step(*values)
         elif name == "rewind" and not replayed:
             self.load(self._saved)
+        elif name == "reload" and not replayed:
+            for optimizer in self.optimizers:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif name == "restore" and not replayed:
+            self._restore(*values)
         if name in ("group", "rewrap") and not replayed:
             self._saved = self.state()
 
+    def _restore(self, loaders: tuple[int, ...], root: int, operations: tuple[str, ...]) -> None:
+        """Some ranks load what was saved; later each gets what the root has."""
+        saved = copy.deepcopy(self._saved)
+        loads = self.alone or self.ranks[0] in loaders
+        for operation in operations:
+            if operation == "load_model" and loads:
+                self.model.load_state_dict(saved["model"])
+                if self._others is not None:
+                    self._others.buffers = saved["buffers"]
+            elif operation == "load_optimizer" and loads:
+                for optimizer, state in zip(self.optimizers, saved["optimizers"]):
+                    optimizer.load_state_dict(state)
+            elif operation == "broadcast_model" and self._others is not None:
+                self._others.broadcast_buffers(root)
+            elif operation == "broadcast_model":
+                hc.broadcast_parameters(self.model.state_dict(), root_rank=root)
+            elif operation == "broadcast_optimizer" and not self.alone:
+                for optimizer in self.optimizers:
+                    hc.broadcast_optimizer_state(optimizer, root_rank=root)
+
     def step(self, number: int) -> None:
         """Runs a step of the program."""
+        with self._default_dtype():
+            self._step(number)
+        if not self.alone:
+            self._check_launches()
+
+    def _step(self, number: int) -> None:
         step = self.program.steps[number]
         for event in step.events:
             self.event(*event)
-        for rank in self.ranks:
-            torch.manual_seed(1000 * number + rank)
-            self._random[rank] = torch.get_rng_state()
+        if self._others is not None:
+            self._others.seed(number)
+        else:
+            seed_all(1000 * number + self.ranks[0])
         losses = []
         if step.how == "closure":
+            returned: list[Any] = []
 
-            def closure() -> Tensor:
+            def closure() -> Any:
                 self._clear(step.clear)
-                found = self._backward(number)
-                if self.alone:
+                losses.append(self._backward(number))
+                if self._others is not None:
                     self._reduce(0)
-                losses.append(found)
-                return found
+                returned.append(_returned(step.returns, losses[-1]))
+                return returned[-1]
 
             result = self.optimizers[0].step(closure)
             self._stepped(0)
-            losses.append(result)
+            if step.returns in ("loss", "float"):
+                losses.append(result)
+            else:
+                assert result is returned[0], f"step() returned {result}, its closure {returned}"
         else:
             self._clear(step.clear)
             losses.append(self._backward(number))
+            self._clear_gradients(
+                [p for segment in step.drop for p in self.model.segments[segment].parameters()], "none"
+            )
             for optimizer in step.optimizers:
                 self._finish(optimizer, step.how)
             self._pending = set(range(len(self.optimizers))) - set(step.optimizers)
             if self._scaler is not None:
                 self._scaler.update()
         self.seen.append([float(loss) for loss in losses])
-        if not self.alone:
-            self._check_launches()
 
     def _clear(self, how: str) -> None:
         owned = set()
         for number, optimizer in enumerate(self.optimizers):
             own = {p for group in self._groups[number] for p in group}
             owned |= own
-            if how == "never" or number in self._pending:
+            if how == "never" or how.startswith("model") or number in self._pending:
                 continue
-            if not self.alone:
+            if self.alone:
+                self._clear_gradients(list(own), how)
+            elif how == "plain":
+                optimizer.zero_grad()
+            else:
                 optimizer.zero_grad(set_to_none=how == "none")
-                continue
-            for parameter in own:
-                self._set_gradient(parameter, None if how == "none" or self.stage > 1 else 0.0)
-        for parameter in set(self.parameters) - owned:
-            self._set_gradient(parameter, None)
+        if how.startswith("model") and self.alone:
+            self._clear_gradients(self.parameters, how)
+        elif how.startswith("model"):
+            self.model.zero_grad(set_to_none=how == "model")
+        self._clear_gradients([p for p in self.parameters if p not in owned], "none")
 
-    def _set_gradient(self, parameter: Tensor, value: float | None) -> None:
-        """For each rank: None, or zeros where there is a gradient."""
-        if not self.alone:
-            parameter.grad = None
+    def _clear_gradients(self, parameters: list[Tensor], how: str) -> None:
+        if self._others is not None:
+            self._others.clear(parameters, zero=how in ("zero", "model_zero") and self.stage < 2)
             return
-        at = next(at for at, one in enumerate(self.parameters) if one is parameter)
-        for gradients in self._gradients.values():
-            gradient = gradients[at]
-            gradients[at] = None if value is None or gradient is None else torch.zeros_like(gradient)
-        self._summed.pop(at, None)
+        for parameter in parameters:
+            parameter.grad = None
 
     def _backward(self, number: int) -> Tensor:
         """All backward passes of these ranks; returns the mean loss over them."""
-        self._reduced.clear()
-        total = torch.zeros(())
-        for rank in self.ranks:
-            with self._as_rank(rank):
-                for part, one in enumerate(self.program.steps[number].passes[rank]):
+        total = torch.zeros((), dtype=torch.float32)
+        passes = self.program.steps[number].passes
+        if self._others is None:
+            for part, one in enumerate(passes[self.ranks[0]]):
+                total += self._pass(number, self.ranks[0], part, one)
+            return total
+        self._others.begin()
+        for rank in self.program.present(number):
+            with self._others.as_rank(rank):
+                for part, one in enumerate(passes[rank]):
                     total += self._pass(number, rank, part, one)
         return total / len(self.ranks)
 
     def _pass(self, number: int, rank: int, part: int, one: Pass) -> Tensor:
         drawn = torch.Generator().manual_seed(100_000 * part + 100 * number + rank)
         model = self.model
-        loss = torch.zeros(())
+        loss = torch.zeros((), dtype=torch.float32)
 
         def inputs() -> Tensor:
             if self.program.embedding:
                 return torch.randint(VOCABULARY, (one.batch, 3), generator=drawn)
-            return torch.randn(one.batch, WIDTH, generator=drawn).requires_grad_()
+            x = torch.randn(one.batch, WIDTH, generator=drawn, dtype=torch.float32)
+            return x.requires_grad_()
 
         def forward(x: Tensor) -> Tensor:
             return (model(x, one.path) - 0.3).square().mean()
@@ -275,6 +271,9 @@ class Run:
                 whole = self._scaler.scale(whole)
             if not whole.requires_grad:
                 return loss.detach()
+            if self.program.steps[number].by_hand:
+                self._set_gradients(whole)
+                return loss.detach()
             if one.kind == "penalty" and one.path:
                 (gradient,) = torch.autograd.grad(whole, x, create_graph=True)
                 whole = whole + gradient.square().sum()
@@ -287,12 +286,19 @@ class Run:
             model.set_trap(None)
         return loss.detach()
 
+    def _set_gradients(self, loss: Tensor) -> None:
+        parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
     def _finish(self, number: int, how: str) -> None:
         """Reduces the gradients, and steps."""
         optimizer, scaler = self.optimizers[number], self._scaler
         if self.alone:
             self._reduce(number)
-        if scaler is not None and how == "clip":
+        if scaler is not None and how in ("clip", "skip"):
             scaler.unscale_(optimizer)
         if how == "clip":
             if self.alone:
@@ -300,29 +306,31 @@ class Run:
                 torch.nn.utils.clip_grad_norm_(parameters, CLIP)
             else:
                 hc.clip_grad_norm_(optimizer, CLIP)
-        if scaler is not None:
+        if how == "skip":
+            if scaler is None and not self.alone:
+                optimizer.synchronize()
+        elif scaler is not None:
             scaler.step(optimizer)
-        elif how == "synchronize" and not self.alone:
+        elif how in ("synchronize", "twice") and not self.alone:
             optimizer.synchronize()
+            if how == "twice":
+                optimizer.synchronize()
             with optimizer.skip_synchronize():
                 optimizer.step()
         else:
             optimizer.step()
         self._stepped(number)
+        if how == "repeat":
+            optimizer.step()
+            self._stepped(number)
+
+    def _reduce(self, number: int) -> None:
+        assert self._others is not None
+        self._others.reduce({p for group in self._groups[number] for p in group})
 
     def _stepped(self, number: int) -> None:
-        """Every rank has the gradients as they were unscaled or clipped; at stages 2 and 3 a step uses them up."""
-        if not self.alone:
-            return
-        own = {p for group in self._groups[number] for p in group}
-        for at, parameter in enumerate(self.parameters):
-            if parameter in own:
-                gradient = None if self.stage > 1 else parameter.grad
-                for gradients in self._gradients.values():
-                    gradients[at] = None if gradient is None else gradient.clone()
-                self._summed.pop(at, None)
-                if gradient is not None and self.program.options.get("op") == "sum":
-                    self._summed[at] = gradient.clone()
+        if self._others is not None:
+            self._others.stepped({p for group in self._groups[number] for p in group})
 
     def _check_launches(self) -> None:
         for optimizer in self.optimizers:
@@ -330,59 +338,6 @@ class Run:
             often = max(last.launches.values(), default=0)
             assert self.stage > 1 or often <= 1, f"a bucket left {often} times in a step"
             self.late += len(last.late_gradients) + (often > 1)
-
-    # ---------------------------------------------------------------------------------- in the place of the ranks
-
-    @contextlib.contextmanager
-    def _as_rank(self, rank: int) -> Iterator[None]:
-        if not self.alone:
-            yield
-            return
-        torch.set_rng_state(self._random[rank])
-        for buffer, own in zip(self.model.buffers(), self._buffers[rank]):
-            buffer.copy_(own)
-        for parameter, gradient in zip(self.parameters, self._gradients[rank]):
-            parameter.grad = gradient
-        yield
-        self._random[rank] = torch.get_rng_state()
-        self._buffers[rank] = [buffer.clone() for buffer in self.model.buffers()]
-        self._gradients[rank] = [parameter.grad for parameter in self.parameters]
-
-    def _reduce(self, number: int) -> None:
-        """Gives each rank, and the parameters, the sums or means of all ranks' gradients."""
-        own = {p for group in self._groups[number] for p in group}
-        for at, parameter in enumerate(self.parameters):
-            if parameter not in own:
-                continue
-            parts = [self._gradients[rank][at] for rank in self.ranks]
-            found = [part.coalesce() if part.is_sparse else part for part in parts if part is not None]
-            if not found:
-                parameter.grad = None
-                continue
-            if parameter in self._reduced:
-                parameter.grad = found[0].clone()
-                continue
-            # bfloat16 travels as float32.
-            total = found[0].float() if parameter.dtype is torch.bfloat16 else found[0]
-            for part in found[1:]:  # what is summed already counts once
-                total = total + (part - self._summed[at] if at in self._summed else part)
-            if self.program.options.get("op") != "sum":
-                total = total / self.program.ranks
-            total = total.to(parameter.dtype)
-            if total.is_sparse:
-                total = total.coalesce()
-            if self._noise is not None:
-                self._disturb(total.values() if total.is_sparse else total)
-            self._reduced.add(parameter)
-            for rank in self.ranks:
-                self._gradients[rank][at] = total.clone()
-            parameter.grad = total.clone()
-
-    def _disturb(self, gradient: Tensor) -> None:
-        largest = gradient.abs().max() if gradient.numel() else torch.zeros(())
-        if largest.isfinite():
-            random = torch.empty(gradient.shape).uniform_(-1, 1, generator=self._noise)
-            gradient += (random * largest * torch.finfo(gradient.dtype).eps).to(gradient.dtype)
 
     # ---------------------------------------------------------------------------------- state
 
@@ -393,7 +348,13 @@ class Run:
         """All that a run needs to be resumed, on this rank."""
         with self._whole():
             model = copy.deepcopy(self.model.state_dict())
-        state: dict[str, Any] = {"model": model, "buffers": copy.deepcopy(self._buffers)}
+        state: dict[str, Any] = {"model": model}
+        if self._others is not None:
+            state.update(
+                buffers=copy.deepcopy(self._others.buffers), hidden=copy.deepcopy(self._others.hidden)
+            )
+        else:
+            state["hidden"] = hidden_of(self.model)
         state["optimizers"] = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
         state["scaler"] = None if self._scaler is None else dict(self._scaler.state_dict())
         if not self.alone:
@@ -409,7 +370,10 @@ class Run:
         state = copy.deepcopy(state)
         with self._whole():
             self.model.load_state_dict(state["model"])
-        self._buffers = state["buffers"]
+        if self._others is not None:
+            self._others.buffers, self._others.hidden = state["buffers"], state["hidden"]
+        else:
+            set_hidden(self.model, state["hidden"])
         for number, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state["optimizers"][number])
             if self.stage and not self.alone:
@@ -434,10 +398,24 @@ class Run:
         return new
 
     def result(self) -> dict[str, Tensor]:
-        """The weights, and the buffers of this rank (``rank.number`` where one process has those of all)."""
+        """The weights, and what belongs to this rank (in one process: to each): names that begin with its number."""
         with self._whole():
-            weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        buffers = self._buffers if self.alone else {self.ranks[0]: list(self.model.buffers())}
-        for rank, own in buffers.items():
-            weights.update({f"{rank}.{number}": buffer.clone() for number, buffer in enumerate(own)})
-        return weights
+            values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        for rank in self.ranks:
+            if self._others is not None:
+                own = [*self._others.buffers[rank], *self._others.hidden[rank], *self._others.random[rank]]
+            else:
+                own = [*buffers_of(self.model), *hidden_of(self.model), *random_state()]
+            values.update({f"{rank}.{number}": as_tensor(value) for number, value in enumerate(own)})
+        return values
+
+
+def _returned(kind: str, loss: Tensor) -> Any:
+    """What a closure returns."""
+    if kind == "float":
+        return loss.item()
+    if kind == "none":
+        return None
+    if kind == "dict":
+        return {"loss": loss}
+    return (loss, 0) if kind == "tuple" else loss

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from call_names import CallNames
+from call_names import names_of_calls
+from carriers import Carried, pack, unpack
 from programs import REENTRANT, Block, Program
+from stateful import LAYERS, VOCABULARY, WIDTH
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as torch_checkpoint
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.plan import BlockPlan, Plan, kind_of, parameter_shapes
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
-
-WIDTH = 8
-VOCABULARY = 11
 
 
 class Caught(Exception):
@@ -47,8 +48,10 @@ class Part(nn.Module):
         elif block.kind == "scale":
             self.factor = nn.Parameter(torch.tensor(0.5))
             self.nothing = nn.Parameter(torch.empty(0, 3))
+        elif block.kind in LAYERS:
+            self.layer: nn.Module = LAYERS[block.kind]()
         elif block.kind == "norm":
-            self.layer: nn.Module = nn.LayerNorm(WIDTH)
+            self.layer = nn.LayerNorm(WIDTH)
         elif block.kind == "batchnorm":
             self.layer = nn.BatchNorm1d(WIDTH, eps=0.1)
         elif block.kind == "conv":
@@ -81,7 +84,7 @@ class Part(nn.Module):
             x = self.layer(x) + torch.sigmoid(self.other(x))
         elif self.kind == "dropout":
             x = nn.functional.dropout(torch.tanh(self.layer(x)), 0.25, self.training)
-        elif self.kind in ("norm", "batchnorm"):
+        elif self.kind in ("norm", "batchnorm") or self.kind in LAYERS:
             x = self.layer(x)
         else:
             x = torch.tanh(self.layer(x))
@@ -101,18 +104,21 @@ class Net(nn.Module):
         chains: list[nn.Module] = []
         if program.embedding:
             self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=program.embedding == "sparse")
+        self.math_kernel = program.math_kernel
+        self.carriers = [segment.carrier for segment in program.segments]
         self.kinds = [segment.recompute if recompute else "keep" for segment in program.segments]
         for segment, kind in zip(program.segments, self.kinds):
             first = len(parts)
             for block in segment.blocks:
                 parts.append(parts[block.of] if block.kind == "again" else Part(len(parts), block, parts))
+            own: list[nn.Module] = list(parts[first:])
+            if segment.carrier != "tensor":
+                own = [Carried(part) for part in own]
             if kind.startswith("module"):
-                count = max(1, len(parts[first:]) - 1)
-                chains.append(
-                    hc.CheckpointSequential(parts[first:], count, kind in REENTRANT, keep_last=False)
-                )
+                count = max(1, len(own) - 1)
+                chains.append(hc.CheckpointSequential(own, count, kind in REENTRANT, keep_last=False))
             else:
-                chains.append(nn.Sequential(*parts[first:]))
+                chains.append(nn.Sequential(*own))
         self.parts = parts
         self.segments = nn.ModuleList(chains)
         self.trap: tuple[str, int] | None = None
@@ -127,11 +133,20 @@ class Net(nn.Module):
     def parts(self, parts: list[Part]) -> None:
         self._parts = (parts,)  # no child: the segments have them
 
+    @property
+    def written(self) -> list[Tensor]:
+        """The parameters that a forward pass writes."""
+        return [part.layer.embedding.weight for part in dict.fromkeys(self.parts) if part.kind == "max_norm"]
+
     def forward(self, x: Tensor, path: Sequence[int]) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH) if self.math_kernel else contextlib.nullcontext():
+            return self._forward(x, path)
+
+    def _forward(self, x: Tensor, path: Sequence[int]) -> Tensor:
         if hasattr(self, "embedding"):
             x = self.embedding(x).mean(1)
         for number in path:
-            x = _run(self.kinds[number], self.segments[number], x)
+            x = unpack(_run(self.kinds[number], self.segments[number], pack(self.carriers[number], x)))
             if self.trap == ("backward", number) and x.requires_grad:
                 x = _RaisesBehind.apply(x)  # type: ignore[no-untyped-call]
         return x
@@ -148,14 +163,14 @@ class Net(nn.Module):
         names = {module: name for name, module in self.named_modules()}
         blocks: list[BlockPlan] = []
         items: list[Any] = []
-        for chain, kind in zip(self.segments, self.kinds):
+        for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
             if not kind.startswith("plan"):
                 continue
             inside = []
             for part in chain.children():
                 if any(block.members == (names[part],) for block in blocks):
                     continue
-                treatment = _drop_all(part) if kind == "plan" else KEEP
+                treatment = _drop_all(part, carrier) if kind == "plan" else KEEP
                 own = BlockPlan((names[part],), kind_of([part]), parameter_shapes([part]), treatment)
                 inside.append(len(blocks))
                 blocks.append(own)
@@ -167,22 +182,18 @@ class Net(nn.Module):
         Plan(tuple(blocks), tuple(items)).apply(self)
 
 
-def _drop_all(part: Part) -> CheckpointPolicy:
-    buffers = {name: buffer.clone() for name, buffer in part.named_buffers()}
-    with torch.random.fork_rng(), torch.no_grad(), CallNames() as mode:
-        part(torch.randn(4, WIDTH))
-    for name, buffer in part.named_buffers():
-        buffer.copy_(buffers[name])
-    return CheckpointPolicy("drop all", Policy(tuple(mode.names), frozenset(range(len(mode.names)))))
+def _drop_all(block: nn.Module, carrier: str) -> CheckpointPolicy:
+    with torch.no_grad():
+        names = names_of_calls(block, pack(carrier, torch.randn(4, WIDTH)))
+    return CheckpointPolicy("drop all", Policy(names, frozenset(range(len(names)))))
 
 
-def _run(kind: str, chain: Any, x: Tensor) -> Tensor:
+def _run(kind: str, chain: Any, x: Any) -> Any:
     layers = list(chain) if kind.startswith(("nested", "sequential")) else []
-    result: Tensor
     if kind == "hc" or kind == "hc_reentrant":
         result = hc.checkpoint(chain, x, use_reentrant=kind in REENTRANT)
     elif kind == "torch" or kind == "torch_reentrant":
-        result = torch_checkpoint.checkpoint(chain, x, use_reentrant=kind in REENTRANT)  # type: ignore[assignment]
+        result = torch_checkpoint.checkpoint(chain, x, use_reentrant=kind in REENTRANT)
     elif kind == "function":
         result = hc.CheckpointFunction.apply(chain, 1, x, *chain.parameters())
     elif kind.startswith("sequential"):
@@ -191,7 +202,7 @@ def _run(kind: str, chain: Any, x: Tensor) -> Tensor:
         )
     elif kind == "nested":
 
-        def outer(x: Tensor) -> Tensor:
+        def outer(x: Any) -> Any:
             x = hc.checkpoint(layers[0], x, use_reentrant=False)
             for layer in layers[1:]:
                 x = layer(x)

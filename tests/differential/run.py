@@ -43,7 +43,7 @@ def main() -> int:
     options = parser.parse_args()
     job = Job(options.np, options.controller, options.stall)
     if options.only is not None:
-        from programs import draw
+        from drawing import draw
 
         pprint.pprint(draw(options.only, options.np), width=140)
         _, found = job.run(seeds=[options.only])
@@ -143,7 +143,7 @@ def work(log: Path, seeds: list[int]) -> None:
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     import torch
     from checking import check
-    from programs import draw
+    from drawing import draw
 
     import hvd_ckpt as hc
 

@@ -11,7 +11,7 @@ import hvd_ckpt as hc
 
 sys.path.append(str(Path(__file__).resolve().parent))
 from checking import check
-from programs import draw
+from drawing import draw
 
 pytestmark = pytest.mark.ranks(gloo=(1, 3), mpi=(2,))
 

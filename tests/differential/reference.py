@@ -1,0 +1,134 @@
+"""The ranks of a job in one process: what belongs to each, and the mean of their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hidden import (
+    buffers_of,
+    hidden_of,
+    random_state,
+    seed_all,
+    set_buffers,
+    set_hidden,
+    set_random_state,
+)
+from programs import Program
+from torch import Tensor
+
+
+class Ranks:
+    """In the place of the ranks.
+
+    Args:
+        noise: seed of a random change of every reduced gradient, by a unit in the last place of its largest element; 0: none.
+    """
+
+    def __init__(self, model: Any, program: Program, noise: int) -> None:
+        self._model, self._program = model, program
+        self._parameters: list[Tensor] = list(model.parameters())
+        self._noise = torch.Generator().manual_seed(noise) if noise else None
+        ranks = range(program.ranks)
+        self.buffers = {rank: buffers_of(model) for rank in ranks}
+        self.hidden = {rank: hidden_of(model) for rank in ranks}
+        self.random = {rank: random_state() for rank in ranks}
+        self._gradients: dict[int, list[Tensor | None]] = {
+            rank: [None] * len(self._parameters) for rank in ranks
+        }
+        self._summed: dict[int, Tensor] = {}  # gradients as an earlier step has summed them
+        self._reduced: set[Tensor] = set()
+        self._written: list[Tensor] = []
+
+    def seed(self, number: int) -> None:
+        """Seeds the generators of each rank for a step."""
+        for rank in self.random:
+            seed_all(1000 * number + rank)
+            self.random[rank] = random_state()
+
+    def broadcast_buffers(self, root: int) -> None:
+        self.buffers = {rank: copy.deepcopy(self.buffers[root]) for rank in self.buffers}
+
+    def begin(self) -> None:
+        """Begins the backward passes of a step."""
+        self._reduced.clear()
+        self._written = [parameter.detach().clone() for parameter in self._model.written]
+
+    @contextlib.contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Within it the process is a rank."""
+        set_random_state(self.random[rank])
+        set_buffers(self._model, self.buffers[rank])
+        set_hidden(self._model, self.hidden[rank])
+        for parameter, value in zip(self._model.written, self._written):
+            parameter.data.copy_(value)  # each rank's forward passes write the same
+        for parameter, gradient in zip(self._parameters, self._gradients[rank]):
+            parameter.grad = gradient
+        yield
+        self.random[rank] = random_state()
+        self.buffers[rank] = buffers_of(self._model)
+        self.hidden[rank] = hidden_of(self._model)
+        self._gradients[rank] = [parameter.grad for parameter in self._parameters]
+
+    def clear(self, parameters: list[Tensor], zero: bool) -> None:
+        """For each rank: zeros where there is a gradient, or None."""
+        cleared = set(parameters)
+        for at, parameter in enumerate(self._parameters):
+            if parameter not in cleared:
+                continue
+            for gradients in self._gradients.values():
+                gradient = gradients[at]
+                gradients[at] = torch.zeros_like(gradient) if zero and gradient is not None else None
+            self._summed.pop(at, None)
+
+    def reduce(self, own: set[Tensor]) -> None:
+        """Gives each rank, and the parameters, the sums or means of all ranks' gradients."""
+        for at, parameter in enumerate(self._parameters):
+            if parameter not in own:
+                continue
+            parts = [gradients[at] for gradients in self._gradients.values()]
+            found = [part.coalesce() if part.is_sparse else part for part in parts if part is not None]
+            if not found:
+                parameter.grad = None
+                continue
+            if parameter in self._reduced:
+                parameter.grad = found[0].clone()
+                continue
+            # bfloat16 travels as float32.
+            total = found[0].float() if parameter.dtype is torch.bfloat16 else found[0]
+            for part in found[1:]:  # what is summed already counts once
+                total = total + (part - self._summed[at] if at in self._summed else part)
+            if self._program.options.get("op") != "sum":
+                total = total / self._program.ranks
+            total = total.to(parameter.dtype)
+            if total.is_sparse:
+                total = total.coalesce()
+            if self._noise is not None:
+                self._disturb(total.values() if total.is_sparse else total)
+            self._reduced.add(parameter)
+            for gradients in self._gradients.values():
+                gradients[at] = total.clone()
+            parameter.grad = total.clone()
+
+    def _disturb(self, gradient: Tensor) -> None:
+        largest = gradient.abs().max() if gradient.numel() else torch.zeros(())
+        if largest.isfinite():
+            random = torch.empty(gradient.shape, dtype=torch.float32).uniform_(-1, 1, generator=self._noise)
+            gradient += (random * largest * torch.finfo(gradient.dtype).eps).to(gradient.dtype)
+
+    def stepped(self, own: set[Tensor]) -> None:
+        """Every rank has the gradients as they were unscaled or clipped; at stages 2 and 3 a step uses them up."""
+        used_up = self._program.stage > 1
+        for at, parameter in enumerate(self._parameters):
+            if parameter not in own:
+                continue
+            parameter.grad = None if used_up else parameter.grad
+            gradient = parameter.grad
+            for gradients in self._gradients.values():
+                gradients[at] = None if gradient is None else gradient.clone()
+            self._summed.pop(at, None)
+            if gradient is not None and self._program.options.get("op") == "sum":
+                self._summed[at] = gradient.clone()
