@@ -271,7 +271,7 @@ class Run:
                 whole = self._scaler.scale(whole)
             if not whole.requires_grad:
                 return loss.detach()
-            if self.program.steps[number].by_hand:
+            if self.program.steps[number].by_hand and any(p.requires_grad for p in self.parameters):
                 self._set_gradients(whole)
                 return loss.detach()
             if one.kind == "penalty" and one.path:

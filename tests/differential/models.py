@@ -124,6 +124,10 @@ class Net(nn.Module):
         self.trap: tuple[str, int] | None = None
         if recompute and program.recomputed_as("plan", "plan_segment"):
             self._apply_plan()
+        for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
+            if kind == "planned":
+                sample = pack(carrier, torch.randn(4, WIDTH, requires_grad=True))
+                hc.plan(chain, sample, loss=_loss, budget="min", verbose=False).apply(chain)
 
     @property
     def parts(self) -> list[Part]:
@@ -164,7 +168,7 @@ class Net(nn.Module):
         blocks: list[BlockPlan] = []
         items: list[Any] = []
         for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
-            if not kind.startswith("plan"):
+            if kind not in ("plan", "plan_segment"):
                 continue
             inside = []
             for part in chain.children():
@@ -174,7 +178,7 @@ class Net(nn.Module):
                 own = BlockPlan((names[part],), kind_of([part]), parameter_shapes([part]), treatment)
                 inside.append(len(blocks))
                 blocks.append(own)
-            whole = [names[part] for part in chain.children()] == [blocks[at].members[0] for at in inside]
+            whole = [names[part] for part in chain] == [blocks[at].members[0] for at in inside]
             in_order = all(
                 name.startswith(f"{names[chain]}.") for at in inside for name in blocks[at].members
             )
@@ -212,6 +216,10 @@ def _run(kind: str, chain: Any, x: Any) -> Any:
     else:
         result = chain(x)
     return result
+
+
+def _loss(features: Any) -> Tensor:
+    return unpack(features).square().sum()
 
 
 def build(program: Program, recompute: bool) -> Net:

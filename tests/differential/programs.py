@@ -10,7 +10,7 @@ from typing import Any
 
 REENTRANT = ("hc_reentrant", "torch_reentrant", "sequential_reentrant", "module_reentrant")
 RECOMPUTE = (
-    *("keep", "hc", "nested", "function", "torch", "sequential", "module", "plan", "plan_segment"),
+    *("keep", "hc", "nested", "function", "torch", "sequential", "module", "plan", "plan_segment", "planned"),
     *REENTRANT,
 )
 KINDS = ("linear", "deep", "norm", "batchnorm", "dropout", "conv", "scale", "branch", "unused", "frozen")
@@ -163,6 +163,11 @@ class Program:
         again |= any(segment.carrier != "tensor" for segment in self.segments)  # blocks share an activation
         again |= any(len(set(one.path)) < len(one.path) or one.kind == "two_forwards" for one in self.passes)
         return again and self.recomputed_as("function", *REENTRANT)
+
+    @property
+    def rounds_in_other_blocks(self) -> bool:
+        """Whether recomputation changes which elements share a scale of int8: units of stage 3 follow what is recomputed."""
+        return self.stage == 3 and "int8" in str(self.options.get("wire"))
 
     @property
     def stops_in_another_place(self) -> bool:

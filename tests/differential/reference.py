@@ -45,7 +45,7 @@ class Ranks:
 
     def seed(self, number: int) -> None:
         """Seeds the generators of each rank for a step."""
-        for rank in self.random:
+        for rank in self._program.present(number):
             seed_all(1000 * number + rank)
             self.random[rank] = random_state()
 

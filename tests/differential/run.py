@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), *SHARED]
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        work(Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]])
+        work(Path(sys.argv[2]), [int(seed) for seed in sys.argv[4:]], sys.argv[3] == "shrink")
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,8 +40,9 @@ def main() -> int:
     parser.add_argument("--stall", type=float, default=60.0, help="seconds after which a program is ended")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further program begins")
     parser.add_argument("--only", type=int, metavar="SEED", help="this program alone, printed")
+    parser.add_argument("--shrink", action="store_true", help="print the smallest program that fails like it")
     options = parser.parse_args()
-    job = Job(options.np, options.controller, options.stall)
+    job = Job(options.np, options.controller, options.stall, options.shrink)
     if options.only is not None:
         from drawing import draw
 
@@ -77,10 +78,10 @@ def report(found: dict[int, list[str]], options: argparse.Namespace) -> None:
 
 
 class Job:
-    """How programs are run: on how many ranks, over what, and for how many seconds each at most."""
+    """How programs are run: on how many ranks, over what, for how many seconds each at most, and whether they are made smaller."""
 
-    def __init__(self, ranks: int, controller: str, stall: float) -> None:
-        self.ranks, self.controller, self.stall = ranks, controller, stall
+    def __init__(self, ranks: int, controller: str, stall: float, shrink: bool) -> None:
+        self.ranks, self.controller, self.stall, self.shrink = ranks, controller, stall, shrink
 
     def run(
         self, seeds: Sequence[int], until: float = float("inf")
@@ -91,7 +92,7 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="hvd_ckpt_differential_") as folder:
             log = Path(folder, "log")
             log.touch()
-            arguments = ("--worker", str(log), *map(str, seeds))
+            arguments = ("--worker", str(log), "shrink" if self.shrink else "check", *map(str, seeds))
             environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": os.pathsep.join(SHARED)}
             with open(Path(folder, "output"), "w+") as output:
                 process = start_ranks(
@@ -136,7 +137,7 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def work(log: Path, seeds: list[int]) -> None:
+def work(log: Path, seeds: list[int], shrinks: bool) -> None:
     """One rank of a job: checks the programs of seeds, and adds lines to the log (rank 0)."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.simplefilter("ignore")
@@ -144,6 +145,7 @@ def work(log: Path, seeds: list[int]) -> None:
     import torch
     from checking import check
     from drawing import draw
+    from shrinking import shrink
 
     import hvd_ckpt as hc
 
@@ -165,6 +167,11 @@ def work(log: Path, seeds: list[int]) -> None:
             os._exit(1)
         for failure in failures:
             tell(f"fail {failure}")
+        if failures and shrinks:
+            how = {failure.split(":")[1] for failure in failures}
+            small = shrink(program, lambda one: bool(how & {line.split(":")[1] for line in check(one)}))
+            for line in pprint.pformat(small, width=140).splitlines():
+                tell(f"fail {line}")
         tell(f"end {program.seed}")
 
 
