@@ -300,6 +300,9 @@ class _Draw:
             # At stages 2 and 3 gradients that no step has used are in shards, which no state has.
             and not (self.stage > 1 and steps[at - 1].how == "skip")
         ]
+        options = self.draw_options()
+        if self.clear == "never" and "op" in options:
+            settled = []  # a copy of a gradient does not tell that it is a sum already
         return Program(
             self.seed,
             self.ranks,
@@ -311,7 +314,7 @@ class _Draw:
             self.shared,
             self.stage,
             self.scaler,
-            self.draw_options(),
+            options,
             self.choose(settled) if settled and not join else 0,
             self.choose(["float64", "bfloat16"]) if self.chance(0.15) else "float32",
             self.chance(0.5),

@@ -18,8 +18,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SHARED = [str(HERE.parent / "helpers"), str(HERE.parents[1])]
@@ -145,7 +146,6 @@ def work(log: Path, seeds: list[int], shrinks: bool) -> None:
     import torch
     from checking import check
     from drawing import draw
-    from shrinking import shrink
 
     import hvd_ckpt as hc
 
@@ -168,11 +168,26 @@ def work(log: Path, seeds: list[int], shrinks: bool) -> None:
         for failure in failures:
             tell(f"fail {failure}")
         if failures and shrinks:
-            how = {failure.split(":")[1] for failure in failures}
-            small = shrink(program, lambda one: bool(how & {line.split(":")[1] for line in check(one)}))
-            for line in pprint.pformat(small, width=140).splitlines():
+            for line in pprint.pformat(shrunk(program, failures, tell), width=140).splitlines():
                 tell(f"fail {line}")
         tell(f"end {program.seed}")
+
+
+def shrunk(program: Any, failures: Sequence[str], tell: Callable[[str], None]) -> Any:
+    """The smallest program with one of the same failures; those that raise are left out."""
+    from checking import check
+    from shrinking import shrink
+
+    kinds = {failure.split(":")[1] for failure in failures}
+
+    def fails(candidate: Any) -> bool:
+        tell("try")
+        try:
+            return any(failure.split(":")[1] in kinds for failure in check(candidate))
+        except Exception:
+            return False
+
+    return shrink(program, fails)
 
 
 if __name__ == "__main__":
