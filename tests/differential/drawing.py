@@ -285,7 +285,7 @@ class _Draw:
             dataclasses.replace(
                 step, events=(), drop=(), by_hand=False, how="step" if step.how == "skip" else step.how
             )
-            for step in steps[first:]
+            for step in steps[first : max(join)]
         ]
         return [*steps[:first], *rest], join
 
