@@ -32,6 +32,7 @@ from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, check_by_hand, h
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
 
 USED, LATE = 1.0, 2.0
@@ -49,6 +50,7 @@ class ControlFlags(NamedTuple):
         converted: 1 + the number of a parameter that was converted, or 0.
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
+        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
     """
 
     states: Sequence[float]
@@ -59,9 +61,11 @@ class ControlFlags(NamedTuple):
     converted: float
     position: float
     unsteady: float
+    written: float
+    unwritten: float
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 4]."""
+        """The flags, float32 [2 * parameters + 2 * groups + 6]."""
         values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 
@@ -105,7 +109,7 @@ class ShardReducer(OwningReducer):
         passes: backward passes that are accumulated in full before a round.
         op: Horovod's.
         offload: has the memory of the shards, if that is not the parameters' own.
-        whole: each rank has whole parameters, which are the same on all of them.
+        store: the parameters of stage 3, which passes may have written; ranks compare what.
 
     Attributes:
         stats: what was launched when; groups are named by their position in the layout.
@@ -124,7 +128,7 @@ class ShardReducer(OwningReducer):
         passes: int,
         op: int,
         offload: Offload | None,
-        whole: bool,
+        store: ShardedParameters | None = None,
     ) -> None:
         super().__init__(layout.parameters, range(sys.maxsize))
         self.stats = ReductionStats()
@@ -133,6 +137,7 @@ class ShardReducer(OwningReducer):
         self._layout = layout
         self._exchange = exchange
         self._prescale = prescale
+        self._store = store
         self._in_flight = InFlight(exchange, gradient_format, op_scale, offload, layout.groups)
         self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
@@ -142,7 +147,7 @@ class ShardReducer(OwningReducer):
         self._may_wait = True
         self._sums_once = op == Sum
         self._keeps_sums = self._sums_once and exchange.rank > 0
-        self._whole = whole
+        self._whole = store is None
         self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set, Maxima)
         self._ever_used = [False] * len(layout.parameters)
 
@@ -278,6 +283,10 @@ class ShardReducer(OwningReducer):
         self.noticed, self.notice = flags.notice > 0, False
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
+        if self._store is not None:
+            if flags.written != -flags.unwritten:
+                self._store.check_written()
+            self._store.written.forget()
         self._launch_up_to(round(flags.position))
         self._send_rest(flags.needs)
         self.weights.prepare()
@@ -345,6 +354,7 @@ class ShardReducer(OwningReducer):
         leads = self._exchange.rank == 0
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
+        written = 0.0 if self._store is None else self._store.written.digest
         flags = ControlFlags(
             states,
             by_hand,
@@ -354,6 +364,8 @@ class ShardReducer(OwningReducer):
             converted=float(max(converted, default=0)),
             position=float(schedule.position),
             unsteady=float(unsteady),
+            written=written,
+            unwritten=-written,
         )
         self._step.control_messages += 1
         values = self._exchange.maximum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags")
