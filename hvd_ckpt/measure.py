@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -44,15 +48,18 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model can be trained inside, and is afterwards as it was.
 
     Parameters have stand-ins that share their memory, with gradients of their own: hooks on the parameters (an optimizer
-    that reduces gradients over ranks) see nothing. Buffers and random states are put back. Synchronized batch norms do not
-    communicate.
+    that reduces gradients over ranks) see nothing. Buffers, attributes of modules and random states are put back: those of PyTorch,
+    Python, NumPy, and of generators that modules hold. Synchronized batch norms do not communicate.
     """
     twins: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     inside = is_undisturbed()
-    with torch.random.fork_rng(devices=devices):
+    with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=devices):
+        restored.callback(random.setstate, random.getstate())
+        restored.callback(np.random.set_state, np.random.get_state())
+        for module in model.modules():
+            restored.callback(_restoring(module))
         try:
             _thread.undisturbed = True
             for module in model.modules():
@@ -78,6 +85,65 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             _thread.undisturbed = inside
             for module, name, parameter in originals:
                 setattr(module, name, parameter)
+
+
+def _restoring(module: nn.Module) -> Callable[[], None]:
+    """A function that gives a module its buffers and attributes of now, with the contents that they have now."""
+    names = [name for name in vars(module) if _is_own(name) or name == "training"]
+    spaces = [
+        (vars(module), {name: vars(module)[name] for name in names}),
+        (module._buffers, dict(module._buffers)),
+    ]
+    contents = [_restoring_contents(value) for _, values in spaces for value in values.values()]
+
+    def restore() -> None:
+        for space, values in spaces:
+            for name in [name for name in space if name not in values and _is_own(name)]:
+                del space[name]
+            space.update(values)
+        for put_back in contents:
+            put_back()
+
+    return restore
+
+
+_MODULE = frozenset(vars(nn.Module()))
+
+
+def _is_own(name: str) -> bool:
+    """Whether an attribute is the module's own: not PyTorch's, nor that of a checkpoint policy."""
+    return name not in _MODULE and not name.startswith("_hvd_ckpt")
+
+
+def _restoring_contents(value: Any) -> Callable[[], None]:
+    """A function that gives a tensor, a container or a generator its contents of now."""
+    if isinstance(value, torch.Tensor):
+        if is_lazy(value) or value.device.type == "meta" or value.is_inference():
+            return lambda: None
+        copy = value.detach().clone()
+
+        def put_back() -> None:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                if value.layout is not torch.strided or not torch.equal(value.detach(), copy):
+                    value.detach().copy_(copy)
+
+        return put_back
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if type(value) is list:
+        return functools.partial(value.__setitem__, slice(None), list(value))
+    if type(value) in (dict, set):
+        copied = value.copy()
+
+        def refill() -> None:
+            value.clear()
+            value.update(copied)
+
+        return refill
+    return lambda: None
