@@ -101,7 +101,8 @@ def find_blocks(
         handles.append(block.modules[0].register_forward_pre_hook(before, with_kwargs=True))
 
     for block in proposed:
-        watch(block)
+        if not isinstance(block.modules[0], torch.jit.ScriptModule):  # which has no hooks
+            watch(block)
     try:
         try:
             with torch.enable_grad(), saving_nothing():

@@ -79,6 +79,8 @@ class Planner:
         self._notes: list[str] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device):
+            self._step.note_written()
+        with undisturbed(model, self._step.device):
             self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head)
             self._calibrate()
 

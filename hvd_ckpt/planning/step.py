@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.measure import no_collection, now, undisturbed
+from hvd_ckpt.measure import no_collection, noting_written, now, undisturbed
 from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
 
@@ -60,6 +60,18 @@ class Step:
         finally:
             for leaf, gradient in leaves:
                 leaf.grad = gradient
+
+    def note_written(self) -> None:
+        """Finds out which parameters a forward pass writes, so that they can be put back after each."""
+        for grad in (False, True):  # code that needs a graph, such as torch.autograd.grad, fails without
+            try:
+                with torch.set_grad_enabled(grad), noting_written(self.model):
+                    self.forward()
+                return
+            except (
+                Exception
+            ):  # so may code that cannot run under a dispatch mode; what is wrong with the model shows later
+                continue
 
     def forward(self) -> Any:
         """The model's output."""

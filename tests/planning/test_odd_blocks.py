@@ -82,6 +82,7 @@ def check(make: Callable[[], nn.Module], sample: Any) -> None:
     before, tensors, given = random_states(), copy.deepcopy(tensors_of(model)), copy.deepcopy(sample)
     planner = Planner(model, sample, loss=loss_of)
     for budget in BUDGETS:
+        seed()
         try:
             plan = planner.plan(budget)
         except hc.BudgetError as error:
