@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import recording_marks
-from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.sharding.elementwise import check_elementwise, class_of, optimizer_classes
 from hvd_ckpt.text import unknown
 
