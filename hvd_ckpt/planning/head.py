@@ -90,7 +90,10 @@ def find_head(step: Step) -> Head | None:
     for name, module in step.model.named_modules():
         if is_compiled(module):
             return None
-        if not (name and isinstance(module, nn.Linear)) or base_class(module).forward is not nn.Linear.forward:
+        if (
+            not (name and isinstance(module, nn.Linear))
+            or base_class(module).forward is not nn.Linear.forward
+        ):
             continue
         weight = module._parameters.get("weight")  # not one that is computed, as in a weight norm
         if weight is not None and len(weight) > _WIDER * weight.shape[1]:

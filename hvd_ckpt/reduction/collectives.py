@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,7 @@ def join(device: int = -1) -> int:
             not joined needs the others for more than an allreduce: for sparse gradients (pass ``sparse_as_dense=True``), say; on
             every rank.
     """
+    gc.collect()  # an optimizer that nobody has any more is no reason to refuse
     for optimizer in live_optimizers():
         members = optimizer._process_set
         for wrong, reason in (
