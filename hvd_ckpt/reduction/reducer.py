@@ -442,7 +442,3 @@ class Reducer(OwningReducer):
         self._counts.load_state_dict(state, self.assignment.names)
         self._make_buckets()
         self._end_step(learn=False)
-
-    def follow(self, state: dict[str, Any]) -> None:
-        """Loads another rank's order and layout, and keeps this rank's counts."""
-        self.load_state_dict({**state, **self._counts.state_dict(self.assignment.names)})
