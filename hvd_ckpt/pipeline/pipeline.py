@@ -101,6 +101,8 @@ class Pipeline(nn.Module):
         hvd_ckpt.PlanError: the plan was made for another model or number of stages, or without stages.
     """
 
+    _places: dict[Tensor, int]  # of the parameters on this rank, in the whole model
+
     def __init__(
         self,
         model: nn.Sequential,
@@ -204,9 +206,7 @@ class Pipeline(nn.Module):
             part: Chunk(blocks, part, parts, ends[part] - self.balance[part], ends[part], skips, targets)
             for part in range(grid.stage, parts, grid.stages)
         }
-        self._places: dict[Tensor, int] = {
-            parameter: place for place, parameter in enumerate(model.parameters())
-        }
+        self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
         first: dict[Tensor, str] = {}
         whole = model.state_dict(keep_vars=True).items()
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}

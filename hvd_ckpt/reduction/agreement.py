@@ -279,13 +279,20 @@ def _described(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def check_described(tables: Mapping[int, Mapping[str, Any]], call: str) -> None:
+def check_described(
+    tables: Mapping[int, Mapping[str, Any]], call: str, failures: Sequence[Failure | None] = ()
+) -> None:
     """Raises ValueError for the first option that is not the same on every rank.
 
     Args:
         tables: what :func:`described` returns, by rank.
         call: whose options they are.
+        failures: what is wrong with the arguments of each rank, which the difference may explain.
     """
+    wrong = next(
+        (f" (rank {rank}: {failure.text})" for rank, failure in enumerate(failures) if failure is not None),
+        "",
+    )
     for name in dict.fromkeys(chain.from_iterable(tables.values())):
         ranks: dict[str, list[int]] = {}
         for rank, options in tables.items():
@@ -293,7 +300,7 @@ def check_described(tables: Mapping[int, Mapping[str, Any]], call: str) -> None:
         if len(ranks) > 1:
             values = " and ".join(f"{value} on {ranks_text(own)}" for value, own in ranks.items())
             raise ValueError(
-                f"{call}: {name} differs between ranks: {values}; pass the same arguments on every rank"
+                f"{call}: {name} differs between ranks: {values}; pass the same arguments on every rank{wrong}"
             )
 
 
@@ -310,8 +317,9 @@ def agree_on_options(call: str, options: Mapping[str, Any], error: Exception | N
         Exception: the arguments are the same, and some rank brings an error; on every rank.
     """
     gathered = of_all_processes((dict(options), None if error is None else Failure.of(error)), call)
-    check_described({rank: own for rank, (own, _) in enumerate(gathered)}, call)
-    raise_first_failure(error, [failure for _, failure in gathered])
+    options_of, failures = zip(*gathered)
+    check_described(dict(enumerate(options_of)), call, failures)
+    raise_first_failure(error, failures)
 
 
 def check_parameters(

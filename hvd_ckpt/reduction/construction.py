@@ -186,7 +186,7 @@ def agree_at_construction(
         check_described({rank: {"process_set": others} for rank, others in enumerate(sets)}, call)
     groups = [others for rank, others in enumerate(sets) if rank == others[0]]
     for group in groups:
-        check_described({rank: given[rank] for rank in group}, call)
+        check_described({rank: given[rank] for rank in group}, call, failures)
     raise_first_failure(error, failures)
     for group in groups:
         check_described({rank: following[rank] for rank in group}, call)
