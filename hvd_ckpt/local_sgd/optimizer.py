@@ -181,7 +181,7 @@ class LocalOptimizer(_Base):
         """
         local = state_dict.get(STATE)
         if self._averaging is not None:
-            with errors_on_all("hvd_ckpt.local.load", self._members):
+            with errors_on_all("load_state_dict() of LocalSGD", self._members):
                 if local is not None:
                     self._averaging.check(local)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})

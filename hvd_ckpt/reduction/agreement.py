@@ -203,12 +203,9 @@ def check_present(
         way_out: what to do.
     """
     if present < process_set.size():
-        meet_after_join(
-            -1,
-            ValueError(
-                f"{what} needs all ranks, and one has called join(), which only allreduces can do without: {way_out}"
-            ),
-        )
+        subject = what.removeprefix("hvd_ckpt.")
+        reason = f"{subject} needs all ranks, and one has called join(), which only allreduces can do without"
+        meet_after_join(-1, ValueError(f"{reason}: {way_out}"))
 
 
 def meet_after_join(device: int, error: Exception | None) -> int:

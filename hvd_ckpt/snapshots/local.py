@@ -78,7 +78,7 @@ def load_local(
     shared = snapshot.replicated
     own = snapshot.per_rank["local"] if snapshot.per_rank and snapshot.ranks == hvd.size() else None
     fault = None
-    with errors_on_all("hvd_ckpt.snapshots.period"):
+    with errors_on_all("Snapshots: period"):
         if not isinstance(optimizer, LocalOptimizer):
             fault = "the optimizer is not one of LocalSGD"
         elif own is None:

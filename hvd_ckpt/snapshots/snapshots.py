@@ -186,14 +186,14 @@ class Snapshots:
         """
         self._open()
         self._resumed = True
-        with errors_on_all("hvd_ckpt.snapshots.find"):
+        with errors_on_all("Snapshots: find"):
             found = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
         path = of_first_process(found, "hvd_ckpt.snapshots.path")
         if path is None:
             return 0
-        with errors_on_all("hvd_ckpt.snapshots.read"):
+        with errors_on_all("Snapshots: read"):
             snapshot = read(path)
             try:
                 check_state(snapshot, _LoopState, _LoopRankState)
@@ -211,7 +211,7 @@ class Snapshots:
         load_weights(snapshot, self._model, self._optimizer, self._shards)
         if not self.load(snapshot, options=True):
             seed_all(seed_of_rank(0, snapshot.step))
-        with errors_on_all("hvd_ckpt.snapshots.loop"):
+        with errors_on_all("Snapshots: loop"):
             for one, state in (
                 (self._scheduler, snapshot.replicated["scheduler"]),
                 (self._loader, self._state_of_loader(snapshot)),
@@ -268,7 +268,7 @@ class Snapshots:
             self._writer.check()
         optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
-            reports = of_all_processes(self.stop.reason, "hvd_ckpt.snapshots.stop")
+            reports = of_all_processes(self.stop.reason, "Snapshots: stop")
             self._stopped = self._stopped or next((one for one in reports if one is not None), None)
         # Each stage has a world of its own, in which the flag travels.
         asked = current().on_any_stage(self.stop.reason is not None)
