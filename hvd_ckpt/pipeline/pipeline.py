@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
         hvd_ckpt.PlanError: the plan was made for another model or number of stages, or without stages.
     """
 
-    _places: dict[Tensor, int]  # of the parameters on this rank, in the whole model
+    _places: dict[nn.Parameter, int]  # of the parameters on this rank, in the whole model
 
     def __init__(
         self,
