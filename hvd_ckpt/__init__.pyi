@@ -335,6 +335,9 @@ from hvd_ckpt.reduction.consistency import (
 from hvd_ckpt.reduction.consistency import (
     check_equal_weights as check_equal_weights,
 )
+from hvd_ckpt.reduction.weights import (
+    verify_weights as verify_weights,
+)
 from hvd_ckpt.runtime import (
     controller as controller,
 )

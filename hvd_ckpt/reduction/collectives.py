@@ -11,6 +11,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
+from hvd_ckpt.fingerprint import distinct
 from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.torch_private import pytree
@@ -255,14 +256,6 @@ def broadcast_tensors(
             mpi_ops.synchronize(handle)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
-
-
-def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor without the repetitions of an expanded one."""
-    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and not stride:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
 
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:

@@ -158,6 +158,12 @@ class Communicator:
         """True if control flags, which are float32 and summed, can travel in the bucket's own storage."""
         return self.linear and bucket.dtype is torch.float32 and self.compression is NoneCompressor
 
+    @property
+    def flag_scale(self) -> float:
+        """What the sum of control flags is multiplied by where they travel in a bucket."""
+        average = self.process_set.size() if self.op == Average else 1
+        return self.prescale_factor * self.postscale_factor / average
+
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches a bucket's allreduce; its result is ``flat``."""
         wire, context = encode(flat, self.compression)

@@ -169,6 +169,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 warnings.warn(phases.REDUCED_BEFORE, stacklevel=2)
         else:
             self.check_reduced()
+            reducer.weights.alone |= (
+                self._step_reduces is StepReduces.NOT_IN_SKIP and not self._phase.is_reduced
+            )
         self._phase = Phase.STEPPED
         result = self._local_step(closure, *args, **kwargs)
         reducer.note_changes()

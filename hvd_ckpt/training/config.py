@@ -334,6 +334,9 @@ class Config(Strict):
     check_weights: Count | None = Field(
         None, description="Steps between checks that all ranks have the same weights.  [default: never]"
     )
+    verify_weights: bool = Field(
+        True, description="Compare a part of the ranks' weights in every step, without a message of its own."
+    )
     stall_timeout: Positive = Field(
         1800.0, description="Seconds that a rank waits for the others before it ends."
     )

@@ -27,6 +27,7 @@ from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.schema import write_text
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.torch_private import AnyBatchNorm
@@ -336,6 +337,8 @@ def distribute(
     Raises:
         ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
     """
+    if not config.verify_weights:
+        verify_weights(False)
     if config.is_local:
         return make_local(optimizer, model, config)
     if config.shard_stage and is_elastic():
