@@ -42,6 +42,7 @@ MAX_RANKS = 16_000  # the sums of squares stay below 2**22, which a scale may ro
 ROUNDED_RANKS = 128  # where what each rank brings is rounded
 _FOLD = 0x5DEECE66D  # odd
 _HOST_WORDS = 8
+_FACTS = 4 + _HOST_WORDS  # columns of a rank before its fingerprints
 
 
 class _Settings:
@@ -266,13 +267,13 @@ class WeightVerification:
 
     def _compare_all(self, part: int, total: Callable[[torch.Tensor, str], Any]) -> None:
         """Exchanges the fingerprints of all compared parameters; raises if one differs, that of the part first."""
-        ranks, own, values = ranks_of(self._process_set), self._process_set.rank(), 2 + _HOST_WORDS
-        table = torch.zeros(len(ranks), values + len(self._compared), dtype=torch.int64)
+        ranks, own = ranks_of(self._process_set), self._process_set.rank()
+        table = torch.zeros(len(ranks), _FACTS + len(self._compared), dtype=torch.int64)
         host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
-        table[own, 0] = 2 if self._takes_part else 1
-        table[own, 1] = self.turn
-        table[own, 2:values] = torch.frombuffer(bytearray(host), dtype=torch.int64)
-        for column, index in enumerate(self._compared if self._takes_part else (), values):
+        facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
+        table[own, :4] = torch.tensor(facts)
+        table[own, 4:_FACTS] = torch.frombuffer(bytearray(host), dtype=torch.int64)
+        for column, index in enumerate(self._compared if self._takes_part else (), _FACTS):
             if not self._ignores(index):
                 table[own, column] = int(fingerprint(self._parameters[index])) or 1
         rows = total(table, "weights")
@@ -282,24 +283,29 @@ class WeightVerification:
         comparing = {rank: row for rank, row in zip(ranks, rows) if row[0] == 2}
         columns = [
             (index, column)
-            for column, index in enumerate(self._compared, values)
+            for column, index in enumerate(self._compared, _FACTS)
             if all(row[column] for row in comparing.values())
         ]
         self._ignored.update(set(self._compared).difference(index for index, _ in columns))
         turns = {entry.parameter for entry in self._parts[part]} if level else set()
         columns.sort(key=lambda pair: pair[0] not in turns)
+        different = next(
+            (index for index, column in columns if len({row[column] for row in comparing.values()}) > 1), None
+        )
+        if different is None:
+            return
+        since = f" in step {max(row[2] for row in present)} since this optimizer was made"
+        if different in turns:
+            before = max(row[3] for row in comparing.values())
+            since += f" (equal in step {before})" if before else " (not compared before)"
+        hosts = [_text(row[4:_FACTS]) for row in comparing.values()]
         tables = [
             [self._entry(index, row[column]) for index, column in columns] for row in comparing.values()
         ]
-        different = next((entries[0].name for entries in zip(*tables) if len(set(entries)) > 1), None)
-        if different is not None:
-            hosts = [_text(row[2:values]) for row in comparing.values()]
-            error = difference(
-                list(comparing), hosts, tables, self._since(different, part if level else None)
-            )
-            if isinstance(error, WeightsDiffer):
-                error.first = own == next(position for position, row in enumerate(rows) if row[0])
-            raise error
+        error = difference(list(comparing), hosts, tables, since)
+        if isinstance(error, WeightsDiffer):
+            error.first = own == next(position for position, row in enumerate(rows) if row[0])
+        raise error
 
     def _entry(self, index: int, value: int) -> TableEntry:
         parameter = self._parameters[index]
@@ -307,17 +313,6 @@ class WeightVerification:
         return TableEntry(
             self._names[index], tuple(parameter.shape), dtype, value.to_bytes(8, "little", signed=True)
         )
-
-    def _since(self, name: str, part: int | None) -> str:
-        """In which step the ranks found the difference, and in which the parameter was equal last."""
-        holds = [
-            number
-            for number, ranges in enumerate(self._parts)
-            if any(self._names[entry.parameter] == name for entry in ranges)
-        ]
-        steps = [self._equal_in.get(number, 0) for number in ([part] if part in holds else holds)]
-        before = f"equal in step {min(steps)}" if min(steps) else "not compared before"
-        return f" in step {self._steps} since this optimizer was made ({before})"
 
 
 def _in_memory_order(parameter: torch.Tensor) -> torch.Tensor:
