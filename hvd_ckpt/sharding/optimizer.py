@@ -295,6 +295,9 @@ class ShardedOptimizer(ReducedOptimizer):
         own = {id(piece.parameter) for piece in self.pieces}
         for parameter in [one for one, values in self.state.items() if not values and id(one) not in own]:
             del self.state[parameter]  # somebody has asked for the state of a parameter of the model
+        self._sharding.masters.follow(
+            self._sharding.store.shards
+        )  # of weights that a forward pass has written, say
         part: dict[str, Any] = self._wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage

@@ -31,6 +31,7 @@ from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, check_by_hand, h
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
 
 USED, LATE = 1.0, 2.0
@@ -48,6 +49,7 @@ class ControlFlags(NamedTuple):
         converted: 1 + the number of a parameter that was converted, or 0.
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
+        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
     """
 
     states: Sequence[float]
@@ -58,9 +60,11 @@ class ControlFlags(NamedTuple):
     converted: float
     position: float
     unsteady: float
+    written: float
+    unwritten: float
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 4]."""
+        """The flags, float32 [2 * parameters + 2 * groups + 6]."""
         values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 
@@ -104,6 +108,7 @@ class ShardReducer(OwningReducer):
         passes: backward passes that are accumulated in full before a round.
         op: Horovod's.
         offload: has the memory of the shards, if that is not the parameters' own.
+        weights: of stage 3, which passes may have written; ranks compare what.
 
     Attributes:
         stats: what was launched when; groups are named by their position in the layout.
@@ -121,6 +126,7 @@ class ShardReducer(OwningReducer):
         passes: int,
         op: int,
         offload: Offload | None,
+        weights: ShardedParameters | None = None,
     ) -> None:
         super().__init__(layout.parameters, range(sys.maxsize))
         self.stats = ReductionStats()
@@ -129,6 +135,7 @@ class ShardReducer(OwningReducer):
         self._layout = layout
         self._exchange = exchange
         self._prescale = prescale
+        self._weights = weights
         self._in_flight = InFlight(exchange, gradient_format, op_scale, offload, layout.groups)
         self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
@@ -270,6 +277,10 @@ class ShardReducer(OwningReducer):
         self.noticed, self.notice = flags.notice > 0, False
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
+        if self._weights is not None:
+            if flags.written != -flags.unwritten:
+                self._weights.check_written()
+            self._weights.written.forget()
         self._launch_up_to(round(flags.position))
         self._send_rest(flags.needs)
         self._in_flight.wait_all()
@@ -327,6 +338,7 @@ class ShardReducer(OwningReducer):
         leads = self._exchange.rank == 0
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
+        written = 0.0 if self._weights is None else self._weights.written.digest
         flags = ControlFlags(
             states,
             by_hand,
@@ -336,6 +348,8 @@ class ShardReducer(OwningReducer):
             converted=float(max(converted, default=0)),
             position=float(schedule.position),
             unsteady=float(unsteady),
+            written=written,
+            unwritten=-written,
         )
         self._step.control_messages += 1
         values = self._exchange.maximum(flags.tensor(), "flags")
