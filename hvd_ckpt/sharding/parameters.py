@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
@@ -59,9 +60,13 @@ class ShardedParameters:
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
         self.written = WrittenWeights()
+        titles = list(_titles(model, units))
+        divergence = Divergence(exchange, titles)
         own = [
-            UnitParameters(layout, groups, exchange, format, title, offload, self.written, deferred)
-            for (_, groups), title in zip(units, _titles(model, units))
+            UnitParameters(
+                layout, groups, exchange, format, title, divergence, offload, self.written, deferred
+            )
+            for (_, groups), title in zip(units, titles)
         ]
         self.shards: list[torch.Tensor] = [torch.empty(0, dtype=torch.float32)] * len(layout.groups)
         for (_, groups), parameters in zip(units, own):

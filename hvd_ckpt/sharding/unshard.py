@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
@@ -118,6 +119,7 @@ class UnitParameters:
         exchange, format: how its shards are gathered. Where its groups of ranks have shards of their own (hpZ of ZeRO++,
             Wang et al., 2023), all but the first gather after a change are within the group.
         title: names its modules, in messages.
+        divergence: hears what this rank waits for.
         offload: has the memory of its shards, if that is not the parameters' own.
         written: what this rank has written to parameters.
         deferred: the parameters stay as they are until :meth:`split`.
@@ -133,11 +135,13 @@ class UnitParameters:
         exchange: Exchange,
         format: WireFormat,
         title: str,
+        divergence: Divergence,
         offload: Offload | None,
         written: WrittenWeights,
         deferred: bool,
     ) -> None:
         self._written = written
+        self._title, self._divergence = title, divergence
         self._versions: list[int] = []  # of the parameters since they are whole for a pass
         self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
         self._awaited = (
@@ -345,8 +349,9 @@ class UnitParameters:
 
     def _arrive(self) -> None:
         assert self._state is _State.UNSHARDING
-        for work in self._in_flight:
-            work.wait(self._awaited)
+        with self._divergence.awaiting(self._title):
+            for work in self._in_flight:
+                work.wait(self._awaited)
         self._in_flight.clear()
         self._release_shards()
 
