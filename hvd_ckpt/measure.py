@@ -109,7 +109,7 @@ def noting_written(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies parameters before an operator writes them.
 
     Args:
@@ -120,7 +120,7 @@ class _Writes(TorchDispatchMode):
     def __init__(
         self, places: dict[int, tuple[nn.Module, str, nn.Parameter]], restored: contextlib.ExitStack
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._places, self._restored = places, restored
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +186,7 @@ def _restoring_contents(value: Any) -> Callable[[], None]:
 
         return put_back
     if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
+        return functools.partial(value.set_state, value.get_state())  # type: ignore[return-value]
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.Generator):

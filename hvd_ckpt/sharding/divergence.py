@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
@@ -36,7 +37,7 @@ class Divergence:
         self._told: int | None = None  # Horovod's handle
         self._last: list[list[int]] = []
         if exchange.ranks > 1:
-            check = weakref.WeakMethod(self._check)
+            check: Any = weakref.WeakMethod(self._check)
             weakref.finalize(self, communicator.long_waits.discard, check)
             communicator.long_waits.add(check)
 
