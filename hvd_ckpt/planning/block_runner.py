@@ -16,6 +16,7 @@ from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.chain import Choice
 from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
 from hvd_ckpt.planning.policy import CheckpointPolicy
+from hvd_ckpt.recompute.verify import verifying
 
 
 class BlockRunner:
@@ -57,7 +58,7 @@ class BlockRunner:
             modules: those of the block.
         """
         block = nn.ModuleList(modules)
-        with undisturbed(block, self._device):
+        with undisturbed(block, self._device), verifying("always"):
             args, kwargs = self.inputs()
             inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
             for tensor in inputs:

@@ -30,6 +30,7 @@ from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_stages
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.text import show_bytes, talking
 
 _CORRECTIONS = 5
@@ -78,9 +79,9 @@ class Planner:
         limit = wanted.bytes(0, 0, self._step.device) if wanted.is_absolute else None
         self._notes: list[str] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
-        with undisturbed(model, self._step.device):
+        with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
-        with undisturbed(model, self._step.device):
+        with undisturbed(model, self._step.device), verifying("never"):
             self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head)
             self._calibrate()
 
@@ -119,7 +120,7 @@ class Planner:
             BudgetError: no plan stays within it; has the plan that comes nearest.
         """
         wanted = parse_budget(budget)
-        with undisturbed(self._step.model, self._step.device):
+        with undisturbed(self._step.model, self._step.device), verifying("never"):
             while True:
                 self._say("solving")
                 limit, found, refused = self._attempt(wanted)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hvd_ckpt.measure import no_collection, noting_written, now, undisturbed
 from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
+from hvd_ckpt.recompute.verify import verifying
 
 
 class Step:
@@ -104,7 +105,7 @@ class Step:
 
     def outcome(self) -> list[int]:
         """Fingerprints of the loss, the gradients and the buffers after a step from the present state, which stays as it is."""
-        with undisturbed(self.model, self.device), self.sample() as (args, kwargs):
+        with undisturbed(self.model, self.device), verifying("always"), self.sample() as (args, kwargs):
             inputs = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one.is_leaf]
             loss = self._run(args, kwargs)
             gradients = [one.grad for one in (*self.model.parameters(), *inputs)]

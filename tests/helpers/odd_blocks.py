@@ -478,7 +478,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "bilinear": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GLU(), nn.Linear(WIDTH // 2, WIDTH))),
     "checkpointed by its author": _nested_checkpoint,
     "compiled": lambda: torch.compile(Wrapped(nn.Linear(WIDTH, WIDTH)), backend="eager"),
-    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import warnings
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import odd_blocks
 import pytest
 import torch
 from odd_blocks import MIDDLES, MODULES, PASSED, WIDTH, Block, Passing
+from rich.console import Console
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hvd_ckpt as hc
 from hvd_ckpt.planning.planner import Planner
+from hvd_ckpt.planning.show import print_plan
 from hvd_ckpt.recompute.region import reach
 
 ROWS = 6
@@ -114,3 +118,33 @@ def test_modules(name: str) -> None:
 def test_containers(name: str) -> None:
     wrap, get, put = PASSED[name]
     check(lambda: nn.Sequential(*[Passing(get, put) for _ in range(DEPTH)]), wrap(torch.randn(ROWS, WIDTH)))
+
+
+def test_scripted_modules_are_left_as_they_are() -> None:
+    blocks = [torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(3)]
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks), torch.randn(ROWS, WIDTH)
+    expected = [one for one in step(copy.deepcopy(model), x) if one is not None]
+    actual = step(hc.plan(model, x, loss=loss_of, budget="min", verbose=False).apply(model), x)
+    torch.testing.assert_close(actual, expected)  # scripted code has other bits once it is optimized
+
+
+class Counting(nn.Module):
+    """A function of how often it was called, hidden where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.calls = nn.Linear(WIDTH, WIDTH), iter(range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.a(x)) * (1 + next(self.calls))
+
+
+def test_a_plan_says_which_blocks_it_cannot_recompute_and_why() -> None:
+    model, x = nn.Sequential(*[Counting() for _ in range(4)]), torch.randn(ROWS, WIDTH)
+    plan = hc.plan(model, x, loss=loss_of, budget="min", verbose=False)
+    (note,) = plan.notes
+    assert note.startswith("0 .. 3 (4 blocks): in no segment: ")
+    assert not any(isinstance(item, tuple) for item in plan.items)
+    console = Console(width=200, file=io.StringIO())
+    print_plan(plan, console, None)
+    assert note in console.file.getvalue()
