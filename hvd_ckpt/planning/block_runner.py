@@ -62,7 +62,7 @@ class BlockRunner:
             args, kwargs = self.inputs()
             inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
             for tensor in inputs:
-                tensor.retain_grad()  # type: ignore[no-untyped-call]
+                tensor.retain_grad()
             with torch.enable_grad(), self._autocast():
                 outputs = tensors_of(policy.run(self._function, args, kwargs))
             seen = fingerprints(outputs)

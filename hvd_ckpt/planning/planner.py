@@ -78,6 +78,7 @@ class Planner:
         wanted = parse_budget(budget)
         limit = wanted.bytes(0, 0, self._step.device) if wanted.is_absolute else None
         self._notes: list[str] = []
+        self._chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
@@ -289,7 +290,7 @@ class Planner:
     def _calibrate(self) -> None:
         """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
         blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
-        self._chain: list[Block] = self.profile.chain
+        self._chain = self.profile.chain
         self._kept: _Tried | None = None  # without recomputation
         everything = self.baseline
         if everything.peak_bytes > FITS * free_memory(self._step.device):
