@@ -226,6 +226,7 @@ class ShardReducer(OwningReducer):
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
+            self._sent.note_arrived(index)
             gradient = self._layout.parameters[index].grad
             if self._sums_once and gradient is not None:
                 changed_sum(gradient)
