@@ -22,7 +22,7 @@ from hvd_ckpt.recompute.transforms import is_transformed
 _LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
 
 
-@dataclass
+@dataclass(eq=False)
 class FoundBlock:
     """A block as the forward pass called it.
 

@@ -67,6 +67,8 @@ class Reduction(Strict):
     bucket_cap_bytes: Annotated[float, Field(gt=0), NUMBER]
     counts: dict[str, Count] | None
     lower_counts: dict[str, Count]
+    verified_part: Count = 0
+    zeros: list[str] = []
 
     @model_validator(mode="after")
     def _has_each_once(self) -> Reduction:
