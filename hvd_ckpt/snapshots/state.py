@@ -68,7 +68,7 @@ class Reduction(Strict):
     counts: dict[str, Count] | None
     lower_counts: dict[str, Count]
     verified_part: Count = 0
-    zeros: list[str] = []
+    zeros: list[str] = Field(default=[])
 
     @model_validator(mode="after")
     def _has_each_once(self) -> Reduction:

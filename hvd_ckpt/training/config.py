@@ -27,10 +27,9 @@ from typing_extensions import Self
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.planning.schedule import virtual_stages_of
-from hvd_ckpt.recompute.verify import read_when
 from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
-from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, read_when, unknown
 from hvd_ckpt.training.combinations import check_combinations
 
 MAX_BYTES = 1 << 20  # of a configuration file
