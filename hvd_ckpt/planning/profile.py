@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.measure import no_collection
+from hvd_ckpt.measure import no_collection, undisturbed
 from hvd_ckpt.memory import Mark, Marks, free_memory, recording_marks
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
@@ -179,7 +179,7 @@ class Profile:
                 traces = []
                 for _ in range(4):  # the first run is slower than any later one
                     args, kwargs = runner.inputs()
-                    with self.step.autocast():
+                    with undisturbed(nn.ModuleList(block.modules), self.step.device), self.step.autocast():
                         traces.append(trace(block, args, kwargs))
                 chosen = candidates(fastest(traces[1:]), limit, self._lossy)
             except (torch.OutOfMemoryError, MemoryError):
