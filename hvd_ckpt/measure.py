@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hvd_ckpt.torch_private import TorchDispatchMode
 
 _thread = threading.local()
 
@@ -109,7 +110,7 @@ def noting_written(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Writes(TorchDispatchMode):
     """Copies parameters before an operator writes them.
 
     Args:

@@ -368,7 +368,8 @@ class Profile:
         first, last = self.found[0].modules[0], self.found[-1].modules[-1]
         seen: set[str] = set()
         handles = []
-        with no_collection(), recording_marks(self.step.device) as marks:
+        sample, recording = self.step.sample(), recording_marks(self.step.device)
+        with no_collection(), sample as (own_args, own_kwargs), recording as marks:
 
             def once(name: str) -> None:
                 if name not in seen:
@@ -394,7 +395,7 @@ class Profile:
             handles.append(first.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(last.register_forward_hook(behind))
             try:
-                self.step.run(marks)
+                self.step.run_on(own_args, own_kwargs, marks)
             finally:
                 for handle in handles:
                     handle.remove()

@@ -84,22 +84,22 @@ class Step:
         with self.sample() as (args, kwargs):
             return self._loss(args, kwargs)
 
-    def run(self, marks: Marks | None = None) -> None:
+    def run(self) -> None:
         """One step; gradients are accumulated."""
         with self.sample() as (args, kwargs):
-            self._run(args, kwargs, marks)
+            self.run_on(args, kwargs)
 
     def seconds(self) -> float:
         """How long a step takes."""
         with no_collection(), self.sample() as (args, kwargs):
             start = now(self.device)
-            self._run(args, kwargs)
+            self.run_on(args, kwargs)
             return now(self.device) - start
 
     def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
         """Peak bytes of a step above its start, and the bytes over time (CPU)."""
         with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
-            self._run(args, kwargs)
+            self.run_on(args, kwargs)
             marks.mark("end")
         return marks.marks[-1].peak_bytes, tuple(marks.timeline)
 
@@ -107,7 +107,7 @@ class Step:
         """Fingerprints of the loss, the gradients and the buffers after a step from the present state, which stays as it is."""
         with undisturbed(self.model, self.device), verifying("always"), self.sample() as (args, kwargs):
             inputs = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one.is_leaf]
-            loss = self._run(args, kwargs)
+            loss = self.run_on(args, kwargs)
             gradients = [one.grad for one in (*self.model.parameters(), *inputs)]
             return fingerprints([loss, *gradients, *self.model.buffers(), torch.get_rng_state()])
 
@@ -115,7 +115,8 @@ class Step:
         with torch.enable_grad(), self.autocast():
             return self._loss_of(self.model(*args, **kwargs))
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks | None = None) -> Tensor:
+    def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks | None = None) -> Tensor:
+        """One step on arguments that :meth:`sample` has given; returns the loss. What is measured does not copy the sample."""
         with torch.enable_grad():
             loss = self._loss(args, kwargs)
             if marks is not None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
+
+from hvd_ckpt.torch_private import OpOverload, OpOverloadPacket
 
 _STATISTICS = {
     functional.batch_norm: 1,

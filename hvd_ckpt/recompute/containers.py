@@ -17,7 +17,7 @@ from hvd_ckpt.torch_private import pytree
 
 
 class Structure:
-    """Containers without their values: lists, tuples, dicts, data classes, what :mod:`torch.utils._pytree` knows, and plain objects
+    """Containers without their values: lists, tuples, dicts, data classes, what PyTorch's pytree knows, and plain objects
     that hold tensors or an empty container (a cache), nested.
 
     A container that occurs twice is one container again after :meth:`rebuild`. Everything else is a value.
