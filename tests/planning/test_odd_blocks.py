@@ -121,9 +121,13 @@ def test_containers(name: str) -> None:
 
 
 def test_scripted_modules_are_left_as_they_are() -> None:
-    blocks = [torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(3)]
-    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks), torch.randn(ROWS, WIDTH)
-    expected = step(copy.deepcopy(model), x)
+    def make() -> nn.Module:  # the gradients of a copy of a scripted module do not show in its parameters
+        seed()
+        blocks = [torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(3)]
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+
+    x = torch.randn(ROWS, WIDTH)
+    expected, model = step(make(), x), make()
     actual = step(hc.plan(model, x, loss=loss_of, budget="min", verbose=False).apply(model), x)
     torch.testing.assert_close(actual, expected)  # scripted code has other bits once it is optimized
 
@@ -142,9 +146,9 @@ class Counting(nn.Module):
 def test_a_plan_says_which_blocks_it_cannot_recompute_and_why() -> None:
     model, x = nn.Sequential(*[Counting() for _ in range(4)]), torch.randn(ROWS, WIDTH)
     plan = hc.plan(model, x, loss=loss_of, budget="min", verbose=False)
-    (note,) = plan.notes
-    assert note.startswith("0 .. 3 (4 blocks): in no segment: ")
+    reason = "in no segment: it gives other values in each run."
+    assert plan.notes == (f"0: {reason}", f"1 .. 3 (3 blocks): {reason}")
     assert not any(isinstance(item, tuple) for item in plan.items)
     console = Console(width=200, file=io.StringIO())
     print_plan(plan, console, None)
-    assert note in console.file.getvalue()
+    assert all(note in console.file.getvalue() for note in plan.notes)
