@@ -317,23 +317,26 @@ from hvd_ckpt.reduction import (
 from hvd_ckpt.reduction import (
     join as join,
 )
-from hvd_ckpt.reduction.collectives import (
-    grouped_reducescatter as grouped_reducescatter,
-)
-from hvd_ckpt.reduction.collectives import (
-    grouped_reducescatter_async as grouped_reducescatter_async,
-)
-from hvd_ckpt.reduction.collectives import (
-    reducescatter as reducescatter,
-)
-from hvd_ckpt.reduction.collectives import (
-    reducescatter_async as reducescatter_async,
-)
 from hvd_ckpt.reduction.consistency import (
     WeightsDiffer as WeightsDiffer,
 )
 from hvd_ckpt.reduction.consistency import (
     check_equal_weights as check_equal_weights,
+)
+from hvd_ckpt.reduction.scatter import (
+    grouped_reducescatter as grouped_reducescatter,
+)
+from hvd_ckpt.reduction.scatter import (
+    grouped_reducescatter_async as grouped_reducescatter_async,
+)
+from hvd_ckpt.reduction.scatter import (
+    reducescatter as reducescatter,
+)
+from hvd_ckpt.reduction.scatter import (
+    reducescatter_async as reducescatter_async,
+)
+from hvd_ckpt.reduction.weights import (
+    verify_weights as verify_weights,
 )
 from hvd_ckpt.runtime import (
     controller as controller,

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, global_process_set
+from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
 
+from hvd_ckpt.batchnorm.synchronized import warn_of_unsynchronized
+from hvd_ckpt.grid import current
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.reduction.agreement import broadcast_from, described
 from hvd_ckpt.reduction.buckets import MEBIBYTE, BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.construction import (
@@ -28,11 +30,21 @@ from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.reduction.wrapping import register, wrapping
 from hvd_ckpt.replicas import Replicas, check_replicas
+from hvd_ckpt.sharding import stage_name
 from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, model_of, shard_optimizer
 from hvd_ckpt.sharding.formats import FP32
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.replicas import ShardedTreeCommunicator, ShardReplicaReducer
 from hvd_ckpt.sharding.units import check_memory, check_not_split
+
+OPERATIONS = {
+    Average: "Average",
+    Sum: "Sum",
+    Adasum: "Adasum",
+    Min: "Min",
+    Max: "Max",
+    Product: "Product",
+}
 
 
 def DistributedOptimizer(
@@ -123,12 +135,33 @@ def DistributedOptimizer(
     known_names: Any = None
     sharding: ShardOptions | None = None
     member = bool(process_set.included())
+    if num_groups:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2
+        )
+        groups = num_groups if groups is None else groups
+    if model is None:
+        model = model_of(named_parameters)
+    options = described(
+        optimizer=optimizer,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        op=OPERATIONS.get(op, op),
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        bucket_cap_mb=bucket_cap_mb,
+        keep_buckets=keep_buckets,
+        shard=stage_name(shard),
+        units=units,
+        offload=offload,
+        wire=wire,
+        master_weights=master_weights,
+        elementwise=elementwise,
+        replicas=replicas,
+        within=within,
+        model=None if replicas is None and stage_name(shard) == "none" else model,
+    )
     try:
-        if num_groups:
-            warnings.warn(
-                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2
-            )
-            groups = num_groups if groups is None else groups
         if isinstance(optimizer, ReducedOptimizer):
             raise ValueError(
                 "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
@@ -160,7 +193,6 @@ def DistributedOptimizer(
             process_set,
         )
         if replicas is not None:
-            model = model_of(named_parameters) if model is None else model
             check_replicas(replicas, process_set.size(), model)
             check_replica_options(op, gradient_predivide_factor, compression, process_set, sharding)
         named, known_names = name_parameters(optimizer, named_parameters)
@@ -171,21 +203,17 @@ def DistributedOptimizer(
             check_memory(named, () if sharding.model is None else sharding.model.named_parameters())
     except Exception as exception:  # whatever it is, this rank must not miss the resynchronization below
         error, named = exception, []
-    options = {
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "compression": getattr(compression, "__name__", str(compression)),
-        "sparse_as_dense": sparse_as_dense,
-        "bucket_cap_mb": bucket_cap_mb,
-        "groups": describe_groups(groups, known_names),
-        **({} if sharding is None else sharding.described()),
-    }
-    if replicas is not None:
-        options["replicas"] = replicas
-    if sharding is not None and sharding.stage > 1:
-        options["backward_passes_per_step"] = backward_passes_per_step
-    identity = agree_at_construction(error, named, options, process_set if member else None)
+    identity, named = agree_at_construction(
+        "DistributedOptimizer",
+        error,
+        named,
+        options | described(groups=describe_groups(groups, known_names)),
+        process_set,
+        {} if sharding is None else sharding.described(),
+    )
 
+    if model is not None:
+        warn_of_unsynchronized(model)
     new: Any = wrapping(optimizer, ShardedOptimizer if member and sharding is not None else ReducedOptimizer)
     new._parameter_names = {parameter: name for name, parameter in named}
     new._known_names = known_names
@@ -231,6 +259,11 @@ def check_replica_options(
     op: int, predivide: float, compression: Any, process_set: Any, sharding: ShardOptions | None
 ) -> None:
     """Raises ValueError for the first argument that does not go with replicas."""
+    if current().stages > 1:
+        raise ValueError(
+            f"replicas cannot be used in {current().stages} pipeline stages, whose micro-batches are not those of replicas; leave "
+            f"replicas out, or use init(stages=1)"
+        )
     if op != Average or predivide != 1.0 or compression is not Compression.none:
         raise ValueError("replicas needs op=Average, gradient_predivide_factor=1.0 and Compression.none")
     if process_set != global_process_set:

@@ -55,10 +55,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         return _of_sparse(tensor)
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    if 0 in tensor.stride():
-        for dim, stride in enumerate(tensor.stride()):
-            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
-    data = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    data = distinct(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
     weights = _weights(data.device)
     whole = data.numel() * data.element_size() // 4 * 4 // data.element_size()
     if data.element_size() < 4:
@@ -69,6 +66,14 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
             result = result + _dot(data[whole:].view(torch.uint8).long(), weights[-2])
         return result
     return _weighted(data.view(torch.int32), weights)
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the tensor without the repetitions of an expanded one."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if size > 1 and not stride:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import random
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from hvd_ckpt.torch_private import TorchDispatchMode
 
 _thread = threading.local()
 
@@ -44,15 +51,21 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model can be trained inside, and is afterwards as it was.
 
     Parameters have stand-ins that share their memory, with gradients of their own: hooks on the parameters (an optimizer
-    that reduces gradients over ranks) see nothing. Buffers and random states are put back. Synchronized batch norms do not
-    communicate.
+    that reduces gradients over ranks) see nothing. Parameters that :func:`noting_written` has found, buffers, attributes of modules
+    and random states are put back: those of PyTorch, Python, NumPy, and of generators that modules hold. Synchronized batch norms
+    do not communicate.
     """
     twins: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     inside = is_undisturbed()
-    with torch.random.fork_rng(devices=devices):
+    with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=devices):
+        restored.callback(random.setstate, random.getstate())
+        restored.callback(np.random.set_state, np.random.get_state())
+        for module in model.modules():
+            restored.callback(_restoring(module))
+            for name in _written.get(module, ()):
+                restored.callback(_restoring_contents(module._parameters[name]))
         try:
             _thread.undisturbed = True
             for module in model.modules():
@@ -78,6 +91,117 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             _thread.undisturbed = inside
             for module, name, parameter in originals:
                 setattr(module, name, parameter)
+
+
+_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""Names of parameters that a forward pass writes, by their module."""
+
+
+@contextlib.contextmanager
+def noting_written(model: nn.Module) -> Iterator[None]:
+    """Notes which parameters a forward pass inside writes, as an embedding with ``max_norm`` does, and puts those back."""
+    places = {
+        parameter.untyped_storage()._cdata: (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.layout is torch.strided
+    }
+    with contextlib.ExitStack() as restored, _Writes(places, restored):
+        yield
+
+
+class _Writes(TorchDispatchMode):
+    """Copies parameters before an operator writes them.
+
+    Args:
+        places: module, name and parameter, by memory.
+        restored: gets what puts them back.
+    """
+
+    def __init__(
+        self, places: dict[int, tuple[nn.Module, str, nn.Parameter]], restored: contextlib.ExitStack
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places, self._restored = places, restored
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[position] if position < len(args) else kwargs.get(argument.name)
+                    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                        self._copy(tensor)
+        return func(*args, **kwargs)
+
+    def _copy(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return
+        place = self._places.pop(tensor.untyped_storage()._cdata, None)
+        if place is not None:
+            module, name, parameter = place
+            self._restored.callback(_restoring_contents(parameter))
+            _written.setdefault(module, set()).add(name)
+
+
+def _restoring(module: nn.Module) -> Callable[[], None]:
+    """A function that gives a module its buffers and attributes of now, with the contents that they have now."""
+    spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if isinstance(module, torch.jit.ScriptModule):  # its buffers keep their places
+        spaces.append(({}, dict(module.named_buffers(recurse=False))))
+    else:
+        own = {name: value for name, value in vars(module).items() if _is_own(name) or name == "training"}
+        spaces += [(vars(module), own), (module._buffers, dict(module._buffers))]
+    contents = [_restoring_contents(value) for _, values in spaces for value in values.values()]
+
+    def restore() -> None:
+        for space, values in spaces:
+            for name in [name for name in space if name not in values and _is_own(name)]:
+                del space[name]
+            space.update(values)
+        for put_back in contents:
+            put_back()
+
+    return restore
+
+
+_MODULE = frozenset(vars(nn.Module()))
+
+
+def _is_own(name: str) -> bool:
+    """Whether an attribute is the module's own: not PyTorch's, nor that of a checkpoint policy."""
+    return name not in _MODULE and not name.startswith("_hvd_ckpt")
+
+
+def _restoring_contents(value: Any) -> Callable[[], None]:
+    """A function that gives a tensor, a container or a generator its contents of now."""
+    if isinstance(value, torch.Tensor):
+        if is_lazy(value) or value.device.type == "meta" or value.is_inference():
+            return lambda: None
+        copy = value.detach().clone()
+
+        def put_back() -> None:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                if value.layout is not torch.strided or not torch.equal(value.detach(), copy):
+                    value.detach().copy_(copy)
+
+        return put_back
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())  # type: ignore[return-value]
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if type(value) is list:
+        return functools.partial(value.__setitem__, slice(None), list(value))
+    if type(value) in (dict, set):
+        copied = value.copy()
+
+        def refill() -> None:
+            value.clear()
+            value.update(copied)
+
+        return refill
+    return lambda: None

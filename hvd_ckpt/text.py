@@ -147,3 +147,16 @@ def elapsed(seconds: float) -> str:
         return "?"
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def read_when(value: str | int, name: str) -> str | int:
+    """When recomputation is verified: what a text or number stands for. ``name`` is that of the setting, for the error."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if value in ("first", "always", "never") or (
+        isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    ):
+        return value
+    raise ValueError(
+        f"{name} must be 'first', 'always', 'never' or a number of passes from 1, got {value!r}."
+    )

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceType", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-    "LazyNormBase", "NormBase",
+    "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "foreach_zero_",
     "function_mode_stack", "get_autocast_kwargs", "in_functorch", "infer_device_type", "profiler_enabled", "pytree",
@@ -69,6 +69,7 @@ try:
         _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks,
     )
     from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._ops import OpOverload as OpOverload, OpOverloadPacket as OpOverloadPacket
     from torch._guards import TracingContext as _TracingContext
     from torch.autograd import (  # type: ignore[attr-defined]
         _unsafe_preserve_version_counter as unsafe_preserve_version_counter,
@@ -80,7 +81,10 @@ try:
     )
     from torch.overrides import _get_current_function_mode_stack as function_mode_stack
     from torch.utils import _pytree as pytree
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode as TorchDispatchMode,
+        _disable_current_modes as disable_current_modes,
+    )
     from torch.utils.checkpoint import (
         _get_autocast_kwargs as get_autocast_kwargs,
         _infer_device_type as infer_device_type,

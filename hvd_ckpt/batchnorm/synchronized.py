@@ -1,6 +1,6 @@
 """Batch norm over the batches of all ranks, on CPU and GPU, that communicates once per batch and direction.
 
-The first pass gathers every rank's mean, sum of squared deviations and count in one allgather and combines
+The first pass gathers every rank's mean, sum of squared deviations and count in one allreduce and combines
 them by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing
 sample variances", 1979), so ranks may have batches of different sizes. The backward pass sums two vectors in
 one allreduce. A recomputation does not communicate: it reads the statistics that the first pass left in its
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from hvd_ckpt.frames import remembered
 from hvd_ckpt.measure import is_undisturbed
-from hvd_ckpt.torch_private import AnyBatchNorm
+from hvd_ckpt.torch_private import AnyBatchNorm, LazyNormBase
 
 _RUN = "_maybe_run_sync_bn"  # the method of Horovod's SyncBatchNorm that communicates
 
@@ -61,22 +62,35 @@ class SyncBatchNorm(ForAnyShape):
 
     @classmethod
     def convert(cls, model: nn.Module) -> nn.Module:
-        """The model with every ``BatchNorm1d``, ``2d`` and ``3d`` replaced by one of these, in place.
+        """Makes every batch norm in ``model``, or the model itself, a synchronized one.
 
-        Parameters, statistics and names stay, as with :meth:`torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
+        That is every ``BatchNorm1d``, ``2d`` and ``3d``, and those that other libraries synchronize: torch's own ``SyncBatchNorm``
+        (which without ``torch.distributed`` is plain batch norm, silently), Horovod's, Apex's. The modules stay the same objects,
+        with their parameters, buffers, options, hooks and modes.
 
         Returns:
-            ``model``, or its replacement if it is a batch norm itself
+            ``model``.
+
+        Raises:
+            ValueError: a batch norm is lazy and has no shape yet, or is a subclass with a ``forward`` of its own, which would be
+                lost.
         """
-        for name, child in model.named_children():
-            setattr(model, name, cls.convert(child))
-        if not isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-            return model
-        norm = cls(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
-        norm._parameters.update(model._parameters)
-        norm._buffers.update(model._buffers)
-        norm.training = model.training
-        return norm
+        plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        for name, module in model.named_modules():
+            if not isinstance(module, AnyBatchNorm) or isinstance(module, ForAnyShape):
+                continue
+            kind = type(module)
+            if isinstance(module, LazyNormBase):
+                raise ValueError(
+                    f"The {kind.__name__} '{name}' has no shape yet: run the model once before converting it."
+                )
+            if isinstance(module, plain) and kind.forward is not AnyBatchNorm.forward:
+                raise ValueError(
+                    f"The {kind.__name__} '{name}' has a forward() of its own, which SyncBatchNorm.convert() would take away: put "
+                    f"what it adds into a module of its own beside a torch.nn.BatchNorm."
+                )
+            module.__class__ = cls
+        return model
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -95,6 +109,19 @@ class SyncBatchNorm(ForAnyShape):
             use_batch,
             average_factor(self) if tracking else 0.0,
             self.eps,
+        )
+
+
+def warn_of_unsynchronized(model: nn.Module) -> None:
+    """Warns of a torch ``SyncBatchNorm``, which is plain batch norm as long as ``torch.distributed`` does not run."""
+    if hvd.size() == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names:
+        warnings.warn(
+            f"module '{names[0]}' is a torch.nn.SyncBatchNorm ({len(names)} in all), which does not synchronize over Horovod's "
+            f"ranks: call hc.SyncBatchNorm.convert(model), or use torch.nn.BatchNorm",
+            stacklevel=3,
         )
 
 
@@ -120,13 +147,16 @@ def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, 
     with torch.no_grad():
         channels = input.size(1)
         local_count = input.numel() // max(channels, 1)
-        packed = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
+        packed = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
         if local_count:
             variance, mean = torch.var_mean(input.to(accumulate), dim=_all_but_channels(input), correction=0)
-            packed[0, :channels] = mean
-            packed[0, channels:-1] = variance.double() * local_count
-            packed[0, -1] = local_count
-        gathered: Tensor = hvd.allgather(packed, name=_collective_name("forward", packed))
+            packed[:channels] = mean
+            packed[channels:-1] = variance.double() * local_count
+            packed[-1] = local_count
+        # An allgather by an allreduce, in which ranks that have called join() count for nothing.
+        rows = packed.new_zeros(hvd.size(), packed.numel())
+        rows[hvd.rank()] = packed
+        gathered: Tensor = hvd.allreduce(rows, op=hvd.Sum, name=_collective_name("forward", rows))
         means, deviations, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
         count = counts.sum()
         if local_count <= 1 and count.item() <= 1:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.cli.plan_models import Job
     from hvd_ckpt.planning.plan import Cost, Plan
-    from hvd_ckpt.planning.profile import Step
+    from hvd_ckpt.planning.step import Step
     from hvd_ckpt.sharding.estimate import Estimator
     from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
 
@@ -228,7 +228,7 @@ def _planned(
 ) -> tuple[Plan, Cost | None, BudgetError | None]:
     """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
     A plan for stages is not measured. ``how`` has further arguments of the planner."""
-    from hvd_ckpt.planning.profile import Step
+    from hvd_ckpt.planning.step import Step
 
     unmet = None
     with progress_bar(each=True) as progress:

@@ -41,8 +41,12 @@ OF_STAGES = {
 
 def _flag(name: str, field: FieldInfo) -> click.Option:
     flag, help = name.replace("_", "-"), field.description or ""
-    if field.default is False:
-        return click.Option([f"--{flag}/--no-{flag}", name], default=None, help=help)
+    if field.annotation is bool:
+        return click.Option(
+            [f"--{flag}/--no-{flag}", name],
+            default=None,
+            help=f"{help}  [default: {flag}]" if field.default else help,
+        )
     if field.annotation == Options:
         return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
     if field.default is not None and not field.is_required():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, note_work
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, check_moments
 from hvd_ckpt.local_sgd.weights import Outer
+from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.construction import agree_at_construction, is_elastic, name_parameters
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import (
@@ -25,7 +26,7 @@ from hvd_ckpt.reduction.process_sets import (
     ranks_of,
     release,
 )
-from hvd_ckpt.sharding import stage_of
+from hvd_ckpt.sharding import stage_name, stage_of
 from hvd_ckpt.sharding.construction import check_stage, model_of, start_alike
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import INT4, wire_format
@@ -121,7 +122,19 @@ def LocalSGD(
     pairs = None if named_parameters is None else list(named_parameters)
     error: Exception | None = None
     named: list[tuple[str, torch.Tensor]] = []
-    options: dict[str, Any] = {}
+    options = described(
+        optimizer=optimizer,
+        every=every,
+        outer=repr(outer) if isinstance(outer, Nesterov) else outer,
+        moments=moments,
+        fragments=fragments,
+        delay=delay,
+        wire=wire,
+        within=within,
+        shard=stage_name(shard),
+        model=model,
+        offload=offload,
+    )
     try:
         _check(optimizer, outer, within, process_set, elastic)
         schedule = Schedule(every, fragments, delay)
@@ -136,20 +149,12 @@ def LocalSGD(
             raise ValueError(f"offload must be None or 'optimizer' without shard, not {offload!r}")
         named, _ = name_parameters(optimizer, pairs)
         assign_fragments([name for name, _ in named], fragments)
-        options = {
-            "every": every,
-            "fragments": fragments,
-            "delay": delay,
-            "moments": dict(moments) if isinstance(moments, Mapping) else moments,
-            "wire": wire,
-            "shard": stage,
-            "offload": offload,
-            "outer": repr(outer) if isinstance(outer, Nesterov) else type(outer).__name__,
-            "within": check_within(within),
-        }
+        check_within(within)
     except Exception as exception:  # whatever it is, this rank must not miss the comparison below
         error, named = exception, []
-    identity = agree_at_construction(error, named, options, process_set if member else None)
+    identity, named = agree_at_construction("LocalSGD", error, named, options, process_set)
+    own_parameters = {id(parameter) for _, parameter in named}
+    pairs = [*named, *(pair for pair in pairs or () if id(pair[1]) not in own_parameters)]
     if not member:
         return _local(DistributedOptimizer(optimizer, pairs, process_set=process_set), process_set)
 

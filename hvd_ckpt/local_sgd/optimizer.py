@@ -11,7 +11,7 @@ import torch
 
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.runs import Segment
-from hvd_ckpt.reduction.agreement import errors_on_all
+from hvd_ckpt.reduction.agreement import errors_on_all, in_order
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import StepReduces
@@ -147,7 +147,8 @@ class LocalOptimizer(_Base):
             return
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
-        tensors = [one[1] if isinstance(one, tuple) else one for one in whole]
+        named = [one if isinstance(one, tuple) else ("", one) for one in whole]
+        tensors = [parameter for _, parameter in in_order(named, self._known_names)]
         broadcast_tensors(tensors, ranks_of(self._members)[0], "hvd_ckpt.local.added", self._members)
         known = {id(segment.owner) for segment in self._segments()}
         super().add_param_group({**param_group, "params": whole})
@@ -180,7 +181,7 @@ class LocalOptimizer(_Base):
         """
         local = state_dict.get(STATE)
         if self._averaging is not None:
-            with errors_on_all("hvd_ckpt.local.load", self._members):
+            with errors_on_all("load_state_dict() of LocalSGD", self._members):
                 if local is not None:
                     self._averaging.check(local)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
@@ -200,14 +201,15 @@ class LocalOptimizer(_Base):
         release(sets)
 
     def _segments(self) -> list[Segment]:
-        """What this rank has of each parameter, in the order of ``param_groups``."""
+        """What this rank has of each parameter, in an order that is the same on all ranks."""
         if not self.shard_stage:
-            whole = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-            return [Segment(self._parameter_names[one], one, one, lambda one=one: one) for one in whole]  # type: ignore[misc]
+            whole = self._parameter_names.items()
+            return [Segment(name, one, one, lambda one=one: one) for one, name in whole]  # type: ignore[misc]
         sharding = self._sharding  # type: ignore[attr-defined]
         pieces = {piece.index: piece.parameter for piece in sharding.pieces}
         found = []
-        for owner in itertools.chain.from_iterable(sharding.groups):
+        stepped = set(itertools.chain.from_iterable(sharding.groups))
+        for owner in filter(stepped.__contains__, self._parameter_names):
             index = sharding.layout.index(owner)
             piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
             found.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]

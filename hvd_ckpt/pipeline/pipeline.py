@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hvd_ckpt import grid as grids
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.pipeline.clipping import clip_over_stages
+from hvd_ckpt.pipeline.cuts import cuts_of, release_weights
 from hvd_ckpt.pipeline.execution import FIRST_TAG as EXECUTION_TAG
 from hvd_ckpt.pipeline.execution import Chunk, Execution, MicroBatch, Recorder
 from hvd_ckpt.pipeline.microbatch import (
@@ -29,10 +30,10 @@ from hvd_ckpt.pipeline.microbatch import (
 )
 from hvd_ckpt.pipeline.random_state import draw_key, seed_each
 from hvd_ckpt.pipeline.skip import find_skips
-from hvd_ckpt.pipeline.tied import Tied, TiedGradients, find_tied
+from hvd_ckpt.pipeline.tied import Tied, TiedGradients, digest, find_tied
 from hvd_ckpt.pipeline.transport import Transport
 from hvd_ckpt.planning.balance import balance_costs, block_bytes, check_balance
-from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
+from hvd_ckpt.planning.plan import PipelinePlan, Plan
 from hvd_ckpt.planning.schedule import (
     FORWARD,
     Edge,
@@ -43,6 +44,7 @@ from hvd_ckpt.planning.schedule import (
     virtual_stages_of,
 )
 from hvd_ckpt.recompute.sequential import CheckpointSequential
+from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
 from hvd_ckpt.text import CHECKPOINTS
 
 STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
@@ -99,6 +101,8 @@ class Pipeline(nn.Module):
         hvd_ckpt.PlanError: the plan was made for another model or number of stages, or without stages.
     """
 
+    _places: dict[nn.Parameter, int]  # of the parameters on this rank, in the whole model
+
     def __init__(
         self,
         model: nn.Sequential,
@@ -112,6 +116,48 @@ class Pipeline(nn.Module):
         costs: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
+        options = described(
+            model=model,
+            balance=balance,
+            plan=plan,
+            chunks=chunks,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            virtual_stages=virtual_stages,
+            costs=costs,
+        )
+        agree_on_options("Pipeline", options, None)
+        with errors_on_all("Pipeline"):
+            names, blocks, crossing, tied = self._lay_out(
+                model, balance, plan, chunks, schedule, checkpoint, virtual_stages, costs
+            )
+        self._transport = Transport(self._grid) if self._grid.stages > 1 else None
+        self._check_equal(model, crossing, tied)
+        kept = {number for chunk in self._chunks.values() for number in chunk.own}
+        for number in sorted(kept):
+            self.add_module(names[number], blocks[number])
+        release_weights(
+            [block for number, block in enumerate(blocks) if number not in kept], list(self.children())
+        )
+        self._places = {parameter: self._places[parameter] for parameter in self.parameters()}
+        self.recorder: Recorder | None = None
+        self.__dict__["_model"] = model  # not as a child; prepare() is its method
+        self._failed = ""
+        self.training = model.training
+
+    def _lay_out(
+        self,
+        model: nn.Sequential,
+        balance: Sequence[int] | None,
+        plan: Plan | None,
+        chunks: int | None,
+        schedule: str | None,
+        checkpoint: str | None,
+        virtual_stages: int | None,
+        costs: Sequence[float] | None,
+    ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge], list[Tied]]:
+        """Checks the arguments and lays out chunks and schedule. Returns all blocks with their names, the edges of skip
+        connections, and parameters that stages share."""
         if not isinstance(model, nn.Sequential) or type(model).forward not in (
             nn.Sequential.forward, Chain.forward, CheckpointSequential.forward,
         ):  # fmt: skip
@@ -126,7 +172,7 @@ class Pipeline(nn.Module):
                 "virtual_stages": virtual_stages,
                 "costs": costs,
             }
-            planned = _cuts_of(
+            planned = cuts_of(
                 plan, grid.stages, checkpoint, [name for name, one in given.items() if one is not None]
             )
             plan.apply(model)
@@ -141,6 +187,8 @@ class Pipeline(nn.Module):
         # named_children() would leave out the second of two places of one block, such as a shared activation.
         names, blocks = zip(*((name, one) for name, one in model._modules.items() if one is not None))
         parts = grid.stages * virtual
+        if costs is not None and len(costs) != len(blocks):
+            raise ValueError(f"costs must be {len(blocks)} numbers, one of each block, got {len(costs)}")
         if balance is None:
             balance = balance_costs(costs if costs is not None else block_bytes(blocks), parts)
         self.balance = check_balance(balance, len(blocks), parts)
@@ -158,25 +206,15 @@ class Pipeline(nn.Module):
             part: Chunk(blocks, part, parts, ends[part] - self.balance[part], ends[part], skips, targets)
             for part in range(grid.stage, parts, grid.stages)
         }
-        places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
         first: dict[Tensor, str] = {}
         whole = model.state_dict(keep_vars=True).items()
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
-        self._total_parameters = len(places)
+        self._total_parameters = len(self._places)
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
         self._tied = [one for one in tied if grid.stage in one.stages]
         seed_each(list(blocks))
-        self._transport = Transport(grid) if grid.stages > 1 else None
-        self._check_equal(model, crossing, tied)
-        kept = {number for chunk in self._chunks.values() for number in chunk.own}
-        for number in sorted(kept):
-            self.add_module(names[number], blocks[number])
-        _release([block for number, block in enumerate(blocks) if number not in kept], list(self.children()))
-        self._places = {parameter: places[parameter] for parameter in self.parameters()}
-        self.recorder: Recorder | None = None
-        self.__dict__["_model"] = model  # not as a child; prepare() is its method
-        self._failed = ""
-        self.training = model.training
+        return names, blocks, crossing, tied
 
     def accumulate(
         self,
@@ -400,7 +438,7 @@ class Pipeline(nn.Module):
                         f"balance={self.balance}, chunks={self.micro_batches}, schedule={self.schedule!r}, "
                         f"checkpoint={self.checkpoint!r}"
                     )
-        values = [float(_digest(one.parameter)) for one in tied]
+        values = [float(digest(one.parameter)) for one in tied]
         for one, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
             first, *others = one.stages
             for stage in others:
@@ -409,41 +447,3 @@ class Pipeline(nn.Module):
                         f"Pipeline: parameter '{one.name}' is shared by stages {first} and {stage}, and its values differ: give "
                         f"the model the same values on all stages, such as by torch.manual_seed(seed) before it is made"
                     )
-
-
-def _digest(tensor: Tensor) -> int:
-    whole = tensor.detach().cpu().contiguous().reshape(-1)
-    return 0 if tensor.is_meta else zlib.crc32(whole.view(torch.uint8).numpy().data)
-
-
-def _cuts_of(plan: Plan, stages: int, checkpoint: str | None, given: Sequence[str]) -> PipelinePlan:
-    """The stages of a plan, for a pipeline of so many that was given no other arguments about them."""
-    if plan.pipeline is None:
-        raise PlanError("The plan was made without stages: make one with hc.plan(..., stages=hc.stages()).")
-    if plan.pipeline.stages != stages:
-        raise PlanError(
-            f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
-            f"hc.plan(..., stages={stages})."
-        )
-    if given or checkpoint not in (None, "auto"):
-        raise ValueError(
-            f"Pipeline: the plan gives {', '.join(given or ['checkpoint'])} already: leave it out"
-        )
-    return plan.pipeline
-
-
-def _release(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
-    """Frees the weights of blocks, but for those of modules that other blocks have as well."""
-    modules = {module for block in kept for module in block.modules()}
-    for block in blocks:
-        for module in block.modules():
-            if module in modules:
-                continue
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    # setattr() also reaches the list of weights that a recurrent module keeps.
-                    freed = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                    setattr(module, name, freed)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to("meta")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hvd_ckpt.measure import no_collection, now
+from hvd_ckpt.measure import no_collection, now, undisturbed
 from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.chain import Choice
+from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
 from hvd_ckpt.planning.policy import CheckpointPolicy
-from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+from hvd_ckpt.recompute.verify import verifying
 
 
 class BlockRunner:
@@ -45,11 +45,32 @@ class BlockRunner:
         """Fresh inputs: the block may change them, and they are not leaves of the graph, as in the model."""
 
         def fresh(tensor: Tensor) -> Tensor:
-            copied = tensor.detach().clone()
-            return copied.requires_grad_().clone() if tensor.requires_grad else copied
+            made = tensor.detach().clone()
+            return made.requires_grad_().clone() if tensor.requires_grad else made
 
-        args, kwargs = copied_objects(map_tensors(fresh, Tensor, self._inputs))
+        args, kwargs = copied(self._inputs, fresh)
         return args, kwargs
+
+    def outcome(self, policy: CheckpointPolicy, modules: Sequence[nn.Module]) -> list[int]:
+        """Fingerprints of outputs, gradients and buffers of one pass from the present state, which stays as it is.
+
+        Args:
+            modules: those of the block.
+        """
+        block = nn.ModuleList(modules)
+        with undisturbed(block, self._device), verifying("always"):
+            args, kwargs = self.inputs()
+            inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
+            for tensor in inputs:
+                tensor.retain_grad()
+            with torch.enable_grad(), self._autocast():
+                outputs = tensors_of(policy.run(self._function, args, kwargs))
+            seen = fingerprints(outputs)
+            ends = [tensor for tensor in outputs if tensor.requires_grad]
+            if ends:
+                torch.autograd.backward(ends, [_waves_like(tensor) for tensor in ends])
+            gradients = [tensor.grad for tensor in (*inputs, *block.parameters())]
+            return [*seen, *fingerprints([*gradients, *block.buffers(), torch.get_rng_state()])]
 
     def memory(self, policies: Sequence[CheckpointPolicy]) -> list[Choice]:
         """Exact bytes under each policy, without the seconds."""
@@ -123,18 +144,14 @@ class BlockRunner:
             output = policy.run(self._function, args, kwargs)
             mark("ran")
         mark("kept")
-        ends = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        ends = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         end: Tensor | None = _End.apply(*ends) if ends else None  # type: ignore[no-untyped-call]
         return end
 
 
-def copied_objects(values: Any) -> Any:
-    """Tensors in nested lists, tuples and dicts as they are, and copies of all else, such as a cache that blocks write to."""
-    memo = {id(tensor): tensor for tensor in tensors_in(values)}
-    try:
-        return copy.deepcopy(values, memo)
-    except (TypeError, RuntimeError):  # an object that cannot be copied is shared
-        return values
+def _waves_like(tensor: Tensor) -> Tensor:
+    """A gradient for a tensor whose elements differ: the sum of a softmax has no gradient at all."""
+    return torch.arange(tensor.numel(), device=tensor.device).cos().to(tensor.dtype).view(tensor.shape)
 
 
 class _End(torch.autograd.Function):

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.block_runner import copied_objects
+from hvd_ckpt.planning.inputs import copied, tensors_of
 from hvd_ckpt.planning.policy import base_class, is_compiled
-from hvd_ckpt.recompute.calls import map_tensors, tensors_in
+from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.keeper import saving_nothing
+from hvd_ckpt.recompute.transforms import is_transformed
 
 _LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
 
 
-@dataclass
+@dataclass(eq=False)
 class FoundBlock:
     """A block as the forward pass called it.
 
@@ -29,7 +30,8 @@ class FoundBlock:
         members: names of its modules; several only if an ``nn.Sequential`` calls them one after the other.
         modules: those modules.
         container: the name of the plain ``nn.Sequential`` it is a child of, or None.
-        args, kwargs: its arguments; None for a block that is like an earlier one.
+        args, kwargs: its arguments; None for a block that is like an earlier one, or cannot be run by itself.
+        obstacle: why it cannot be run by itself, or None.
         like: index of the first block that is like it: same class, configuration, parameters and input; its own if it is the first.
     """
 
@@ -39,6 +41,7 @@ class FoundBlock:
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     like: int = -1
+    obstacle: str | None = None
 
     @property
     def compiled(self) -> bool:
@@ -85,19 +88,32 @@ def find_blocks(
                 return
             found[key] = block
             order.append(key)
+            if is_transformed(module, args, kwargs):
+                block.obstacle = "it runs inside a transform of torch.func"
+                block.like = signatures.setdefault(key, len(signatures))
+                return
             signature = _signature(block, args, kwargs)
             if signature not in signatures:
                 signatures[signature] = len(signatures)
-                block.args, block.kwargs = _copied((args, kwargs))
+                block.args, block.kwargs = copied((args, kwargs), _detached)
             block.like = signatures[signature]
 
         handles.append(block.modules[0].register_forward_pre_hook(before, with_kwargs=True))
 
     for block in proposed:
-        watch(block)
+        if not isinstance(block.modules[0], torch.jit.ScriptModule):  # which has no hooks
+            watch(block)
     try:
-        with torch.enable_grad(), saving_nothing():
-            forward()
+        try:
+            with torch.enable_grad(), saving_nothing():
+                forward()
+        except Exception:  # code that needs a graph, such as torch.autograd.grad: the whole graph, then
+            for state in (calls, found, order, signatures):
+                state.clear()
+            for block in proposed:
+                block.args = block.kwargs = block.obstacle = None
+            with torch.enable_grad():
+                forward()
     finally:
         for handle in handles:
             handle.remove()
@@ -114,7 +130,7 @@ def find_blocks(
     for index, block in enumerate(blocks):
         kind = block.like
         block.like = first.setdefault(kind, index)
-        block.args, block.kwargs = inputs[kind] if block.like == index else (None, None)
+        block.args, block.kwargs = inputs.get(kind, (None, None)) if block.like == index else (None, None)
     return blocks
 
 
@@ -255,7 +271,7 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
 def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = tuple(
         (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad)
-        for tensor in tensors_in(args, kwargs)
+        for tensor in tensors_of((args, kwargs))
     )
     shape = repr(map_tensors(lambda tensor: "tensor", Tensor, (args, sorted(kwargs))))
     if " at 0x" in shape:  # an object without a representation of its own
@@ -274,10 +290,6 @@ def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
 
 
-def _copied(values: Any) -> Any:
-    """Copies of inputs, which the model may change later; tensors without their graph."""
-
-    def copy_tensor(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return copied_objects(map_tensors(copy_tensor, Tensor, values))
+def _detached(tensor: Tensor) -> Tensor:
+    """A copy of an input, which the model may change later, without its graph."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

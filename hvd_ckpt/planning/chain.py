@@ -67,6 +67,10 @@ class Block:
     casts: int = 0
     frame: int = 0
 
+    def only(self, count: int) -> Block:
+        """The block with the first choices alone."""
+        return replace(self, choices=self.choices[:count])
+
     def with_costs(self, change: Callable[[Choice], dict[str, Any]]) -> Block:
         """The block with some costs of each choice changed."""
         return replace(self, choices=tuple(replace(choice, **change(choice)) for choice in self.choices))

@@ -22,7 +22,7 @@ from hvd_ckpt.recompute.deferred import listening
 from hvd_ckpt.recompute.keeper import saving_nothing
 
 if TYPE_CHECKING:
-    from hvd_ckpt.planning.profile import Step
+    from hvd_ckpt.planning.step import Step
 
 _WIDER = 4  # a head has more than so many times as many outputs as inputs; a perceptron in a layer has not
 _LEAST_BYTES = 4 << 20  # of logits that are worth the measurements
@@ -90,10 +90,14 @@ def find_head(step: Step) -> Head | None:
     for name, module in step.model.named_modules():
         if is_compiled(module):
             return None
-        if base_class(module).forward is nn.Linear.forward and name:
-            weight = module.get_parameter("weight")
-            if len(weight) > _WIDER * weight.shape[1]:
-                candidates[module] = name
+        if (
+            not (name and isinstance(module, nn.Linear))
+            or base_class(module).forward is not nn.Linear.forward
+        ):
+            continue
+        weight = module._parameters.get("weight")  # not one that is computed, as in a weight norm
+        if weight is not None and len(weight) > _WIDER * weight.shape[1]:
+            candidates[module] = name
     if not candidates:
         return None
     calls: list[nn.Module] = []
@@ -105,6 +109,8 @@ def find_head(step: Step) -> Head | None:
             apply_policy(module, in_chunks(1))
         with listening() as heard, saving_nothing():
             step.loss()
+    except Exception:  # code that needs a graph, or that has no logits to give
+        return None
     finally:
         for module in candidates:
             remove_policy(module)

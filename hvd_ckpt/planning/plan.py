@@ -228,6 +228,7 @@ class Plan:
         frontier: predicted costs of the plans on the Pareto frontier, from the smallest peak to the fastest.
         timelines: (seconds, bytes) during one step, under ``"before"`` (without recomputation, where that was measured) and
             ``"after"``.
+        notes: blocks that are kept whole, recomputed as a whole or in no segment for another reason than their costs: a line each.
         pipeline: cuts into pipeline stages, or None for a model without stages. Costs above are then those of the largest stage
             (bytes) and of a step with all micro-batches (seconds).
 
@@ -247,6 +248,7 @@ class Plan:
     smallest: Cost = _NOTHING
     frontier: tuple[Cost, ...] = ()
     timelines: dict[_Moment, tuple[tuple[float, Bytes], ...]] = field(default_factory=dict)
+    notes: tuple[Text, ...] = ()
     pipeline: PipelinePlan | None = None
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ it needs more than was predicted, the chain is solved again with that much less.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -23,16 +24,18 @@ from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.cache import cached, key_of
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, bottleneck, simulate
+from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
-from hvd_ckpt.planning.profile import Profile, Step
+from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_stages
+from hvd_ckpt.planning.step import Step
+from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.text import show_bytes, talking
 
 _CORRECTIONS = 5
 _TIMED = 3  # steps
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
-_FITS = 0.5  # share of the free memory up to which a step without recomputation is measured
 
 
 class _Tried(NamedTuple):
@@ -74,8 +77,12 @@ class Planner:
         self._say = say
         wanted = parse_budget(budget)
         limit = wanted.bytes(0, 0, self._step.device) if wanted.is_absolute else None
+        self._notes: list[str] = []
+        self._chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
-        with undisturbed(model, self._step.device):
+        with undisturbed(model, self._step.device), verifying("never"):
+            self._step.note_written()
+        with undisturbed(model, self._step.device), verifying("never"):
             self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head)
             self._calibrate()
 
@@ -114,16 +121,58 @@ class Planner:
             BudgetError: no plan stays within it; has the plan that comes nearest.
         """
         wanted = parse_budget(budget)
-        self._say("solving")
+        with undisturbed(self._step.model, self._step.device), verifying("never"):
+            while True:
+                self._say("solving")
+                limit, found, refused = self._attempt(wanted)
+                problem = found if isinstance(found, str) else self._problem(found)
+                if problem is not None or isinstance(found, str):
+                    self._recompute_less(problem or "")
+                    continue
+                plan = self._finished(limit, found)
+                if refused is not None:
+                    refused.nearest = plan
+                    raise refused
+                return plan
+
+    def _attempt(self, wanted: Budget) -> tuple[int | None, _Tried | str, BudgetError | None]:
+        """The limit, the fastest schedule within it (or what went wrong, in words), and the error if that is not within it."""
         limit = self._limit(wanted)
-        with undisturbed(self._step.model, self._step.device):
+        try:
             try:
-                return self._finished(limit, self._fastest(limit))
+                return limit, self._fastest(limit), None
             except BudgetError as error:
                 if wanted.kind == "min":  # it needs a little more than was predicted
-                    return self._finished(error.smallest, self._fastest(error.smallest))
-                error.nearest = self._finished(limit, self._fastest(error.smallest))
+                    return error.smallest, self._fastest(error.smallest), None
+                return limit, self._fastest(error.smallest), error
+        except (BudgetError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if not self._recomputes:
                 raise
+            return limit, f"fails ({in_words(error)})", None
+
+    def _problem(self, tried: _Tried) -> str | None:
+        """What is wrong with a step with that schedule, in words, or None."""
+        self._say("checking the plan")
+        problem = self.profile.problem(self._as_plan(tried.solution.items), self._kept is not None)
+        return problem if self._recomputes else None
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether there is anything to choose."""
+        return any(len(block.choices) > 1 or block.joins_next for block in self._chain)
+
+    def _recompute_less(self, problem: str) -> None:
+        """Goes without segments, or else without any recomputation, because of what is wrong."""
+        if any(block.joins_next for block in self._chain):
+            self._notes.append(f"There are no segments of blocks: a step with them {problem}.")
+            self._chain = [dataclasses.replace(block, joins_next=False) for block in self._chain]
+        else:
+            self._notes.append(f"All blocks are kept whole: a step that recomputes some {problem}.")
+            self._chain = [block.only(1) for block in self._chain]
+        for name in ("smallest", "_solver", "_points", "_unlimited"):
+            self.__dict__.pop(name, None)
 
     def plan_stages(self, layout: Layout, budget: int | float | str | None, param_scale: float) -> Plan:
         """The plan for pipeline stages with the shortest longest stage within ``budget`` for each. It is predicted, not measured.
@@ -159,6 +208,7 @@ class Planner:
         return self._as_plan(
             tried.solution.items,
             sample=self._sample,
+            notes=(*self.profile.described(), *self._notes),
             budget=limit,
             predicted=_cost(tried.solution),
             measured=Cost(tried.peak, seconds),
@@ -240,10 +290,10 @@ class Planner:
     def _calibrate(self) -> None:
         """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
         blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
-        self._chain: list[Block] = self.profile.chain
+        self._chain = self.profile.chain
         self._kept: _Tried | None = None  # without recomputation
         everything = self.baseline
-        if everything.peak_bytes > _FITS * free_memory(self._step.device):
+        if everything.peak_bytes > FITS * free_memory(self._step.device):
             return
         self._say("measuring a step without recomputation")
         peak, timeline = self._step.peak()

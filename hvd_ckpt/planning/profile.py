@@ -6,112 +6,33 @@ one for what runs behind the last (a head, the loss). Their cost is that of a st
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hvd_ckpt.measure import no_collection, now
-from hvd_ckpt.memory import Mark, Marks, recording_marks
+from hvd_ckpt.measure import no_collection, undisturbed
+from hvd_ckpt.memory import Mark, Marks, free_memory, recording_marks
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
+from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.text import show_bytes
 
 _RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
+FITS = 0.5  # share of the free memory up to which a step without recomputation is run
 _MANY_KINDS = 12  # from this many kinds of blocks on, fewer policies of each are measured
 _SECONDS_PER_KIND = 1.5
-
-
-class Step:
-    """A training step of the user's model on the sample: forward, loss, backward."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        loss: Callable[[Any], Tensor] | None,
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.model = model
-        self.device = _device(model, args)
-        self._args = args
-        self._kwargs = dict(kwargs)
-        self._loss = loss
-        self._autocast = autocast
-
-    @property
-    def autocast_name(self) -> str | None:
-        """The dtype of the autocast, such as ``"bfloat16"``; None for none."""
-        return None if self._autocast is None else str(self._autocast).removeprefix("torch.")
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass."""
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast)
-
-    def forward(self) -> Any:
-        """The model's output."""
-        with self.autocast():
-            return self.model(*self._args, **self._kwargs)
-
-    def loss(self) -> Tensor:
-        """The forward pass and the loss."""
-        with torch.enable_grad(), self.autocast():
-            return self._loss_of(self.model(*self._args, **self._kwargs))
-
-    def run(self, marks: Marks | None = None) -> None:
-        """One step; gradients are accumulated."""
-        with torch.enable_grad():
-            loss = self.loss()
-            if marks is not None:
-                marks.mark("loss")
-            loss.backward()  # type: ignore[no-untyped-call]
-
-    def seconds(self) -> float:
-        """How long a step takes."""
-        with no_collection():
-            start = now(self.device)
-            self.run()
-            return now(self.device) - start
-
-    def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
-        """Peak bytes of a step above its start, and the bytes over time (CPU)."""
-        with no_collection(), recording_marks(self.device) as marks:
-            self.run()
-            marks.mark("end")
-        return marks.marks[-1].peak_bytes, tuple(marks.timeline)
-
-    def _loss_of(self, output: Any) -> Tensor:
-        if self._loss is not None:
-            loss = self._loss(output)
-        elif isinstance(output, Tensor) and output.numel() == 1:
-            loss = output
-        elif isinstance(getattr(output, "loss", None), Tensor):
-            loss = output.loss
-        else:
-            floats = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
-            loss = torch.stack(floats).sum() if floats else output
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
-            raise ValueError(
-                f"loss must give one number that requires a gradient, got {what}: pass loss=function of the model's output."
-            )
-        return loss
 
 
 class Profile:
@@ -123,6 +44,7 @@ class Profile:
         head: whose cross entropy may be computed in chunks, or None. ``found`` does not have the block that it is in, if any.
         head_costs: of head and loss for each choice of the last block of ``chain``; the first is whole, the last needs the least.
         chain: for the solver, with one block more at each end.
+        notes: of the first block of a kind, how it runs other than was to be expected, and why.
         waiting: of each block, bytes of the gradients of tied parameters that wait while it runs backward.
     """
 
@@ -137,6 +59,11 @@ class Profile:
     ) -> None:
         self.step = step
         self.chain: list[Block] = []  # until all is measured
+        self.notes: dict[int, str] = {}
+        self._alone: set[int] = set()  # kinds of blocks that are in no segment
+        self._repeats: dict[
+            int | None, bool
+        ] = {}  # by chunks of the head: whether steps from one state are equal
         self._lossy = lossy
         self.found = find_blocks(step.model, step.forward, names)
         self.head: Head | None = None
@@ -154,6 +81,8 @@ class Profile:
             block = self.found[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
             policies[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
+        say("checking that recomputation changes nothing")
+        self._check_in_place(kinds, policies, costs)
         self.policies = [policies[block.like] for block in self.found]
         inner = [
             dataclasses.replace(costs[block.like], joins_next=self._joins(index))
@@ -186,9 +115,14 @@ class Profile:
         """
         self.policies = [[_RECOMPUTE]] * len(self.found)
         items, chunks = tuple(range(len(self.found))), self.head_costs[-1].chunks
-        with applied(self.step.model, self.plan_of(items, [0] * len(self.found), chunks)):
-            self.step.run()
-            begin, _, forward, backward = _ends(self._marked_step())
+        try:
+            with applied(self.step.model, self.plan_of(items, [0] * len(self.found), chunks)):
+                self.step.run()
+                begin, _, forward, backward = _ends(self._marked_step())
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return  # a block that cannot be recomputed as a whole
         floor = max(begin.peak_bytes, begin.bytes + max(forward, backward))
         if limit < floor:
             place = (
@@ -203,16 +137,139 @@ class Profile:
             )
 
     def _measure(self, block: FoundBlock, limit: int) -> tuple[list[CheckpointPolicy], Block]:
+        """The policies of a block, with their costs. One that cannot be run by itself is kept whole, as if it cost nothing."""
+        if block.obstacle is None:
+            try:
+                return self._measure_alone(block, limit)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                block.obstacle = f"it cannot be run by itself ({in_words(error)})"
+        self.notes[block.like] = f"kept whole, and in no segment: {block.obstacle}"
+        self._alone.add(block.like)
+        return [KEEP], Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)
+
+    def _policies(self, block: FoundBlock, runner: BlockRunner, limit: int) -> list[CheckpointPolicy]:
+        """The policies under which a block gives the bits that it gives without one: "keep", and some that drop results of calls,
+        or one that recomputes it as a whole where its calls cannot be seen."""
+        problems: list[str] = []
+        expected = runner.outcome(KEEP, block.modules)
+        repeats = runner.outcome(KEEP, block.modules) == expected
+
+        def is_right(policy: CheckpointPolicy) -> bool:
+            exact = policy.selective is None or policy.selective.lossy is None
+            try:
+                if runner.outcome(policy, block.modules) == expected or not (repeats and exact):
+                    return True
+                problems.append("gives other values")
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                problems.append(f"fails ({in_words(error)})")
+            return False
+
+        whole = is_right(_RECOMPUTE)
+        if not whole or not repeats:
+            self._alone.add(block.like)
+            reason = f"recomputing it {problems[-1]}" if problems else "it gives other values in each run"
+            self.notes[block.like] = f"in no segment: {reason}"
+        chosen = []
+        if not block.compiled:
+            try:
+                traces = []
+                for _ in range(4):  # the first run is slower than any later one
+                    args, kwargs = runner.inputs()
+                    with undisturbed(nn.ModuleList(block.modules), self.step.device), self.step.autocast():
+                        traces.append(trace(block, args, kwargs))
+                chosen = candidates(fastest(traces[1:]), limit, self._lossy)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                problems.append(f"fails, as its calls cannot be traced ({in_words(error)})")
+            right = [policy for policy in chosen if policy == KEEP or is_right(policy)]
+            if len(right) > 1 or not (problems or chosen == []):
+                return right
+        if whole and repeats:
+            if not block.compiled:
+                self.notes[block.like] = (
+                    f"recomputed as a whole or not at all: dropping results of calls {problems[-1]}"
+                )
+            return [KEEP, _RECOMPUTE]
+        self.notes[block.like] = f"kept whole, and in no segment: {self.notes[block.like].partition(': ')[2]}"
+        return [KEEP]
+
+    def _check_in_place(
+        self, kinds: Sequence[int], policies: dict[int, list[CheckpointPolicy]], costs: dict[int, Block]
+    ) -> None:
+        """Checks the leanest policies inside of the model, and keeps blocks whole that do not work there."""
+        lean = {
+            kind: min(range(len(policies[kind])), key=lambda number: costs[kind].choices[number].kept)
+            for kind in kinds
+        }
+        self.policies = [policies[block.like] for block in self.found]
+        kept = sum(costs[block.like].choices[0].kept for block in self.found)
+        fits = kept <= FITS * free_memory(self.step.device)
+
+        def problem(those: Sequence[int]) -> str | None:
+            choices = [lean[block.like] if block.like in those else 0 for block in self.found]
+            return self.problem(self.plan_of(tuple(range(len(self.found))), choices), fits)
+
+        if problem(kinds) is None:
+            return
+        for kind in kinds:
+            found = problem([kind]) if lean[kind] else None
+            if found is not None:
+                policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
+                lean[kind] = 0
+                self.policies = [policies[block.like] for block in self.found]
+                self._alone.add(kind)
+                self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {found}"
+        found = problem(kinds)
+        if found is not None:
+            for kind in kinds:
+                policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
+                self._alone.add(kind)
+                self.notes[kind] = (
+                    f"kept whole, and in no segment: together with others, recomputing it {found}"
+                )
+
+    def problem(self, plan: Plan, compare: bool) -> str | None:
+        """What is wrong with a step with that plan, in words, or None.
+
+        Args:
+            compare: with a step without recomputation, which fits into memory.
+        """
+        chunks = next((block.policy.chunks for block in plan.blocks if block.policy.chunks), None)
+        expected = None
+        if compare and self._repeats.get(chunks, self._lossy is None):
+            kept = self.plan_of(tuple(range(len(self.found))), [0] * len(self.found), chunks)
+            with applied(self.step.model, kept):
+                expected = self.step.outcome()  # from the present state, which measurements have changed
+                if chunks not in self._repeats:
+                    self._repeats[chunks] = self.step.outcome() == expected
+        try:
+            with applied(self.step.model, plan):
+                outcome = self.step.outcome()
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            return f"fails ({in_words(error)})"
+        right = expected is None or not self._repeats[chunks] or outcome == expected
+        return None if right else "gives other values"
+
+    def described(self) -> list[str]:
+        """The notes, each in one line with the blocks that it is about."""
+        lines = []
+        for kind, note in self.notes.items():
+            names = [block.members[0] for block in self.found if block.like == kind]
+            several = f"{names[0]} .. {names[-1]} ({len(names)} blocks)" if len(names) > 1 else names[0]
+            lines.append(f"{several}: {note}.")
+        return lines
+
+    def _measure_alone(self, block: FoundBlock, limit: int) -> tuple[list[CheckpointPolicy], Block]:
         assert block.args is not None and block.kwargs is not None
         runner = BlockRunner(block, block.args, block.kwargs, self.step.device, self.step.autocast)
-        policies = [KEEP, _RECOMPUTE]
-        if not block.compiled:
-            traces = []
-            for _ in range(4):  # the first run is slower than any later one
-                args, kwargs = runner.inputs()
-                with self.step.autocast():
-                    traces.append(trace(block, args, kwargs))
-            policies = candidates(fastest(traces[1:]), limit, self._lossy)
+        policies = self._policies(block, runner, limit)
         runner.memory(policies[:1])
         costs = runner.memory(policies)
         # Policies with the same bytes, such as one that finds nothing to compress, are measured no further.
@@ -236,6 +293,8 @@ class Profile:
             return False
         this, following = self.found[index], self.found[index + 1]
         if this.container is None or this.container != following.container:
+            return False
+        if this.like in self._alone or following.like in self._alone:
             return False
         container = self.step.model.get_submodule(this.container)
         names = list(container._modules)
@@ -309,7 +368,8 @@ class Profile:
         first, last = self.found[0].modules[0], self.found[-1].modules[-1]
         seen: set[str] = set()
         handles = []
-        with no_collection(), recording_marks(self.step.device) as marks:
+        sample, recording = self.step.sample(), recording_marks(self.step.device)
+        with no_collection(), sample as (own_args, own_kwargs), recording as marks:
 
             def once(name: str) -> None:
                 if name not in seen:
@@ -335,7 +395,7 @@ class Profile:
             handles.append(first.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(last.register_forward_hook(behind))
             try:
-                self.step.run(marks)
+                self.step.run_on(own_args, own_kwargs, marks)
             finally:
                 for handle in handles:
                     handle.remove()
@@ -372,6 +432,7 @@ class Profile:
             items = (*items, len(blocks))
             members = {self.head.name: self.head.module}
             blocks.append(BlockPlan.of(members, in_chunks(chunks), added_seconds=added))
+        facts.setdefault("notes", tuple(self.described()))
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 
@@ -403,9 +464,3 @@ def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
 
     walk(items, 0)
     return found
-
-
-def _device(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
-    for tensor in (*model.parameters(), *tensors_in(args)):
-        return tensor.device
-    return torch.device("cpu")

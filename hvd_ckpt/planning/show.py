@@ -62,9 +62,11 @@ def totals(plan: Plan, baseline: Cost | None) -> list[tuple[str, ...]]:
 
 
 def print_plan(plan: Plan, console: Console, baseline: Cost | None) -> None:
-    """Prints both tables."""
+    """Prints both tables, and a line for each block that does not run as its costs would have it."""
     console.print(_table(COLUMNS, rows(plan)))
     console.print(_table(TOTALS, totals(plan, baseline)))
+    for note in plan.notes:
+        console.print(note, highlight=False, markup=False)
 
 
 def print_stages(plan: Plan, console: Console) -> None:

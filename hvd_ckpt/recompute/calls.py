@@ -11,7 +11,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import functional
+
+from hvd_ckpt.torch_private import OpOverload, OpOverloadPacket
+
+_STATISTICS = {
+    functional.batch_norm: 1,
+    functional.instance_norm: 1,
+    torch.batch_norm: 3,
+    torch.instance_norm: 3,
+}
+"""Functions that update running statistics without a word to the version counters, and where those stand among the
+arguments. Results do not depend on statistics that are updated."""
+
+_attributes: Any = Tensor  # whose getters are functions
+UNREPEATABLE = {
+    _attributes._base.__get__,
+    _attributes.data.__get__,
+    _attributes.grad.__get__,
+    torch.autograd.grad,
+    Tensor.set_,
+}
+"""Calls whose results depend on more than the values of their arguments."""
+
+UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
+"""Calls through which their arguments can be changed past the version counters."""
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -119,3 +143,12 @@ def _mutable(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], int
         else []
     )
     return tuple(sorted(places)), names.index("inplace") if "inplace" in names else None
+
+
+def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The running statistics among the arguments of a call."""
+    first = _STATISTICS.get(func)
+    if first is None:
+        return []
+    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]

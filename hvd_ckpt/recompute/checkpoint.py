@@ -168,14 +168,11 @@ class _FlatRun:
                 return tuple(leaves)
             return result
         self.gradients = [None] * len(tensors)
-        args, kwargs = self._arguments.rebuild(
-            [
-                _Input.apply(tensor, self.gradients, place)
-                if self._reentrant and tensor.requires_grad
-                else tensor  # type: ignore[no-untyped-call]
-                for place, tensor in enumerate(tensors)
-            ]
-        )
+        given = list(tensors)
+        for place, tensor in enumerate(tensors if self._reentrant else ()):
+            if tensor.requires_grad:
+                given[place] = _Input.apply(tensor, self.gradients, place)  # type: ignore[no-untyped-call]
+        args, kwargs = self._arguments.rebuild(given)
         result = self.region(*args, **kwargs)
         if not self._reentrant:
             return result
@@ -242,7 +239,7 @@ def _check_returned(held: Iterable[Any], results: Iterable[Any]) -> None:
     for value in held:
         if not isinstance(value, torch.Tensor) or not value.requires_grad or id(value) in returned:
             continue
-        if value.grad_fn is not None and not isinstance(value.grad_fn, _Input._backward_cls):  # type: ignore[attr-defined]
+        if value.grad_fn is not None and not isinstance(value.grad_fn, _Input._backward_cls):
             raise RuntimeError(
                 f"A function that is checkpointed with use_reentrant=True stores a tensor of shape {tuple(value.shape)} in its "
                 "arguments without returning it, so its gradient would be lost: return it, or use use_reentrant=False."

@@ -17,7 +17,7 @@ from hvd_ckpt.torch_private import pytree
 
 
 class Structure:
-    """Containers without their values: lists, tuples, dicts, data classes, what :mod:`torch.utils._pytree` knows, and plain objects
+    """Containers without their values: lists, tuples, dicts, data classes, what PyTorch's pytree knows, and plain objects
     that hold tensors or an empty container (a cache), nested.
 
     A container that occurs twice is one container again after :meth:`rebuild`. Everything else is a value.
@@ -97,10 +97,10 @@ _OBJECTS = 3  # plain objects in one another that are looked into for tensors
 
 def _is_plain_object(kind: type) -> bool:
     """Whether objects of the class are their attributes and nothing else."""
-    written_here = kind.__new__ is object.__new__ and kind.__setattr__ is object.__setattr__
-    return (
-        written_here and kind.__dictoffset__ != 0 and not issubclass(kind, (type, ModuleType, FunctionType))
-    )
+    methods: tuple[Any, ...] = (kind.__new__, kind.__setattr__)
+    if methods != (object.__new__, object.__setattr__) or kind.__dictoffset__ == 0:
+        return False
+    return not issubclass(kind, (type, ModuleType, FunctionType))
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:

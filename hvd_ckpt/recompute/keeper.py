@@ -124,6 +124,20 @@ class Packed:
         return dataclasses.replace(self._compressed, payload=self._payload.get()).restore()
 
 
+class Later:
+    """A tensor that is kept in fewer bytes once the call that saves it has returned: until then it may be filled."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, tensor: Tensor, user: str) -> None:
+        self.packed: Any = Plain(tensor.detach(), version_of(tensor), user)
+
+    def get(self) -> Tensor:
+        """The tensor as it was."""
+        restored: Tensor = self.packed.restore() if isinstance(self.packed, Compressed) else self.packed.get()
+        return restored
+
+
 class Kept(NamedTuple):
     """A tensor that a keeper collected."""
 

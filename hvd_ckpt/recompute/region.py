@@ -271,7 +271,7 @@ def title_of(function: Any) -> str:
     """What is recomputed: a segment's own words, or the name of the function or module's class."""
     if isinstance(function, functools.partial) and isinstance(function.func, FunctionType) and function.args:
         first = function.args[0]  # a module whose forward pass it is, or modules by name
-        if isinstance(first, nn.Module):
+        if isinstance(first, nn.Module) and function.func.__name__ == "forward":
             return type(first).__name__
         if isinstance(first, Mapping):
             return ", ".join(f"'{name}' ({type(module).__name__})" for name, module in first.items())

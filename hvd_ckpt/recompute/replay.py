@@ -42,6 +42,7 @@ from hvd_ckpt.recompute.keeper import (
     version_of,
 )
 from hvd_ckpt.recompute.saved import Compressed
+from hvd_ckpt.recompute.verify import Observation, Verification
 from hvd_ckpt.spans import span
 
 
@@ -355,19 +356,31 @@ class View:
         return source.as_strided(self.shape, self.stride, int(source.storage_offset()) + self.offset)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Holder:
-    """Stand-in that autograd holds for a dropped tensor: a result or inner tensor of a call, or a view of it."""
+    """Stand-in that autograd holds for a dropped tensor: a result or inner tensor of a call, or a view of it.
+
+    Attributes:
+        seen: the tensor as it was, and what compares it when it is back; None in a pass that is not verified.
+    """
 
     group: Group
     call: Call
     key: int
     view: View | None = None
+    seen: tuple[Verification, Observation] | None = None
 
     def get(self) -> Tensor:
         """The tensor, computed again if it is not there."""
         tensor = self.group.root().take(self.call, self.key)
-        return tensor if self.view is None else self.view.apply(tensor)
+        if self.view is not None:
+            tensor = self.view.apply(tensor)
+        if self.seen is not None:
+            verification, observation = self.seen
+            name = call_name(self.call.func)
+            what = f"the result of '{name}'" if self.key >= 0 else f"a tensor that '{name}' saved"
+            verification.compare(observation, tensor, what)
+        return tensor
 
 
 def unpack(packed: Holder | Plain | Kept | Packed | Compressed) -> Tensor:

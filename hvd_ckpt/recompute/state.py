@@ -154,7 +154,7 @@ class _NumpyState:
     @staticmethod
     def _words() -> bytes | None:
         """The words of the Mersenne twister and its position; None for another generator."""
-        bits: Any = np.random.get_bit_generator()
+        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if type(bits) is not np.random.MT19937:
             return None
         return ctypes.string_at(bits.ctypes.state_address, 4 * 624 + 4)

@@ -19,6 +19,7 @@ that in its place.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,48 +27,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from hvd_ckpt.frames import depth, keeps_everything
+from hvd_ckpt.measure import is_undisturbed
 from hvd_ckpt.recompute.calls import (
+    UNREPEATABLE,
+    UNTRACKED,
     call_name,
     changed_by,
     depends_on_arguments_alone,
     map_tensors,
+    statistics_of,
     tensors_in,
 )
-from hvd_ckpt.recompute.keeper import Keeper, Packed, memory_of, version_of
+from hvd_ckpt.recompute.keeper import Keeper, Later, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.transforms import refuse_transforms
+from hvd_ckpt.recompute.verify import Verification, begin_pass, observe, running_module
 from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
 _MADE = "_hvd_ckpt_made"
-
-_STATISTICS = {
-    functional.batch_norm: 1,
-    functional.instance_norm: 1,
-    torch.batch_norm: 3,
-    torch.instance_norm: 3,
-}
-"""Functions that update running statistics without a word to the version counters, and where those stand among the
-arguments. Results do not depend on statistics that are updated."""
-
-_attributes: Any = Tensor  # whose getters are functions
-_UNREPEATABLE = {
-    _attributes._base.__get__,
-    _attributes.data.__get__,
-    _attributes.grad.__get__,
-    torch.autograd.grad,
-    Tensor.set_,
-}
-"""Calls whose results depend on more than the values of their arguments."""
-
-_UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
-"""Calls through which their arguments can be changed past the version counters."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +105,9 @@ class _Running(NamedTuple):
     call: Call | None  # None: its results are not dropped
     group: Group | None
     inner: list[Tensor]  # what it has saved of its own, where that may have to be kept after all
+    after: list[
+        Callable[[], object]
+    ]  # to be called when it has returned: until then it may fill what it saves
 
 
 @disable_dynamo
@@ -144,13 +130,28 @@ def run_selectively(
     ):
         return function(*args, **kwargs)
     refuse_transforms(function, args, kwargs)
-    tape = Tape(policy)
+    tape = Tape(policy, _verification(function, policy))
     try:
         with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
     finally:
         tape.close()
     return result
+
+
+def _verification(function: Callable[..., Any], policy: Policy) -> Verification | None:
+    """What compares dropped results with those that come back, in a pass through the function that is to be verified."""
+    owner: Any = function
+    while isinstance(
+        owner, functools.partial
+    ):  # a method of a module, or modules that are called one after the other
+        owner = owner.args[0] if owner.args else owner.func
+        owner = owner[0] if isinstance(owner, list) else owner
+    owner = getattr(owner, "__self__", owner)
+    # Planning looks at copies of inputs: training is verified again.
+    key = (id(policy), getattr(owner, "training", None), is_undisturbed())
+    title = getattr(owner, "__qualname__", type(owner).__name__)
+    return begin_pass(owner, key, lambda: title, may_verify=policy.lossy is None).verification
 
 
 class Tape(TorchFunctionMode):
@@ -162,12 +163,14 @@ class Tape(TorchFunctionMode):
     Calls that return tensors are numbered: what is done to one of them must be done to the same one in the next step.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, verification: Verification | None = None) -> None:
         super().__init__()
+        self._verification = verification
         self.depth = depth()
         self.keeper = Keeper()
         self._lossy: torch.dtype | None = getattr(torch, policy.lossy) if policy.lossy else None
         self._policy = policy
+        self._compresses = policy.compress or policy.lossy is not None
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
@@ -210,13 +213,15 @@ class Tape(TorchFunctionMode):
             call = Call(func, number, [tensor for tensor, _, _ in inputs])
             group = Group()
             self._begin(call)
-        running = _Running(func, inputs, call, group, [])
+        running = _Running(func, inputs, call, group, [], [])
         outer, self._running = self._running, running
         try:
             result = func(*args, **kwargs)
         finally:
             self._running = outer
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
+        for finish in running.after:
+            finish()
         if call is not None:
             call.ran()
             if not outputs:
@@ -264,7 +269,7 @@ class Tape(TorchFunctionMode):
 
         A change in place of the first argument does if that comes back as it was: in memory that dropped calls have made.
         """
-        if func in _UNREPEATABLE or any(
+        if func in UNREPEATABLE or any(
             isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
         ):
             return False
@@ -283,7 +288,7 @@ class Tape(TorchFunctionMode):
 
     def _protect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a call runs: if it changes kept arguments of dropped calls in place, those get copies."""
-        if func in _UNTRACKED:
+        if func in UNTRACKED:
             for tensor in tensors_in(args):
                 tensor.__dict__.pop(_TAG, None)
         if not self._stored:
@@ -321,7 +326,7 @@ class Tape(TorchFunctionMode):
         if not new and not call.inner:
             return
         name = call_name(call.func)
-        scratch = _statistics(call.func, args, kwargs)
+        scratch = statistics_of(call.func, args, kwargs)
         changed = [entry for entry in changed if not any(entry[0] is one for one in scratch)]
         if changed:
             if (
@@ -363,7 +368,7 @@ class Tape(TorchFunctionMode):
         """The object that autograd holds in place of ``tensor``."""
         tag = self._tag(tensor)
         if tag is not None:
-            return _hold(tag.group, tag.call, tag.output)
+            return self._see(_hold(tag.group, tag.call, tag.output), tensor)
         running = self._running
         if running is None:
             return self.keeper.keep(tensor, "a custom autograd function")
@@ -385,35 +390,43 @@ class Tape(TorchFunctionMode):
                     or tensor.is_neg()
                 ):
                     made_here = source is tensor and tensor.__dict__.get(_MADE) is self._token
-                    return self._keep_inner(tensor, name) if made_here else self.keeper.keep(tensor, name)
-                return _hold(tag.group, tag.call, tag.output, View.of(tensor, source))
+                    if made_here and self._compresses:
+                        return self._compressed(tensor, name)
+                    return self.keeper.keep(tensor, name)
+                return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:
-            return self._keep_inner(tensor, name)
+            return self._keep_inner(tensor, running)
         running.call.inner += 1  # a new tensor of the running call, its inner tensor number -inner
         if self._may_keep(running.func):
             running.inner.append(tensor)
-        return _hold(running.group, running.call, -running.call.inner)
+        holder = _hold(running.group, running.call, -running.call.inner)
+        if self._verification is not None:
+            running.after.append(functools.partial(self._see, holder, tensor))
+        return holder
 
-    def _keep_inner(self, tensor: Tensor, name: str) -> Any:
-        """Keeps a tensor that was made here, perhaps in fewer bytes."""
-        if self._policy.compress or self._lossy is not None:
-            with DisableTorchFunction(), torch.no_grad():
-                packed = compress(tensor, self._lossy)
-            if packed is not None:
-                return (
-                    Packed(packed, self.keeper.keep(packed.payload, name))
-                    if self.keeper.collecting
-                    else packed
-                )
-        return self.keeper.keep(tensor, name)
+    def _see(self, holder: Holder, tensor: Tensor) -> Holder:
+        """The holder of a tensor, which observes it in a pass that is verified."""
+        if self._verification is not None:
+            holder.seen = (self._verification, observe(tensor, running_module()))
+        return holder
 
+    def _keep_inner(self, tensor: Tensor, running: _Running) -> Any:
+        """Keeps a new tensor of the running call, perhaps in fewer bytes."""
+        name = call_name(running.func)
+        if not self._compresses:
+            return self.keeper.keep(tensor, name)
+        later = Later(tensor, name)
+        running.after.append(lambda: setattr(later, "packed", self._compressed(tensor, name)))
+        return later
 
-def _statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    first = _STATISTICS.get(func)
-    if first is None:
-        return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    def _compressed(self, tensor: Tensor, name: str) -> Any:
+        with DisableTorchFunction(), torch.no_grad():
+            packed = compress(tensor, self._lossy)
+        if packed is None:
+            return self.keeper.keep(tensor, name)
+        if self.keeper.collecting:
+            return Packed(packed, self.keeper.keep(packed.payload, name))
+        return packed
 
 
 def _hold(group: Group, call: Call, key: int, view: View | None = None) -> Holder:

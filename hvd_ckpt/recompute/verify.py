@@ -28,11 +28,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.frames import aside
+from hvd_ckpt.text import read_when
 from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
 from hvd_ckpt.unmaterialized import absent_storages, is_absent
 
 VARIABLE = "HVD_CKPT_VERIFY_RECOMPUTATION"
-WHEN = ("first", "always", "never")
 _SAMPLE = 64
 _ROUNDING = 1e4  # in units of the dtype's epsilon, above the largest sampled element: what sums in another order may differ by
 _SHOWN = 3  # mismatches named in an error
@@ -72,17 +72,6 @@ def verifying(when: str | int) -> Iterator[None]:
         yield
     finally:
         _when = before
-
-
-def read_when(value: str | int, name: str) -> str | int:
-    """The setting that a text or number stands for; ``name`` is that of the setting, for the error."""
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        value = int(value)
-    if value in WHEN or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise ValueError(
-        f"{name} must be 'first', 'always', 'never' or a number of passes from 1, got {value!r}."
-    )
 
 
 _when: str | int = read_when(os.environ.get(VARIABLE) or "first", VARIABLE)

@@ -2,28 +2,76 @@
 
 An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
 has (a value, or an error), all ranks see all of it, and all of them continue or raise together.
+
+All exchanges of objects travel under one name and say what they are for, so that ranks which are in different calls get an error
+that names both, where they would wait for each other.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import cloudpickle
 import torch
 from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Sum, global_process_set
 
 from hvd_ckpt.grid import current
+from hvd_ckpt.hosts import ranks_text
+
+MESSAGE = "hvd_ckpt.objects"
 
 
-class FailedElsewhere(ValueError):
-    """Another rank has raised an error, and this one raises with it; the message begins with that rank."""
+class FailedElsewhere(Exception):
+    """Mixin of the errors that a rank raises because another one has raised them; the message begins with that rank.
+
+    They are also of the class of the other rank's error.
+    """
 
     raised_elsewhere = True  # for hvd_ckpt.uncaught: that rank shows the traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it travels to the other ranks.
+
+    Attributes:
+        classes: module and name of its class and of the bases, which a rank may have to do without.
+        text: of the error.
+    """
+
+    classes: Sequence[tuple[str, str]]
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        known = [one for one in type(error).__mro__ if not issubclass(one, FailedElsewhere)]
+        return cls([(one.__module__, one.__qualname__) for one in known], str(error))
+
+    def on(self, rank: int) -> Exception:
+        """The error to raise where it happened on another rank."""
+        text = f"rank {rank}: {self.text}"
+        for module, name in self.classes:
+            kind = getattr(sys.modules.get(module), name, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):  # else this process does not know it
+                try:
+                    own: Any = type(name, (FailedElsewhere, kind), {"__module__": module})
+                    error: Exception = own.__new__(own, text)
+                    error.args = (text,)
+                    return error
+                except TypeError:  # a class that takes other arguments: the next base will do
+                    continue
+        return FailedElsewhere(text)
 
 
 @dataclass(frozen=True)
@@ -49,22 +97,36 @@ class ParameterFacts:
         )
 
 
-def allgather_objects(value: Any, process_set: Any, name: str) -> list[Any]:
+def allgather_objects(value: Any, process_set: Any, name: str, message: str = MESSAGE) -> list[Any]:
     """Gathers one picklable value of each rank of ``process_set``, in rank order.
 
     (Horovod's ``allgather_object`` takes no process set.)
 
+    Args:
+        name: what it is for, the same on all ranks.
+        message: prefix of the tensors' names; to be given by threads that exchange objects at the same time.
+
     Raises:
         Exception: the value of a rank cannot be pickled; on every rank.
+        RuntimeError: the ranks are in different calls; on every rank.
     """
-    payload, error = _pickled(value)
-    sizes = mpi_ops.allgather(
-        torch.tensor([payload.numel()], dtype=torch.int64), name=f"{name}.sizes", process_set=process_set
-    ).tolist()
-    gathered = mpi_ops.allgather(payload, name=f"{name}.values", process_set=process_set)
-    values = [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
-    raise_first_failure(error, [one.reason if isinstance(one, _Unsendable) else None for one in values])
-    return values
+    payload, error = _pickled((name, value))
+    sizes = torch.zeros(process_set.size(), dtype=torch.int64)
+    sizes[process_set.rank()] = payload.numel()
+    sizes = _sum(sizes, f"{message}.sizes", process_set)
+    check_present(int((sizes > 0).sum()), process_set, name)
+    gathered = mpi_ops.allgather(payload, name=f"{message}.values", process_set=process_set)
+    received = [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes.tolist())]
+    raise_first_failure(error, [one if isinstance(one, Failure) else None for one in received])
+    calls = dict(zip((call for call, _ in reversed(received)), reversed(range(len(received)))))
+    if len(calls) > 1:
+        where = ", ".join(
+            f"'{call}' on rank {rank}" for call, rank in sorted(calls.items(), key=lambda one: one[1])
+        )
+        raise RuntimeError(
+            f"ranks are in different collective calls: {where}; make the same calls in the same order on every rank"
+        )
+    return [value for _, value in received]
 
 
 def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
@@ -75,33 +137,34 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
     """
     is_root = mpi_ops.rank() == root
     payload, error = _pickled(value if is_root else None)
-    size = torch.tensor([payload.numel() if is_root else 0], dtype=torch.int64)
-    size = mpi_ops.broadcast(size, root, name=f"{name}.size", process_set=process_set)
+    size, present = _sum(
+        torch.tensor([payload.numel() if is_root else 0, 1], dtype=torch.int64), f"{name}.size", process_set
+    ).tolist()
+    check_present(present, process_set, name)
     if not is_root:
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.empty(size, dtype=torch.uint8)
     payload = mpi_ops.broadcast(payload, root, name=f"{name}.value", process_set=process_set)
     received = value if is_root else pickle.loads(payload.numpy().tobytes())
-    if isinstance(received, _Unsendable):
-        raise FailedElsewhere(f"rank {root}: {received.reason}")
+    if isinstance(received, Failure):
+        raise received.on(root)
     if error is not None:
         raise error
     return received
 
 
-@dataclass(frozen=True)
-class _Unsendable:
-    """Sent in place of a value that cannot be pickled."""
-
-    reason: str
+def _sum(values: torch.Tensor, name: str, process_set: Any) -> torch.Tensor:
+    handle = mpi_ops.allreduce_async_(values, name=name, op=Sum, process_set=process_set)
+    summed: torch.Tensor = mpi_ops.synchronize(handle)
+    return summed
 
 
 def _pickled(value: Any) -> tuple[torch.Tensor, Exception | None]:
-    """The bytes of a value; for one that cannot be pickled those of an :class:`_Unsendable`, and the error."""
+    """The bytes of a value; for one that cannot be pickled those of a :class:`Failure`, and the error."""
     error = None
     try:
         content = cloudpickle.dumps(value)
     except Exception as exception:  # whatever it is, the other ranks must hear of it
-        error, content = exception, pickle.dumps(_Unsendable(str(exception)))
+        error, content = exception, pickle.dumps(Failure.of(exception))
     return torch.frombuffer(bytearray(content), dtype=torch.uint8), error
 
 
@@ -111,21 +174,54 @@ def digest(value: Any) -> str:
 
 
 def raise_together(error: Exception | None, process_set: Any, name: str) -> None:
-    """Raises on every rank of ``process_set`` if any rank brings an error: its own there, a FailedElsewhere on the others."""
-    failures = allgather_objects(None if error is None else str(error), process_set, name)
+    """Raises on every rank of ``process_set`` if any rank brings an error, which is of the same class on all of them."""
+    failures = allgather_objects(None if error is None else Failure.of(error), process_set, name)
     raise_first_failure(error, failures)
 
 
-def raise_first_failure(error: Exception | None, failures: Sequence[str | None]) -> None:
+def raise_first_failure(error: Exception | None, failures: Sequence[Failure | None]) -> None:
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise FailedElsewhere(f"rank {rank}: {failure}")
+            raise failure.on(rank)
+
+
+# ``join()``: Horovod takes zeros for a rank that has joined, which only an allreduce can do without it. Of anything else, such a
+# rank may come to do its part without having one (where Horovod knows the operation from before), and the job dies. So ranks are
+# counted first, by an allreduce. Those that find one missing join as well, and all ranks raise one error.
+
+
+def check_present(
+    present: int, process_set: Any, what: str, way_out: str = "give every rank as many batches"
+) -> None:
+    """Raises ValueError on every rank of the job if a rank has called ``join()``.
+
+    Args:
+        present: the sum of a 1 of each rank.
+        what: that cannot do without a rank, as the subject of the sentence.
+        way_out: what to do.
+    """
+    if present < process_set.size():
+        subject = what.removeprefix("hvd_ckpt.")
+        reason = f"{subject} needs all ranks, and one has called join(), which only allreduces can do without"
+        meet_after_join(-1, ValueError(f"{reason}: {way_out}"))
+
+
+def meet_after_join(device: int, error: Exception | None) -> int:
+    """Horovod's ``join``; raises on every rank if one brings an error, else returns the rank that joined last."""
+    last: int = mpi_ops.join(device)
+    raise_together(error, global_process_set, "join()")
+    return last
 
 
 def of_all_processes(value: Any, name: str) -> list[Any]:
-    """A picklable value of each process of the job, of all pipeline stages, in the order of their numbers. Collective."""
+    """A picklable value of each process of the job, of all pipeline stages, in the order of their numbers. Collective.
+
+    Where Horovod does not run, this process is the only one.
+    """
+    if not mpi_ops.is_initialized():
+        return [value]
     replicas = allgather_objects(value, mpi_ops.global_process_set, name)
     if current().stages == 1:
         return replicas
@@ -140,8 +236,8 @@ def of_first_process(value: Any, name: str) -> Any:
 
 @contextmanager
 def errors_on_all(name: str, process_set: Any = None) -> Iterator[None]:
-    """An error that one process raises inside is raised on all of them, where it did not happen as a FailedElsewhere. The body must
-    not communicate, since a process may leave it early.
+    """An error that one process raises inside is raised on all of them, of the same class. The body must not communicate, since a
+    process may leave it early.
 
     Args:
         process_set: the ranks to raise it on; by default all processes, of all pipeline stages.
@@ -152,33 +248,108 @@ def errors_on_all(name: str, process_set: Any = None) -> Iterator[None]:
     except Exception as raised:
         error = raised
     if process_set is None:
-        raise_first_failure(error, of_all_processes(None if error is None else str(error), name))
+        raise_first_failure(error, of_all_processes(None if error is None else Failure.of(error), name))
     else:
         raise_together(error, process_set, name)
 
 
-def check_parameters(tables: Sequence[Sequence[ParameterFacts]]) -> None:
+def in_order(named: Sequence[tuple[str, torch.Tensor]], known_names: Any) -> list[tuple[str, torch.Tensor]]:
+    """Parameters in the order of ``named_parameters``, since that of a parameter group may differ between ranks."""
+    places = {parameter: place for place, parameter in enumerate(known_names.keys())}
+    return sorted(named, key=lambda pair: places.get(pair[1], len(places)))
+
+
+def described(**options: Any) -> dict[str, Any]:
+    """Options of a collective call as plain data that ranks can compare: names for modules, classes, functions and process sets."""
+    return {name: _described(value) for name, value in options.items()}
+
+
+def _described(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float, complex)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _described(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [_described(one) for one in value]
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def check_described(
+    tables: Mapping[int, Mapping[str, Any]], call: str, failures: Sequence[Failure | None] = ()
+) -> None:
+    """Raises ValueError for the first option that is not the same on every rank.
+
+    Args:
+        tables: what :func:`described` returns, by rank.
+        call: whose options they are.
+        failures: what is wrong with the arguments of each rank, which the difference may explain.
+    """
+    wrong = next(
+        (f" (rank {rank}: {failure.text})" for rank, failure in enumerate(failures) if failure is not None),
+        "",
+    )
+    for name in dict.fromkeys(chain.from_iterable(tables.values())):
+        ranks: dict[str, list[int]] = {}
+        for rank, options in tables.items():
+            ranks.setdefault(repr(options.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            values = " and ".join(f"{value} on {ranks_text(own)}" for value, own in ranks.items())
+            raise ValueError(
+                f"{call}: {name} differs between ranks: {values}; pass the same arguments on every rank{wrong}"
+            )
+
+
+def agree_on_options(call: str, options: Mapping[str, Any], error: Exception | None) -> None:
+    """Compares the options of a call in which all processes take part, before anything else happens. Collective.
+
+    Args:
+        call: in words.
+        options: what :func:`described` returns.
+        error: what is wrong with the arguments on this process.
+
+    Raises:
+        ValueError: an option differs between ranks; on every rank, naming option and ranks.
+        Exception: the arguments are the same, and some rank brings an error; on every rank.
+    """
+    gathered = of_all_processes((dict(options), None if error is None else Failure.of(error)), call)
+    options_of, failures = zip(*gathered)
+    check_described(dict(enumerate(options_of)), call, failures)
+    raise_first_failure(error, failures)
+
+
+def check_parameters(
+    tables: Sequence[Sequence[ParameterFacts]], ranks: Sequence[int] | None = None, in_order: bool = True
+) -> None:
     """Raises ValueError for the first parameter that is not the same on every rank.
 
     Args:
         tables: one sequence of facts per rank, in rank order, each in that rank's order of parameters.
+        ranks: which these are; by default all.
+        in_order: the parameters must also be in the same order.
     """
+    ranks = range(len(tables)) if ranks is None else ranks
     reference = tables[0]
-    for rank, table in enumerate(tables[1:], start=1):
-        for position, (ours, theirs) in enumerate(zip(reference, table)):
-            if ours == theirs:
-                continue
-            for field in ("name", "shape", "dtype", "device_type", "requires_grad", "stride"):
-                first, other = getattr(ours, field), getattr(theirs, field)
-                if first != other:
+    for rank, table in zip(ranks[1:], tables[1:]):
+        here, there = ({facts.name: facts for facts in one} for one in (reference, table))
+        for name in [*here, *there]:
+            if (name in here) != (name in there):
+                at, other = (ranks[0], rank) if name in here else (rank, ranks[0])
+                raise ValueError(
+                    f"parameter '{name}' is on rank {at} and not on rank {other}, which have {len(here)} and {len(there)} "
+                    f"parameters on ranks {ranks[0]} and {rank}; build the same model and the same optimizer on every rank"
+                )
+            for field in ("shape", "dtype", "device_type", "requires_grad", "stride"):
+                first, second = getattr(here[name], field), getattr(there[name], field)
+                if first != second:
                     raise ValueError(
-                        f"parameter {position} ('{ours.name}') differs between ranks: {field} is {first} on rank 0 and "
-                        f"{other} on rank {rank}; build the same model and the same optimizer on every rank"
+                        f"parameter '{name}' differs between ranks: {field} is {first} on rank {ranks[0]} and {second} on rank "
+                        f"{rank}; build the same model and the same optimizer on every rank"
                     )
-        if len(table) != len(reference):
-            longer, at = (reference, 0) if len(reference) > len(table) else (table, rank)
-            extra = longer[min(len(table), len(reference))]
-            raise ValueError(
-                f"rank 0 has {len(reference)} parameters and rank {rank} has {len(table)}: '{extra.name}' is on rank {at} "
-                f"only; build the same model and the same optimizer on every rank"
-            )
+        for position, name in enumerate(here if in_order else ()):
+            if table[position].name != name:
+                raise ValueError(
+                    f"parameter {position} is '{name}' on rank {ranks[0]} and '{table[position].name}' on rank {rank}; add "
+                    f"parameters in the same order on every rank"
+                )

@@ -1,17 +1,29 @@
-"""Collectives for parameters, optimizer state, objects and reduce-scatter, where Horovod's own fail or hang."""
+"""Collectives for parameters, optimizer state and objects, where Horovod's own fail or hang."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import Average, ProcessSet, Sum, global_process_set
+from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, raise_together
+from hvd_ckpt.fingerprint import distinct
+from hvd_ckpt.reduction.agreement import (
+    MESSAGE,
+    Failure,
+    allgather_objects,
+    broadcast_from,
+    check_described,
+    described,
+    digest,
+    meet_after_join,
+    raise_first_failure,
+)
+from hvd_ckpt.reduction.leveling import common_state, level, level_after, level_all, live_states
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.unmaterialized import is_absent
@@ -51,7 +63,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Args:
         obj: what ``cloudpickle`` can store.
-        name: of the message; to be given where several threads gather objects at the same time.
+        name: of the message; to be given where several threads gather objects at the same time, with the same one on all ranks.
 
     Returns:
         Copies of the objects, by rank.
@@ -59,7 +71,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     Raises:
         Exception: a rank's object cannot be stored; on every rank.
     """
-    return allgather_objects(obj, global_process_set, name or "hvd_ckpt.allgather_object")
+    return allgather_objects(obj, global_process_set, "allgather_object()", name or MESSAGE)
 
 
 def join(device: int = -1) -> int:
@@ -75,64 +87,69 @@ def join(device: int = -1) -> int:
         The rank that joined last: its weights are the ones to broadcast.
 
     Raises:
-        ValueError: an optimizer is sharded, or one of ``LocalSGD``; on every rank.
+        ValueError: an optimizer is sharded, has logical replicas, or is one of ``LocalSGD`` or of a process set. Or a rank that has
+            not joined needs the others for more than an allreduce: for sparse gradients (pass ``sparse_as_dense=True``), say; on
+            every rank.
     """
-    optimizers = live_optimizers()
-    for optimizer in optimizers:
-        if not optimizer.can_join:
-            raise ValueError(
-                "join() cannot be used while there is an optimizer of LocalSGD: a rank without data goes on to call its step(), "
-                "without gradients"
-            )
-        if optimizer.shard_stage:
-            raise ValueError(
-                "join() cannot be used while an optimizer is sharded: each rank holds a part that the others need in every step; "
-                "give every rank as many batches"
-            )
-    last: int = mpi_ops.join(device)
-    reducers = {}
-    for optimizer in optimizers:
-        if optimizer._process_set == global_process_set and optimizer._reducer:
-            reducers[optimizer._identity] = optimizer._reducer
-    # A rank may have collected an optimizer that others still have.
-    known = [
-        set(identities)
-        for identities in allgather_objects(list(reducers), global_process_set, "hvd_ckpt.join")
-    ]
-    for identity in sorted(set.intersection(*known)):
-        reducer = reducers[identity]
-        own = (reducer.state_dict(), reducer.naming)
-        state, (_, generation) = broadcast_from(own, last, global_process_set, f"hvd_ckpt.join.{identity}")
-        if mpi_ops.rank() != last:
-            reducer.follow(state)
-        reducer.rename(identity, generation + 1)
+    gc.collect()  # an optimizer that nobody has any more is no reason to refuse
+    for optimizer in live_optimizers():
+        members = optimizer._process_set
+        for wrong, reason in (
+            (
+                not optimizer.can_join,
+                "is one of LocalSGD: a rank without data goes on to call its step(), without gradients",
+            ),
+            (
+                optimizer.shard_stage,
+                "is sharded, and each rank holds a part that the others need in every step",
+            ),
+            (optimizer.replicas, "has logical replicas, all of which take part in every step"),
+            (
+                members != global_process_set and members.included() and members.size() > 1,
+                "is one of a process set, which join() knows nothing of",
+            ),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"join() cannot be used while an optimizer {reason}; give every rank as many batches"
+                )
+    last = meet_after_join(device, None)
+    level_after("join()", last)
     return last
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Broadcasts tensors in place from one rank to all. Collective.
+    """Broadcasts tensors in place from one rank to all, matched by their names. Collective.
+
+    Afterwards distributed optimizers that a rank has loaded or reset by itself reduce in the same order on all ranks again.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of either.
         root_rank: the rank whose values everyone gets.
 
     Raises:
-        ValueError: ``params`` is of another type, or names, shapes or dtypes differ between ranks, or a parameter is split over the
-            ranks (``shard="parameters"``); on every rank.
+        ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks, or a tensor is
+            not dense, or a parameter is split over the ranks (``shard="parameters"``); on every rank.
     """
+    call = "broadcast_parameters()"
     error: Exception | None = None
     tensors: list[tuple[str, torch.Tensor]] = []
     try:
         tensors = _named_tensors(params)
     except ValueError as exception:
         error = exception
-    expected = broadcast_from(
-        [_facts(*pair) for pair in tensors], root_rank, global_process_set, "hvd_ckpt.parameters"
+    facts = [_facts(*pair) for pair in tensors]
+    failure = None if error is None else Failure.of(error)
+    gathered = allgather_objects(
+        (described(root_rank=root_rank), failure, digest(facts), live_states()), global_process_set, call
     )
-    if error is None:
-        error = _difference([_facts(*pair) for pair in tensors], expected, root_rank)
-    raise_together(error, global_process_set, "hvd_ckpt.parameters.check")
+    options, failures, digests, states = zip(*gathered)
+    check_described(dict(enumerate(options)), call)
+    raise_first_failure(error, failures)
+    if len(set(digests)) > 1:
+        raise _difference(allgather_objects(facts, global_process_set, f"{call}: tensors"))
     broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
+    level_all(states, root_rank)
 
 
 def broadcast_optimizer_state(
@@ -142,7 +159,9 @@ def broadcast_optimizer_state(
 
     Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of
     tensors, numbers, lists, tuples and dicts is sent, LBFGS's too. Of a sharded optimizer only the options are: each rank's
-    state is its own part of the whole.
+    state is its own part of the whole. Parameters of a ``DistributedOptimizer`` are matched by their names, others by their
+    places. The order in which gradients are reduced becomes that of the root, too, if ranks have loaded or reset it apart; then
+    gradients are dropped.
 
     Args:
         optimizer: a bare optimizer or a ``DistributedOptimizer``.
@@ -150,45 +169,47 @@ def broadcast_optimizer_state(
         model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
 
     Raises:
-        ValueError: the numbers of parameter groups or parameters differ between ranks; on every rank.
+        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks; on every rank.
     """
+    call = "broadcast_optimizer_state()"
+    stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
+    names = [] if stage else [_names_in(optimizer, group) for group in optimizer.param_groups]
+    options = described(
+        root_rank=root_rank,
+        optimizer=getattr(optimizer, "_wrapped_class", type(optimizer)),
+        shard=stage,
+        replicas=None
+        if replicas is None
+        else f"{replicas.number} of seed {replicas.seed} at step {replicas.step}",
+        param_groups=len(optimizer.param_groups),
+    )
+    options |= {f"the number of parameters in group {number}": len(own) for number, own in enumerate(names)}
+    options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
+    gathered = allgather_objects((options, common_state(optimizer)), global_process_set, call)
+    check_described({rank: own for rank, (own, _) in enumerate(gathered)}, call)
     tensors: list[torch.Tensor] = []
     outline = None
-    if getattr(optimizer, "shard_stage", 0):
-        _broadcast_options(optimizer, root_rank)
-        return
     if mpi_ops.rank() == root_rank:
-        outline = [_outline_group(optimizer, group, tensors) for group in optimizer.param_groups]
+        outline = [_outline_group(optimizer, group, tensors, bool(stage)) for group in optimizer.param_groups]
     outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(states) for _, states in outline]
-    error = (
-        None
-        if ours == theirs
-        else ValueError(
-            f"the optimizer has parameter groups of {ours} parameters here and of {theirs} on rank {root_rank}; "
-            f"build the same optimizer on every rank"
-        )
-    )
-    raise_together(error, global_process_set, "hvd_ckpt.optimizer.check")
     if mpi_ops.rank() != root_rank:
-        for group, (options, states) in zip(optimizer.param_groups, outline):
-            group.update(_rebuild(options, tensors, group["params"][0] if group["params"] else None))
-            for parameter, state in zip(group["params"], states):
+        for group, (values, states) in zip(optimizer.param_groups, outline):
+            group.update(_rebuild(values, tensors, group["params"][0] if group["params"] else None))
+            own = {} if stage else dict(zip(_names_in(optimizer, group), group["params"]))
+            for name, state in states:
                 if state:
-                    optimizer.state[parameter] = _rebuild(state, tensors, parameter)
+                    optimizer.state[own[name]] = _rebuild(state, tensors, own[name])
                 else:
-                    optimizer.state.pop(parameter, None)
+                    optimizer.state.pop(own[name], None)
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
+    level(optimizer, {rank: state for rank, (_, state) in enumerate(gathered)}, root_rank)
 
 
-def _broadcast_options(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    options = [
-        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ]
-    theirs = broadcast_from(options, root_rank, global_process_set, "hvd_ckpt.optimizer.options")
-    for group, values in zip(optimizer.param_groups, theirs):
-        group.update(values)
+def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's parameters; their places where they have none."""
+    named = getattr(optimizer, "_parameter_names", {})
+    given = group.get("param_names") or map(str, range(len(group["params"])))
+    return [named.get(parameter, name) for parameter, name in zip(group["params"], given)]
 
 
 @dataclass(frozen=True)
@@ -201,13 +222,16 @@ class _TensorOutline:
 
 
 def _outline_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor]
-) -> tuple[Any, list[Any]]:
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor], sharded: bool
+) -> tuple[Any, list[tuple[str, Any]]]:
+    """A group's options, and the state of each of its parameters by name; none where it is sharded."""
     first = group["params"][0] if group["params"] else None
-    options = _outline({key: value for key, value in group.items() if key != "params"}, tensors, first)
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = _outline(own, tensors, first)
+    pairs = [] if sharded else list(zip(_names_in(optimizer, group), group["params"]))
     states = [
-        _outline(dict(optimizer.state.get(parameter, {})), tensors, parameter)
-        for parameter in group["params"]
+        (name, _outline(dict(optimizer.state.get(parameter, {})), tensors, parameter))
+        for name, parameter in pairs
     ]
     return options, states
 
@@ -257,20 +281,12 @@ def broadcast_tensors(
                 tensor.copy_(contiguous)
 
 
-def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor without the repetitions of an expanded one."""
-    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and not stride:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
-
-
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
-        items = sorted(params.items())
+        items = list(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
         items = [
-            pair if isinstance(pair, tuple) else (f"{number}", pair) for number, pair in enumerate(params)
+            pair if isinstance(pair, tuple) else (f"{number:09}", pair) for number, pair in enumerate(params)
         ]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
@@ -285,136 +301,37 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
                 f"broadcast_parameters: parameter '{name}' is split over the ranks, which all began with rank 0's values already; "
                 f"leave this call out, or make it inside optimizer.gathered_parameters()"
             )
-    return items
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = (
+                "quantized"
+                if tensor.is_quantized
+                else "on the meta device"
+                if tensor.is_meta
+                else tensor.layout
+            )
+            raise ValueError(
+                f"broadcast_parameters: '{name}' is {kind}, and only dense tensors can be broadcast in place; leave it out, "
+                f"and use broadcast_object for it"
+            )
+    return sorted(items, key=lambda pair: pair[0])
 
 
 def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
     return name, tuple(tensor.shape), tensor.dtype
 
 
-def _difference(ours: list[Any], theirs: list[Any], root_rank: int) -> ValueError | None:
-    for here, there in zip(ours, theirs):
-        if here != there:
-            return ValueError(
-                f"broadcast_parameters: '{here[0]}' of shape {here[1]} and {here[2]} here is '{there[0]}' of shape "
-                f"{there[1]} and {there[2]} on rank {root_rank}; build the same model on every rank"
-            )
-    if len(ours) != len(theirs):
-        return ValueError(
-            f"broadcast_parameters: {len(ours)} tensors here, {len(theirs)} on rank {root_rank}; "
-            f"build the same model on every rank"
-        )
-    return None
-
-
-# ``horovod.torch.reducescatter`` and its three relatives, with a ``prescale_factor`` that needs no fusion buffer.
-#
-# Horovod scales the input in its fusion buffer, and refuses an input that is larger; with fusion off, that is each one. Here the
-# input is scaled before it is handed to Horovod, by the same arithmetic. Arguments, results and gradients are Horovod's.
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Starts :func:`reducescatter`, without gradients or compression; returns a handle for ``poll`` and ``synchronize``."""
-    with torch.no_grad():
-        scaled = _scaled(tensor, prescale_factor)
-    handle: int = mpi_ops.reducescatter_async(
-        scaled, name, op, process_set, postscale_factor=postscale_factor
-    )
-    return handle
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """This rank's part of the reduction of ``tensor`` over the ranks, as ``horovod.torch.reducescatter``.
-
-    Args:
-        tensor: of one or more dimensions, of the same shape on every rank; it is not modified.
-        name: of the operation; Horovod numbers unnamed ones.
-        compression: the format in which the input travels.
-        op: ``Average`` or ``Sum``.
-        process_set: the ranks that take part.
-        prescale_factor: multiplies the input, before the reduction. Integers are rounded towards zero.
-        postscale_factor: multiplies the result.
-
-    Returns:
-        This rank's rows: the first dimension is divided over the ranks, earlier ranks have one more where it does not divide.
-    """
-    return grouped_reducescatter(
-        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
-    )[0]
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Starts :func:`grouped_reducescatter`, without gradients or compression; returns a handle."""
-    with torch.no_grad():
-        scaled = [_scaled(tensor, prescale_factor) for tensor in tensors]
-    handle: int = mpi_ops.grouped_reducescatter_async(
-        scaled, name, op, process_set, postscale_factor=postscale_factor
-    )
-    return handle
-
-
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """:func:`reducescatter` of several tensors, which start together."""
-    wires = [compression.compress(tensor) for tensor in tensors]
-    scaled = [_scaled(wire, prescale_factor) for wire, _ in wires]
-    results = _ReduceScatter.apply(name, op, process_set, postscale_factor, *scaled)  # type: ignore[no-untyped-call]
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, wires)]
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Horovod's, with gradients gathered under a name of the forward pass: an unnamed gather may differ between ranks, and hang."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, op: int, process_set: ProcessSet, factor: float, *tensors: torch.Tensor
-    ) -> Any:
-        handle = mpi_ops.grouped_reducescatter_async(
-            list(tensors), name, op, process_set, postscale_factor=factor
-        )
-        ctx.name = f"{name or f'reducescatter.{handle}'}.gradient"
-        ctx.process_set, ctx.factor = process_set, factor * (process_set.size() if op == Sum else 1)
-        return tuple(mpi_ops.synchronize(handle))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        scaled = [gradient * ctx.factor for gradient in gradients]
-        handle = mpi_ops.grouped_allgather_async(scaled, ctx.name, ctx.process_set)
-        return None, None, None, None, *mpi_ops.synchronize(handle)
-
-
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1.0:
-        return tensor
-    if tensor.is_floating_point():
-        return tensor * factor
-    return (tensor.double() * factor).to(tensor.dtype)
+def _difference(tables: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtype]]]) -> ValueError:
+    """The error for the first difference between the ranks' tensors."""
+    known = [{name: (shape, dtype) for name, shape, dtype in table} for table in tables]
+    for rank, table in enumerate(known[1:], start=1):
+        for name in sorted({*known[0], *table}):
+            if known[0].get(name) != table.get(name):
+                (first, second) = (
+                    "missing" if name not in one else f"of shape {one[name][0]} and {one[name][1]}"
+                    for one in (known[0], table)
+                )
+                return ValueError(
+                    f"broadcast_parameters: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on "
+                    f"every rank"
+                )
+    return ValueError("broadcast_parameters: a name is given more often on some ranks than on others")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ __all__ = ["Compression", "Compressor"]
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
 POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
+LONG_SECONDS = 10.0
+long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
+"""Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
 
@@ -34,9 +38,14 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
         name, awaited: of the tensor, and in words what is waited for: the watchdog reads them from the stack.
     """
     with span("wait", lambda: f"wait for {name}"):
+        begun = time.monotonic()
         for _ in pauses():
             if mpi_ops.poll(handle):
                 break
+            if long_waits and time.monotonic() - begun > LONG_SECONDS:
+                for check in [reference() for reference in long_waits]:
+                    if check is not None:
+                        check(begun)
         return mpi_ops.synchronize(handle)
 
 
@@ -157,6 +166,12 @@ class Communicator:
     def carries_flags(self, bucket: Bucket) -> bool:
         """True if control flags, which are float32 and summed, can travel in the bucket's own storage."""
         return self.linear and bucket.dtype is torch.float32 and self.compression is NoneCompressor
+
+    @property
+    def flag_scale(self) -> float:
+        """What the sum of control flags is multiplied by where they travel in a bucket."""
+        average = self.process_set.size() if self.op == Average else 1
+        return self.prescale_factor * self.postscale_factor / average
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches a bucket's allreduce; its result is ``flat``."""

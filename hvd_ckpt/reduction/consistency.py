@@ -17,21 +17,27 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.fingerprint import distinct
 from hvd_ckpt.hosts import host_name, ranks_text
 from hvd_ckpt.reduction.agreement import allgather_objects
-from hvd_ckpt.reduction.collectives import distinct
 from hvd_ckpt.unmaterialized import is_absent
 
 NAME = "hvd_ckpt.weights"
 
 
 class WeightsDiffer(RuntimeError):
-    """Ranks have different weights."""
+    """Ranks have different weights.
+
+    Attributes:
+        first: this is the first of the ranks that raise it; None where all ranks of the job do.
+    """
+
+    first: bool | None = None
 
 
 @dataclass(frozen=True)
-class _Fingerprint:
-    """A parameter: its hash, or what kept it from being read."""
+class TableEntry:
+    """A parameter: the hash of its values, or what kept it from being read."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,34 +68,34 @@ def check_equal_weights(model: torch.nn.Module, process_set: Any = global_proces
             f"rank {mpi_ops.rank()} is not in {process_set}; call check_equal_weights() on its ranks only"
         )
     parameters = list(model.named_parameters())
-    ours: list[_Fingerprint] = []
+    ours: list[TableEntry] = []
     if parameters:
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-            ours = list(pool.map(_fingerprint, *zip(*parameters)))
+            ours = list(pool.map(_entry, *zip(*parameters)))
     if _all_equal(_digest(ours), process_set):
         return
     tables = allgather_objects((mpi_ops.rank(), host_name(), ours), process_set, f"{NAME}.each")
-    raise _difference(
+    raise difference(
         [rank for rank, _, _ in tables], [host for _, host, _ in tables], [table for *_, table in tables]
     )
 
 
-def _fingerprint(name: str, parameter: torch.Tensor) -> _Fingerprint:
+def _entry(name: str, parameter: torch.Tensor) -> TableEntry:
     dtype = str(parameter.dtype).removeprefix("torch.")
     if is_absent(parameter):
-        return _Fingerprint(name, tuple(parameter.shape), dtype, b"")
+        return TableEntry(name, tuple(parameter.shape), dtype, b"")
     try:
         with torch.no_grad():
             data = distinct(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
         values: Any = data.numpy()
         hashed = hashlib.sha256(values).digest()
-        return _Fingerprint(name, tuple(parameter.shape), dtype, hashed)
+        return TableEntry(name, tuple(parameter.shape), dtype, hashed)
     # Without dense values on this rank (sparse, quantized, on the meta device): all ranks raise it, with the parameter's name.
     except (RuntimeError, ValueError, TypeError) as error:
-        return _Fingerprint(name, (), dtype, b"", str(error).partition("\n")[0])
+        return TableEntry(name, (), dtype, b"", str(error).partition("\n")[0])
 
 
-def _digest(table: Sequence[_Fingerprint]) -> bytes:
+def _digest(table: Sequence[TableEntry]) -> bytes:
     """32 bytes that say all; zeros, which no hash is, if a parameter could not be read."""
     if any(entry.fault for entry in table):
         return bytes(32)
@@ -102,10 +108,14 @@ def _all_equal(digest: bytes, process_set: Any) -> bool:
     return bool(own.any()) and bool((gathered == own).all())
 
 
-def _difference(
-    ranks: Sequence[int], hosts: Sequence[str], tables: Sequence[Sequence[_Fingerprint]]
+def difference(
+    ranks: Sequence[int], hosts: Sequence[str], tables: Sequence[Sequence[TableEntry]], since: str = ""
 ) -> Exception:
-    """The error for the first difference between the ranks' tables."""
+    """The error for the first difference between the ranks' tables.
+
+    Args:
+        since: in words, when the parameter was found to differ.
+    """
     named = [f"rank {rank} (host {host})" for rank, host in zip(ranks, hosts)]
     for name, table in zip(named, tables):
         for entry in table:
@@ -131,6 +141,6 @@ def _difference(
                 f"build the same model on every rank"
             )
     return WeightsDiffer(
-        f"parameter '{usual.name}' differs: {who} has other values than {among} ({len(different)} parameters differ); resume "
-        f"from a snapshot, or with one rank's weights: hvd_ckpt.broadcast_parameters(model.state_dict(), root_rank=0)"
+        f"parameter '{usual.name}' differs{since}: {who} has other values than {among} ({len(different)} parameters differ); "
+        f"resume from a snapshot, or with one rank's weights: hvd_ckpt.broadcast_parameters(model.state_dict(), root_rank=0)"
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.agreement import (
+    Failure,
     ParameterFacts,
     allgather_objects,
+    check_described,
     check_parameters,
     digest,
     raise_first_failure,
@@ -83,7 +86,10 @@ def check_options(
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Any
 ) -> tuple[list[tuple[str, torch.Tensor]], Any]:
-    """The optimizer's parameters with their names, in its order; and a weak dictionary of all names by parameter."""
+    """The optimizer's parameters with their names, in the order of the names; and a weak dictionary of all names by parameter.
+
+    The order within a parameter group may differ between ranks (groups that are made from sets).
+    """
     if named_parameters is None:
         pairs = [
             (f"allreduce.noname.{i}.{j}", parameter)
@@ -109,13 +115,14 @@ def name_parameters(
     for name, parameter in pairs:
         if parameter not in known_names:
             known_names[parameter] = name
-    named, unnamed = [], []
+    own: Any = WeakTensorKeyDictionary()
+    unnamed = []
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):
-            if parameter in known_names:
-                named.append((known_names[parameter], parameter))
-            else:
+            own[parameter] = None
+            if parameter not in known_names:
                 unnamed.append(f"parameter {j} of group {i} (shape {tuple(parameter.shape)})")
+    named = [(name, parameter) for parameter, name in known_names.items() if parameter in own]
     if unnamed:
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}"
@@ -138,44 +145,64 @@ def describe_groups(groups: Any, known_names: Any) -> Any:
 
 
 def agree_at_construction(
+    call: str,
     error: Exception | None,
     named: Sequence[tuple[str, torch.Tensor]],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     process_set: Any,
-) -> int:
-    """Compares parameters, options and errors of all ranks; returns an identity that all ranks give this optimizer.
+    derived: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[int, list[tuple[str, torch.Tensor]]]:
+    """Compares options, errors and parameters of all ranks, before anything else happens. Collective over all ranks.
 
     In an elastic job ranks do not construct at the same time, but for optimizers with logical replicas and of local SGD: a new
     worker does while the others wait for it in ``state.sync()``. There the comparison is left to Horovod's own checks.
+
+    Args:
+        call: whose options they are.
+        error: what is wrong with the arguments on this rank.
+        options: as they were given, described; must be equal on all ranks of the process set.
+        derived: what follows from them, if nothing is wrong; must be equal, too.
+
+    Returns:
+        An identity that all ranks give this optimizer, and the parameters in the order of the first rank of the set.
     """
     number = next(_constructed)
-    alone = is_elastic() and not {"replicas", "every"} & set(options)
-    if process_set is None or process_set.size() == 1 or alone:
+    alone = is_elastic() and options.get("replicas") is None and options.get("every") is None
+    if mpi_ops.size() == 1 or alone:
         if error is not None:
             raise error
-        return number
+        return number, list(named)
     table = [ParameterFacts.of(name, parameter) for name, parameter in named]
-    failure = None if error is None else str(error)
+    members = _members_of(process_set)
+    failure = None if error is None else Failure.of(error)
     gathered = allgather_objects(
-        (failure, number, digest((table, options))), process_set, "hvd_ckpt.construct"
+        (members, failure, number, digest(table), dict(options), dict(derived)),
+        mpi_ops.global_process_set,
+        call,
     )
-    raise_first_failure(error, [failure for failure, _, _ in gathered])
-    if len({fingerprint for _, _, fingerprint in gathered}) > 1:
-        everything = allgather_objects((table, options), process_set, "hvd_ckpt.construct.table")
-        check_parameters([facts for facts, _ in everything])
-        _check_options_equal([others for _, others in everything])
-    identities: list[int] = [number for _, number, _ in gathered]
-    return max(identities)
+    sets, failures, numbers, digests, given, following = zip(*gathered)
+    own = [rank for rank in members if sets[rank] == members]
+    if any(sets[other] != others for rank, others in enumerate(sets) if rank in others for other in others):
+        check_described({rank: {"process_set": others} for rank, others in enumerate(sets)}, call)
+    groups = [others for rank, others in enumerate(sets) if rank == others[0]]
+    for group in groups:
+        check_described({rank: given[rank] for rank in group}, call, failures)
+    raise_first_failure(error, failures)
+    for group in groups:
+        check_described({rank: following[rank] for rank in group}, call)
+    if any(len({digests[rank] for rank in group}) > 1 for group in groups):
+        tables = allgather_objects(table, mpi_ops.global_process_set, f"{call}: parameters")
+        for group in groups:
+            check_parameters([tables[rank] for rank in group], group, in_order=False)
+        if mpi_ops.rank() in own:
+            places = {facts.name: place for place, facts in enumerate(tables[own[0]])}
+            named = sorted(named, key=lambda pair: places[pair[0]])
+    return max(numbers), list(named)
 
 
-def _check_options_equal(options: Sequence[dict[str, Any]]) -> None:
-    for rank, others in enumerate(options):
-        for name, value in options[0].items():
-            if others[name] != value:
-                raise ValueError(
-                    f"{name} differs between ranks: {value} on rank 0 and {others[name]} on rank {rank}; "
-                    f"pass the same arguments on every rank"
-                )
+def _members_of(process_set: Any) -> list[int]:
+    """The ranks of a process set, which are all where it is Horovod's global one."""
+    return sorted(process_set.ranks or range(mpi_ops.size()))
 
 
 # Horovod Elastic around this library's optimizer.
@@ -203,7 +230,6 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
 
     def sync(self) -> None:
         self.value.reset_reduction()
-        self.value.agree_on_naming()
         broadcast_optimizer_state(self.value, root_rank=0)
 
 

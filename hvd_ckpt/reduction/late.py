@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters
+from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, check_present
 from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
@@ -170,7 +170,18 @@ class UnbucketedGradients:
                 parameter.grad = None
 
     def reduce_sparse(self, indices: Sequence[int]) -> None:
-        """Gathers sparse gradients; a missing one counts as empty."""
+        """Gathers sparse gradients; a missing one counts as empty.
+
+        Raises:
+            ValueError: a rank has called ``join()``; on every rank.
+        """
+        if indices:
+            check_present(
+                round(self.communicator.sum(torch.ones(1), "present")[0]),
+                self.communicator.process_set,
+                f"the sparse gradient of parameter '{self.assignment.names[min(indices)]}'",
+                "pass sparse_as_dense=True, or give every rank as many batches",
+            )
         for index in sorted(indices):
             parameter = self.assignment.parameters[index]
             sparse_dim = self.assignment.sparse[index]

@@ -22,7 +22,7 @@ import torch
 from horovod.torch.mpi_ops import Adasum, Sum
 
 from hvd_ckpt.reduction import phases
-from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.agreement import in_order
 from hvd_ckpt.reduction.communicator import adasum_step, mean_over_ranks
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
@@ -169,6 +169,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 warnings.warn(phases.REDUCED_BEFORE, stacklevel=2)
         else:
             self.check_reduced()
+            reducer.weights.alone |= (
+                self._step_reduces is StepReduces.NOT_IN_SKIP and not self._phase.is_reduced
+            )
         self._phase = Phase.STEPPED
         result = self._local_step(closure, *args, **kwargs)
         reducer.note_changes()
@@ -263,8 +266,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         group, named = len(self.param_groups) - 1, []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
             name = self._known_names.get(parameter, f"allreduce.noname.{group}.{position}")
-            self._parameter_names[parameter] = name
             named.append((name, parameter))
+        named = in_order(named, self._known_names)
+        self._parameter_names.update((parameter, name) for name, parameter in named)
         if self._reducer is not None:
             self._reducer.add_parameters(named)
 
@@ -294,6 +298,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def gathered_parameters(self) -> Iterator[None]:
         """Within it every parameter is whole, as it always is where nothing is split."""
         yield
+
+    def unshard(self) -> None:
+        """Does nothing: the model's parameters are whole already."""
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """``state_dict()`` on rank 0, or on all ranks, and None elsewhere: what a sharded optimizer gives."""
@@ -408,13 +415,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self._reducer.note_changes()  # these are sums still
             self._reducer.settle()
         self._phase = Phase.ACCUMULATING
-
-    def agree_on_naming(self) -> None:
-        """Gives this optimizer's tensors names that are the same on every rank and new. Collective."""
-        if self._reducer is not None:
-            namings = allgather_objects(self._reducer.naming, self._process_set, "hvd_ckpt.naming")
-            self._identity = max(identity for identity, _ in namings)
-            self._reducer.rename(self._identity, 1 + max(generation for _, generation in namings))
 
     def reset_reduction(self) -> None:
         """Forgets order, layout and counts; the next step learns them from rank 0. To be called on every rank.

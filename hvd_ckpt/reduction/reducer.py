@@ -5,9 +5,9 @@ The protocol, which every rank follows whatever its own gradients do:
 * Bucket *i* + 1 is never launched before bucket *i*. In the backward pass a rank launches as far as its gradients are
   final; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in the same order.
 * The last bucket leaves in ``synchronize()`` and carries control flags: for each parameter whether it is used and whether a
-  gradient came late, one by which a rank asks for a resynchronization (:mod:`.late`), and one for the caller
-  (:attr:`Reducer.notice`). They travel in the bucket's own storage where that is float32, uncompressed and summed, and as
-  a reduction of their own otherwise.
+  gradient came late, one by which a rank asks for a resynchronization (:mod:`.late`), one for the caller
+  (:attr:`Reducer.notice`), and the fingerprint of a part of the weights (:mod:`.weights`). They travel in the
+  bucket's own storage where that is float32, uncompressed and summed, and as a reduction of their own otherwise.
 * After the control flags all ranks know the same, and go through the rest together: late parts, sparse gradients,
   the resynchronization, parameters that are used for the first time.
 
@@ -35,6 +35,7 @@ from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, c
 from hvd_ckpt.reduction.modified import ModifiedGradients
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.weights import WeightVerification
 from hvd_ckpt.spans import span
 
 
@@ -51,6 +52,7 @@ class Reducer(OwningReducer):
     Attributes:
         notice: the next synchronization tells all ranks that one of them has something to say.
         noticed: whether any rank had a notice in the last synchronization.
+        weights: their verification.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Reducer(OwningReducer):
         self.stats = ReductionStats()
         self.notice = self.noticed = False
         self._communicator = communicator
+        self.weights = WeightVerification(assignment.names, assignment.parameters, communicator.process_set)
         self.rename(identity, generation=0)
         self._sparse_as_dense = sparse_as_dense
         self._keep_buckets = keep_buckets
@@ -199,7 +202,8 @@ class Reducer(OwningReducer):
         replaced = self._modified.find_replaced(assignment)
         error = self._report.error = self._modified.error
         self._report.wanted |= bool(replaced or error) or len(assignment.parameters) != self._known
-        flags = ControlFlags.of(self._reduce_buckets())
+        values, scale = self._reduce_buckets()
+        flags = ControlFlags.of(values[: -self.weights.size])
 
         self.noticed, self.notice = flags.notice > 0, False
         used = [index for index, ranks in enumerate(flags.used) if ranks > 0]
@@ -214,6 +218,8 @@ class Reducer(OwningReducer):
         if flags.resynchronize > 0:
             self._unbucketed.reduce_again(sorted(again), {*replaced, *self._report.void}, set(used), parts)
             self._make_buckets()
+        else:
+            self.weights.check(values, scale, self._sum)
         fresh = [index for index in used if not assignment.has(index)]
         self._assign_buckets(fresh)
         self._communicator.remember_sums(assignment.parameters[index] for index in used)
@@ -222,8 +228,8 @@ class Reducer(OwningReducer):
         self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)
 
-    def _reduce_buckets(self) -> list[float]:
-        """Launches the buckets that have not left yet, waits for all, and returns the summed control flags."""
+    def _reduce_buckets(self) -> tuple[list[float], float]:
+        """Launches the buckets that have not left yet, waits for all, and returns the summed control flags and their scale."""
         buckets = self.assignment.buckets
         while self._next < len(buckets) - 1:
             bucket = buckets[self._next]
@@ -233,11 +239,14 @@ class Reducer(OwningReducer):
         riding = bool(buckets) and buckets[-1].flags > 0
         if buckets:
             self._launch(with_flags=riding)
-        if riding:
-            return self._arrive()
-        flags: list[float] = self._sum(self._control_flags().tensor(), "flags")
-        self._arrive()
-        return flags
+        flags: list[float] = [] if riding else self._sum(self._all_flags(torch.device("cpu")), "flags")
+        self.weights.prepare(exact=not riding or self._communicator.prescale_factor == 1.0)
+        arrived = self._arrive()
+        return (arrived, self._communicator.flag_scale) if riding else (flags, 1.0)
+
+    def _all_flags(self, device: torch.device) -> torch.Tensor:
+        """This rank's flags, and those of its weights."""
+        return torch.cat([self._control_flags().tensor().to(device), self.weights.encode().to(device)])
 
     def _control_flags(self) -> ControlFlags:
         """This rank's flags."""
@@ -266,7 +275,7 @@ class Reducer(OwningReducer):
         if bucket.flags:
             with torch.no_grad():
                 tail = flat[bucket.numel :]
-                tail.copy_(self._control_flags().tensor()) if with_flags else tail.zero_()
+                tail.copy_(self._all_flags(tail.device)) if with_flags else tail.zero_()
         with span(None, f"send bucket {bucket.position}"):
             self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
         bucket.launched = True
@@ -345,7 +354,8 @@ class Reducer(OwningReducer):
         self.assignment.make_buckets()
         self._next = 0
         if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
-            self.assignment.buckets[-1].flags = 2 * self._known + 2
+            self.assignment.buckets[-1].flags = 2 * self._known + 2 + self.weights.size
+        self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
     def _resynchronize(self, replaced: Sequence[int]) -> tuple[list[int], set[int]]:
         """All ranks compare what has changed, and raise or continue together.
@@ -424,10 +434,12 @@ class Reducer(OwningReducer):
         self.assignment.forget()
         self._counts = AccumulationCounts(len(self.assignment.parameters))
         self._known = len(self.assignment.parameters)
+        self.weights.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Order, layout and learned counts, as plain data; the counts are this rank's own."""
-        return {**self.assignment.state_dict(), **self._counts.state_dict(self.assignment.names)}
+        counts = self._counts.state_dict(self.assignment.names)
+        return {**self.assignment.state_dict(), **counts, "verified_part": self.weights.turn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads order, layout and counts, so that the next step is reduced as if training had never stopped.
@@ -440,9 +452,6 @@ class Reducer(OwningReducer):
         self._known = len(self.assignment.parameters)
         self._counts = AccumulationCounts(self._known)
         self._counts.load_state_dict(state, self.assignment.names)
+        self.weights.turn = int(state.get("verified_part", 0))
         self._make_buckets()
         self._end_step(learn=False)
-
-    def follow(self, state: dict[str, Any]) -> None:
-        """Loads another rank's order and layout, and keeps this rank's counts."""
-        self.load_state_dict({**state, **self._counts.state_dict(self.assignment.names)})

@@ -159,6 +159,10 @@ class TreeCommunicator(Communicator):
         """The communicator of ``replicas`` leaves over the ranks of a process set."""
         return cls("", Average, 1.0, 1.0, Compression.none, process_set, replicas)
 
+    @property
+    def flag_scale(self) -> float:
+        return 1.0 / self.replicas
+
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches the sum of a bucket; ``flat`` stays as it is."""
         what, alone = f"bucket.{bucket.position}", not self.leaves.indices

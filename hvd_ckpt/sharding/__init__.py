@@ -21,3 +21,11 @@ def stage_of(shard: object) -> int:
     if isinstance(shard, int) and not isinstance(shard, bool) and 0 <= shard < len(STAGES):
         return shard
     raise ValueError(f"shard must be one of {', '.join(map(repr, STAGES))}, or 0 to 3, not {shard!r}")
+
+
+def stage_name(shard: object) -> object:
+    """The name of its stage, or what was given where that is wrong."""
+    try:
+        return STAGES[stage_of(shard)]
+    except ValueError:
+        return shard

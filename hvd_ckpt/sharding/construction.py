@@ -246,6 +246,7 @@ def shard_optimizer(
                     optimizer.backward_passes_per_step,
                     optimizer._op,
                     shards,
+                    store if isinstance(store, ShardedParameters) else None,
                 )
     except Exception as error:  # the model is as it was
         for group, parameters in zip(optimizer.param_groups, whole):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.planning.plan import Plan, applied
-from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import stage_of

@@ -67,7 +67,11 @@ def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return gradient is not None and not isinstance(gradient, ShardedGradient)
 
 
-DROPPED, REPLACED = 1.0, 2.0
+DROPPED, REPLACED, RELEASED = (
+    1.0,
+    2.0,
+    3.0,
+)  # RELEASED: dropped after a synchronization, before another one has come
 
 
 class SentGradients:
@@ -85,8 +89,11 @@ class SentGradients:
         self.rounds: dict[int, int] = {}
         self.held = [False] * len(layout.parameters)
         self._layout = layout
-        self._arriving: set[int] = set()  # another gradient is accumulated in place of the one that has left
-        self._replaced: set[int] = set()
+        self._arriving: set[int] = (
+            set()
+        )  # another gradient is about to be accumulated in place of the one that has left
+        self._arrived: set[int] = set()  # it has been
+        self._replaced: dict[int, float] = {}
 
     def note(self, index: int) -> None:
         """The parameter's gradient is in shards, or on its way there."""
@@ -94,11 +101,12 @@ class SentGradients:
         if not isinstance(parameter.grad, ShardedGradient):
             parameter.grad = ShardedGradient(parameter, self._layout.names[index], IN_SHARDS)
         self._arriving.discard(index)
+        self._arrived.discard(index)
 
     def note_sent(self, index: int, number: int) -> None:
         """The parameter's gradient leaves in this round."""
         if self.done_by_hand(index):
-            self._replaced.add(index)
+            self._replaced.setdefault(index, REPLACED)
         self.rounds[index] = number
         self.note(index)
 
@@ -108,23 +116,33 @@ class SentGradients:
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
             self._arriving.add(index)
-        elif self.done_by_hand(index):
-            self._replaced.add(index)
+        elif done := self.done_by_hand(index):
+            released = done == DROPPED and index not in self.rounds
+            self._replaced[index] = RELEASED if released else REPLACED
+
+    def note_arrived(self, index: int) -> None:
+        """A gradient of the parameter has been accumulated."""
+        if index in self._arriving:
+            self._arriving.discard(index)
+            self._arrived.add(index)
 
     def done_by_hand(self, index: int) -> float:
-        """What was done to a gradient that has left: DROPPED, REPLACED or 0."""
+        """What was done to a gradient that has left: DROPPED, REPLACED, RELEASED or 0."""
         if index in self._replaced:
-            return REPLACED
+            return self._replaced[index]
         gradient = self._layout.parameters[index].grad
         left = index in self.rounds or self.held[index]
         if not left or index in self._arriving or isinstance(gradient, ShardedGradient):
             return 0.0
-        return DROPPED if gradient is None else REPLACED
+        if gradient is None:
+            return DROPPED
+        return 0.0 if index in self._arrived else REPLACED
 
     def clear(self) -> None:
         """The step's gradients are reduced."""
         self.rounds.clear()
         self._arriving.clear()
+        self._arrived.clear()
         self._replaced.clear()
 
     def drop(self, indices: Iterable[int]) -> None:
@@ -142,6 +160,11 @@ def check_by_hand(names: Sequence[str], states: Sequence[float], by_hand: Sequen
         by_hand: of each parameter, what was done to it: the greatest over the ranks.
     """
     for name, state, done in zip(names, states, by_hand):
+        if done == RELEASED:
+            raise RuntimeError(
+                f"the gradient of parameter '{name}' was set to None after optimizer.synchronize(), and another one has come, but "
+                "the shards still have the first: call optimizer.zero_grad(), which clears them, in place of model.zero_grad()"
+            )
         if done == REPLACED or (done and state):
             what = "set by hand" if done == REPLACED else "dropped on some rank but not on all"
             raise RuntimeError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.memory import recording_marks
-from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.sharding.elementwise import check_elementwise, class_of, optimizer_classes
 from hvd_ckpt.text import unknown
 
@@ -44,6 +44,7 @@ def measure_step(step: Step) -> list[Stretch]:
         step.run()
         gc.collect()
         with contextlib.ExitStack() as stack:
+            args, kwargs = stack.enter_context(step.sample())
             marks = stack.enter_context(recording_marks(step.device))
 
             def after_accumulation(parameter: Tensor) -> None:
@@ -54,7 +55,7 @@ def measure_step(step: Step) -> list[Stretch]:
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
-            step.run(marks)
+            step.run_on(args, kwargs, marks)
             marks.mark("end")
     last = {id(parameter): number for number, parameter in enumerate(accumulated)}
     gradients = iter(enumerate(accumulated))

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from hvd_ckpt.reduction.agreement import broadcast_from
+from hvd_ckpt.reduction.agreement import broadcast_from, in_order
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.process_sets import ranks_of, release
@@ -271,7 +271,8 @@ class ShardedOptimizer(ReducedOptimizer):
                     f"before DistributedOptimizer"
                 )
             named.append((name, parameter))
-            self._parameter_names[parameter] = name
+        named = in_order(named, self._known_names)
+        self._parameter_names.update((parameter, name) for name, parameter in named)
         self._wrapped_class.add_param_group(self, param_group)
         fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
         if fresh:
@@ -295,6 +296,9 @@ class ShardedOptimizer(ReducedOptimizer):
         own = {id(piece.parameter) for piece in self.pieces}
         for parameter in [one for one, values in self.state.items() if not values and id(one) not in own]:
             del self.state[parameter]  # somebody has asked for the state of a parameter of the model
+        self._sharding.masters.follow(
+            self._sharding.store.shards
+        )  # of weights that a forward pass has written, say
         part: dict[str, Any] = self._wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage

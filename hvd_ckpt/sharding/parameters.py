@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.passes import Passes
 from hvd_ckpt.sharding.unshard import UnitParameters
+from hvd_ckpt.sharding.written import WrittenWeights
 from hvd_ckpt.unmaterialized import forget_split, note_split
 
 Unit = tuple[list[nn.Module], list[Group]]  # modules, and the groups of their parameters
@@ -39,6 +41,7 @@ class ShardedParameters:
 
     Attributes:
         shards: by group: this rank's exact values, 1-D.
+        written: what this rank has written to weights.
 
     Raises:
         OffloadError: there is no room for the shards.
@@ -56,9 +59,14 @@ class ShardedParameters:
     ) -> None:
         self._model = weakref.ref(model)
         self._layout, self._exchange, self._format = layout, exchange, format
+        self.written = WrittenWeights()
+        titles = list(_titles(model, units))
+        divergence = Divergence(exchange, titles)
         own = [
-            UnitParameters(layout, groups, exchange, format, title, offload, deferred)
-            for (_, groups), title in zip(units, _titles(model, units))
+            UnitParameters(
+                layout, groups, exchange, format, title, divergence, offload, self.written, deferred
+            )
+            for (_, groups), title in zip(units, titles)
         ]
         self.shards: list[torch.Tensor] = [torch.empty(0, dtype=torch.float32)] * len(layout.groups)
         for (_, groups), parameters in zip(units, own):
@@ -90,6 +98,7 @@ class ShardedParameters:
         stale = [*wanted, *(group for group in self._layout.groups if group.requires_grad)]
         for unit in self._passes.units:
             unit.parameters.shards_changed(stale)
+        self._passes.summon_again()
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def reshard(self) -> None:
@@ -97,7 +106,7 @@ class ShardedParameters:
         self._passes.reset()
 
     def sync_from_model(self) -> None:
-        """Refuses changes that were written to parameters outside of :meth:`gathered`.
+        """Keeps what was written to parameters while they were whole, and refuses other changes.
 
         Raises:
             RuntimeError: a parameter was replaced, or given data, another dtype, device or shape.
@@ -109,8 +118,24 @@ class ShardedParameters:
                     f"parameter '{name}' is another one than when the parameters were split over the ranks; change values in "
                     "place inside optimizer.gathered_parameters(), or build the optimizer again"
                 )
+        self._passes.keep_written()
         for unit in self._passes.units:
             unit.parameters.check()
+
+    def check_written(self) -> None:
+        """Compares what the ranks have written to weights since the last time, where they have not written the same. Collective.
+
+        Raises:
+            RuntimeError: a rank's is not what was kept; the same on every rank.
+        """
+        number = self._passes.compare_written(self.written, self._exchange)
+        self.written.forget()
+        if number is not None:
+            raise RuntimeError(
+                f"the ranks have written different values to parameter '{self._layout.names[number]}' while it was whole (in a "
+                "forward pass, as nn.Embedding(max_norm=...) does, or inside optimizer.gathered_parameters()), and it is split "
+                "over them (stage 3), so that only one of these could be kept; write the same on every rank"
+            )
 
     def check_apart(self, what: str) -> None:
         """Raises RuntimeError inside :meth:`gathered`, or a forward or backward pass, where ``what`` would read old values."""

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.frames import is_recomputing
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.module_hooks import (
     UnitCall,
     adopt_changes,
@@ -33,6 +34,7 @@ from hvd_ckpt.sharding.module_hooks import (
     tensors_within,
 )
 from hvd_ckpt.sharding.unshard import UnitParameters
+from hvd_ckpt.sharding.written import WrittenWeights
 from hvd_ckpt.torch_private import (
     DisableTorchFunction,
     current_graph_task_id,
@@ -178,13 +180,39 @@ class Passes:
         if unit is not self.root or not unit.running:
             awaited = self._watch(unit, call, module, output)
             output = _apart(unit.parameters, output)
-        if not _in_backward():
-            with _quietly():
+        with _quietly():
+            if not unit.running and unit.parameters.whole and not self.summoned:
+                unit.parameters.forget_written() if _in_backward() else unit.parameters.keep_written()
+            if not _in_backward():
                 if unit is self.root:
                     self._end_of_root(number, awaited)
                 elif unit.call is None and not awaited:
                     self._reshard(unit)
         return output
+
+    def compare_written(self, written: WrittenWeights, exchange: Exchange) -> int | None:
+        """Whether each rank's weights are now what it has written to them itself. Collective.
+
+        Returns:
+            The number of the first parameter of which that is not so.
+        """
+        self.reset()
+        count = 1 + max((number for unit in self.units for number in unit.parameters.numbers), default=-1)
+        there = torch.tensor([number in written for number in range(count)], dtype=torch.float32)
+        anywhere = {number for number, some in enumerate(exchange.maximum(there, "written")) if some}
+        differing = torch.zeros(count)
+        with _quietly():
+            for unit in self.units:
+                if anywhere.isdisjoint(unit.parameters.numbers):
+                    continue
+                if not self.summoned:
+                    unit.parameters.unshard(exactly=True)
+                    unit.parameters.wait_for_unshard()
+                for number in unit.parameters.numbers:
+                    differing[number] = written.differs(number, unit.parameters.whole_of(number))
+                self._reshard(unit)
+        found = exchange.maximum(differing.float(), "differing")
+        return next((number for number, differs in enumerate(found) if differs), None)
 
     def reset(self) -> None:
         """No forward and no backward pass is running now, whatever became of the last ones: all memory is given back."""
@@ -231,7 +259,24 @@ class Passes:
                 for unit in self.units:
                     unit.parameters.write_back()
         finally:
+            for unit in self.units:
+                unit.parameters.discard_written()
             self.reset()
+
+    def keep_written(self) -> None:
+        """Keeps what was written to whole parameters so far; of a pass that has ended, also frees them."""
+        self.reset()
+        if self.summoned:
+            with _quietly():
+                for unit in self.units:
+                    unit.parameters.write_back()
+
+    def summon_again(self) -> None:
+        """Shards have changed: within :meth:`summon`, the whole parameters follow. Collective there."""
+        if self.summoned:
+            with _quietly():
+                for unit in self.units:
+                    unit.parameters.gather_again()
 
     @contextlib.contextmanager
     def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:

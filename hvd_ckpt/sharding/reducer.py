@@ -24,6 +24,7 @@ from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
@@ -31,6 +32,7 @@ from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, check_by_hand, h
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
 
 USED, LATE = 1.0, 2.0
@@ -48,6 +50,7 @@ class ControlFlags(NamedTuple):
         converted: 1 + the number of a parameter that was converted, or 0.
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
+        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
     """
 
     states: Sequence[float]
@@ -58,9 +61,11 @@ class ControlFlags(NamedTuple):
     converted: float
     position: float
     unsteady: float
+    written: float
+    unwritten: float
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 4]."""
+        """The flags, float32 [2 * parameters + 2 * groups + 6]."""
         values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 
@@ -104,11 +109,13 @@ class ShardReducer(OwningReducer):
         passes: backward passes that are accumulated in full before a round.
         op: Horovod's.
         offload: has the memory of the shards, if that is not the parameters' own.
+        store: the parameters of stage 3, which passes may have written; ranks compare what.
 
     Attributes:
         stats: what was launched when; groups are named by their position in the layout.
         notice: the next synchronization tells all ranks that one of them has something to say.
         noticed: whether any rank had a notice in the last synchronization.
+        weights: their verification.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class ShardReducer(OwningReducer):
         passes: int,
         op: int,
         offload: Offload | None,
+        store: ShardedParameters | None = None,
     ) -> None:
         super().__init__(layout.parameters, range(sys.maxsize))
         self.stats = ReductionStats()
@@ -129,6 +137,7 @@ class ShardReducer(OwningReducer):
         self._layout = layout
         self._exchange = exchange
         self._prescale = prescale
+        self._store = store
         self._in_flight = InFlight(exchange, gradient_format, op_scale, offload, layout.groups)
         self._schedule = Schedule(layout, passes)
         self._lock = threading.RLock()
@@ -138,6 +147,9 @@ class ShardReducer(OwningReducer):
         self._may_wait = True
         self._sums_once = op == Sum
         self._keeps_sums = self._sums_once and exchange.rank > 0
+        self._whole = store is None
+        self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set, Maxima)
+        self._ever_used = [False] * len(layout.parameters)
 
     @property
     def used(self) -> list[bool]:
@@ -154,6 +166,7 @@ class ShardReducer(OwningReducer):
         """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
         self.used.extend([False] * len(fresh))
+        self._ever_used.extend([False] * len(fresh))
         self._schedule.grow()
         self.own(fresh)
 
@@ -213,6 +226,7 @@ class ShardReducer(OwningReducer):
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
+            self._sent.note_arrived(index)
             gradient = self._layout.parameters[index].grad
             if self._sums_once and gradient is not None:
                 changed_sum(gradient)
@@ -266,22 +280,29 @@ class ShardReducer(OwningReducer):
         pending = any(has_values(parameter.grad) for parameter in parameters)
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
-        flags = self._exchange_flags(unsteady)
+        flags, values = self._exchange_flags(unsteady)
         self.noticed, self.notice = flags.notice > 0, False
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
+        if self._store is not None:
+            if flags.written != -flags.unwritten:
+                self._store.check_written()
+            self._store.written.forget()
         self._launch_up_to(round(flags.position))
         self._send_rest(flags.needs)
+        self.weights.prepare()
         self._in_flight.wait_all()
         used = [state > 0 for state in flags.states]
         late = [name for name, state in zip(self._layout.names, flags.states) if state == LATE]
         self._step.late_gradients = late
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
+        self.weights.check(values, 1.0, self._exchange.total)
         self._end_step(learn=True)
         schedule.arrange(used, flags.last_arrivals)
         self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = flags.unsteady == 0
         self._keep(used, flags.by_hand)
+        self._compare(used)
 
     def _keep(self, used: Sequence[bool], by_hand: Sequence[float]) -> None:
         """Notes which gradients the shards have now; those that were dropped are taken out."""
@@ -298,6 +319,13 @@ class ShardReducer(OwningReducer):
             if span.parameter == index and group.position in self._in_flight.shards:
                 span.of(self._in_flight.shards[group.position]).zero_()
 
+    def _compare(self, used: Sequence[bool]) -> None:
+        """Has the weights verified of all that has been used, where they are whole."""
+        ever = [now or before for now, before in zip(used, self._ever_used)]
+        if self._whole and ever != self._ever_used:
+            self._ever_used = ever
+            self.weights.compare(index for index, flag in enumerate(ever) if flag)
+
     def _launch_up_to(self, position: int) -> None:
         """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
         while self._schedule.position < position:
@@ -305,8 +333,8 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _exchange_flags(self, unsteady: bool) -> ControlFlags:
-        """Tells the ranks what this one knows; returns the greatest of each flag."""
+    def _exchange_flags(self, unsteady: bool) -> tuple[ControlFlags, Sequence[float]]:
+        """Tells the ranks what this one knows; returns the greatest of each flag, and with those of the weights."""
         schedule, layout = self._schedule, self._layout
         due = schedule.due
         states, by_hand = ([0.0] * len(layout.parameters) for _ in range(2))
@@ -327,6 +355,7 @@ class ShardReducer(OwningReducer):
         leads = self._exchange.rank == 0
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
+        written = 0.0 if self._store is None else self._store.written.digest
         flags = ControlFlags(
             states,
             by_hand,
@@ -336,10 +365,13 @@ class ShardReducer(OwningReducer):
             converted=float(max(converted, default=0)),
             position=float(schedule.position),
             unsteady=float(unsteady),
+            written=written,
+            unwritten=-written,
         )
         self._step.control_messages += 1
-        values = self._exchange.maximum(flags.tensor(), "flags")
-        return ControlFlags.of(values, len(layout.parameters), len(layout.groups))
+        values = self._exchange.maximum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags")
+        own = values[: -self.weights.size]
+        return ControlFlags.of(own, len(layout.parameters), len(layout.groups)), values
 
     def _check_converted(self, number: int) -> None:
         if number:
@@ -412,6 +444,11 @@ class ShardReducer(OwningReducer):
         """Forgets order and expectations: the next step learns them anew. To be called on every rank."""
         self._schedule.reset()
         self.abandon()
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        self._ever_used = [False] * len(self._ever_used)
+        self.weights.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Order, expectations and what all ranks agreed on, as plain data; the expectations are this rank's own."""
@@ -426,5 +463,6 @@ class ShardReducer(OwningReducer):
         """
         self._schedule.load_state_dict(state)
         self.abandon()
+        self._forget_weights()
         self._agreed = int(state["agreed_rounds"]) * len(self._schedule.order)
         self._may_wait = bool(state["may_wait"])

@@ -10,7 +10,7 @@ import torch
 
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.gradients import IN_PIECES, ShardedGradient
+from hvd_ckpt.sharding.gradients import IN_PIECES, ShardedGradient, has_values
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
@@ -90,6 +90,9 @@ class Sharding:
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     added_sets: list[tuple[int, ...]] = field(default_factory=list)
+    _given: dict[int, torch.Tensor | None] = field(
+        default_factory=dict
+    )  # gradients of pieces that are the ranks' own, by piece
 
     def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
         """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""
@@ -118,23 +121,27 @@ class Sharding:
         return [piece.parameter for piece in added]
 
     def take_gradients(self) -> None:
-        """The pieces' gradients are parts of the parameters' own, where those are whole or None."""
-        for piece in self.pieces:
-            gradient = self.layout.parameters[piece.index].grad
-            if isinstance(gradient, ShardedGradient):
+        """The pieces' gradients are parts of the parameters' own, where those are whole or None. One that somebody has given to a
+        piece stays, if the parameter has none."""
+        for number, piece in enumerate(self.pieces):
+            gradient, own = self.layout.parameters[piece.index].grad, piece.parameter.grad
+            by_hand = has_values(own) and own is not self._given.get(number)
+            if isinstance(gradient, ShardedGradient) or (gradient is None and by_hand):
                 continue
             if gradient is not None:
                 gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
-            piece.parameter.grad = gradient
+            piece.parameter.grad = self._given[number] = gradient
 
     def take_gradient_shards(self, reducer: ShardReducer | ShardReplicaReducer) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
-        for piece in self.pieces:
+        for number, piece in enumerate(self.pieces):
             shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None
-            piece.parameter.grad = None if shard is None else piece.span.of(shard).to(piece.parameter.dtype)
+            gradient = None if shard is None else piece.span.of(shard).to(piece.parameter.dtype)
+            piece.parameter.grad = self._given[number] = gradient
 
     def drop_gradients(self, pieces: Sequence[Piece] | None = None) -> None:
         """These pieces, or all, have no gradients; using them is an error that says where gradients are."""
+        self._given.clear()
         for piece in self.pieces if pieces is None else pieces:
             stepped = piece.parameter
             trained = self.layout.parameters[piece.index].requires_grad

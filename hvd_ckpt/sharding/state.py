@@ -71,7 +71,7 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
     sharding: Sharding = optimizer._sharding
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
     groups = optimizer.param_groups
-    with errors_on_all(f"hvd_ckpt.{optimizer._identity}.load", optimizer._process_set):
+    with errors_on_all("load_state_dict() of a sharded optimizer", optimizer._process_set):
         state = make()
         bare = {name: value for name, value in state.items() if name not in extra}
         optimizer._wrapped_class.load_state_dict(optimizer, bare)

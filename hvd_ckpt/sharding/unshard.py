@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 
 from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
 from hvd_ckpt.unmaterialized import absent_class, absent_storages
 
 
@@ -88,6 +90,13 @@ class _Flat:
         """What is gathered, unless it must be the exact values."""
         return self.secondary if self.current and self.secondary is not None else self.shard
 
+    def keep(self, rank: int, format: WireFormat) -> None:
+        """The shard gets its part of what ``whole`` has; exact values stay where it has what the format makes of them."""
+        own, exact = self.group.shard_of(self.whole, rank), self.shard.to(self.whole.device)
+        if format.changes(self.group.dtype):
+            own = torch.where(own == format.rounded(exact), exact, own)
+        self.shard.copy_(own)
+
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
 
@@ -110,7 +119,9 @@ class UnitParameters:
         exchange, format: how its shards are gathered. Where its groups of ranks have shards of their own (hpZ of ZeRO++,
             Wang et al., 2023), all but the first gather after a change are within the group.
         title: names its modules, in messages.
+        divergence: hears what this rank waits for.
         offload: has the memory of its shards, if that is not the parameters' own.
+        written: what this rank has written to parameters.
         deferred: the parameters stay as they are until :meth:`split`.
 
     Attributes:
@@ -124,9 +135,14 @@ class UnitParameters:
         exchange: Exchange,
         format: WireFormat,
         title: str,
+        divergence: Divergence,
         offload: Offload | None,
+        written: WrittenWeights,
         deferred: bool,
     ) -> None:
+        self._written = written
+        self._title, self._divergence = title, divergence
+        self._versions: list[int] = []  # of the parameters since they are whole for a pass
         self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
         self._awaited = (
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
@@ -181,6 +197,14 @@ class UnitParameters:
             self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
         self._exact = exactly
 
+    def gather_again(self) -> None:
+        """Gathers what the shards hold once more, exactly, into the parameters, which are whole. Collective."""
+        assert self.whole
+        self.discard_written()
+        self.reshard()
+        self.unshard(exactly=True)
+        self.wait_for_unshard()
+
     def prefetch(self) -> None:
         """The unit is gathered soon: shards that are offloaded are read."""
         if self._offload is not None:
@@ -208,7 +232,72 @@ class UnitParameters:
             raise
         self._state = _State.WHOLE
         self._keep_secondary()
-        self._present([member.whole for member in self._members])
+        self._present([member.whole for member in self._members], watched=not self._exact)
+        self.forget_written()
+
+    def forget_written(self) -> None:
+        """What was written to the parameters so far is not to be kept: a recomputation has written what the first pass did."""
+        self._versions = [member.parameter._version for member in self._members]
+        for member in self._members:
+            forget_data(member.parameter)
+
+    def discard_written(self) -> None:
+        """Whatever is written from now on, until the parameters are gathered again, is not to be kept."""
+        self._versions = []
+
+    def _changed(self) -> list[_Member]:
+        """The parameters that were written since they are whole."""
+        found = []
+        for member, version in zip(self._members, self._versions):
+            parameter = member.parameter
+            data_written = data_was_written(parameter)
+            if data_written or parameter._version != version or not self.holds(parameter):
+                found.append(member)
+        return found
+
+    def keep_written(self) -> None:
+        """Keeps what a pass has written to the parameters: this rank's shard of it.
+
+        Raises:
+            RuntimeError: a parameter has another dtype, device or shape by now.
+        """
+        changed = self._changed()
+        if not changed:
+            return
+        self._collect(changed)
+        rank, within = self._exchange.rank, self._exchange.within
+        for flat in self._flats:
+            flat.keep(rank, self._format)
+            if within is not None and flat.current:
+                assert flat.secondary is not None
+                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
+        self._release_shards()
+        self._note(changed)
+
+    def _collect(self, changed: Iterable[_Member]) -> None:
+        """Brings values of data of their own, which somebody may have given parameters, into the unit's memory."""
+        self.discard_written()  # an error is raised once
+        self.check()
+        with torch.no_grad():
+            for member in changed:
+                if not self.holds(member.parameter):
+                    member.whole.copy_(member.parameter)
+                    member.parameter.data = member.whole
+
+    def _note(self, changed: Iterable[_Member]) -> None:
+        for member in changed:
+            self._written.note(member.number, member.whole)
+        self.forget_written()
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of its parameters, in the layout."""
+        return [member.number for member in self._members]
+
+    def whole_of(self, number: int) -> torch.Tensor:
+        """The values of one of its parameters, which are whole."""
+        assert self.whole
+        return next(member.whole for member in self._members if member.number == number)
 
     def _keep_secondary(self) -> None:
         """Copies this rank's part of what was gathered, for the next gathers within its group."""
@@ -226,19 +315,21 @@ class UnitParameters:
         """What was gathered of these groups before is not current any more."""
         changed = {group.position for group in groups}
         for flat in self._flats:
-            flat.current = flat.current and flat.group.position not in changed
+            if flat.group.position in changed:
+                flat.current = False
+                self._written.forget(flat.group.indices)
 
-    def _present(self, values: Iterable[torch.Tensor]) -> None:
+    def _present(self, values: Iterable[torch.Tensor], watched: bool) -> None:
         for member, value in zip(self._members, values):
             member.parameter.data = value
-            member.parameter.__class__ = member.kind
+            member.parameter.__class__ = watched_class(member.kind) if watched else member.kind
         _forget(self._identities | self._absences)
 
     @contextlib.contextmanager
     def lent(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
         """Within it the parameters, which are sharded, have these values, to be read: those of :meth:`copied`."""
         assert self._state is _State.SHARDED
-        self._present(values)
+        self._present(values, watched=False)
         try:
             yield
         finally:
@@ -258,15 +349,19 @@ class UnitParameters:
 
     def _arrive(self) -> None:
         assert self._state is _State.UNSHARDING
-        for work in self._in_flight:
-            work.wait(self._awaited)
+        with self._divergence.awaiting(self._title):
+            for work in self._in_flight:
+                work.wait(self._awaited)
         self._in_flight.clear()
         self._release_shards()
 
     def reshard(self) -> None:
-        """Gives the memory back; what is on its way is waited for first, since it is written there."""
+        """Keeps what was written, and gives the memory back; what is on its way is waited for first, since it is written there."""
         if self._state is _State.UNSHARDING:
             self._arrive()
+        elif self._versions:
+            self.keep_written()
+        self.discard_written()
         self._state = _State.SHARDED
         self.make_absent()
         for flat in self._flats:
@@ -287,15 +382,13 @@ class UnitParameters:
             RuntimeError: a parameter has another dtype, device or shape by now.
         """
         assert self.whole
-        self.check()
-        with torch.no_grad():
-            for member in self._members:  # somebody may have given it data of its own
-                if member.parameter.untyped_storage()._cdata not in self._identities:
-                    member.whole.copy_(member.parameter)
-            for flat in self._flats:
-                flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
+        changed = self._changed()
+        self._collect(changed)
+        for flat in self._flats:
+            flat.keep(self._exchange.rank, FP32)
         self.shards_changed([flat.group for flat in self._flats])
         self._release_shards()
+        self._note(changed)
 
     def materialize(self) -> None:
         """Makes the whole values the parameters' own."""

@@ -59,7 +59,7 @@ def load_state(
         options: whether its groups get the options of the snapshot, such as the learning rate, or keep theirs.
     """
     parts = None
-    with errors_on_all("hvd_ckpt.snapshots.parts"):
+    with errors_on_all("Snapshots: parts"):
         if snapshot.sharding is not None and snapshot.replicated["optimizer"] is not None:
             pieces = snapshot.per_rank["local"]["pieces"]["optimizer"]
             parts = [{**snapshot.replicated["optimizer"], "pieces": pieces}]  # a rank's own, of local SGD
@@ -84,7 +84,7 @@ def load_state(
     shards.publish_weights(optimizer)
     if average is not None:
         _load_average(average, snapshot.replicated["ema"], parts if snapshot.sharding is not None else None)
-    with errors_on_all("hvd_ckpt.snapshots.resume"):
+    with errors_on_all("Snapshots: resume"):
         if scaler is not None and snapshot.replicated["scaler"] is not None:
             scaler.load_state_dict(snapshot.replicated["scaler"])
         same_ranks = snapshot.replicas == hvd.size() and bool(snapshot.per_stage)

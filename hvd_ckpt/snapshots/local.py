@@ -20,6 +20,7 @@ from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.schema import Wrong
 from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.order import parameter_names
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import check_shard
 from hvd_ckpt.snapshots.schema import DAMAGED, ShardMetadata
@@ -39,6 +40,7 @@ def local_state(
     return {
         "weights": {} if written else weights,
         "optimizer": None if written else kept,
+        "groups": parameter_names(optimizer),
         "pieces": _pieces_of(optimizer),
         "scaler": None if scaler is None else scaler.state_dict(),
         "averages": averages,
@@ -76,7 +78,7 @@ def load_local(
     shared = snapshot.replicated
     own = snapshot.per_rank["local"] if snapshot.per_rank and snapshot.ranks == hvd.size() else None
     fault = None
-    with errors_on_all("hvd_ckpt.snapshots.period"):
+    with errors_on_all("Snapshots: period"):
         if not isinstance(optimizer, LocalOptimizer):
             fault = "the optimizer is not one of LocalSGD"
         elif own is None:

@@ -20,11 +20,18 @@ from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.grid import current
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.precision import GradScaler
-from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes, of_first_process
+from hvd_ckpt.reduction.agreement import (
+    agree_on_options,
+    described,
+    errors_on_all,
+    of_all_processes,
+    of_first_process,
+)
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.schema import Wrong
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import ranges_of
+from hvd_ckpt.snapshots.arguments import check_arguments
 from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
@@ -35,11 +42,19 @@ from hvd_ckpt.snapshots.folder import (
 )
 from hvd_ckpt.snapshots.loading import average_state, load_state, load_weights
 from hvd_ckpt.snapshots.local import load_local, local_state, whole_state
+from hvd_ckpt.snapshots.order import in_order_of, parameter_names
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.schema import DAMAGED
-from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState, check_fits, check_state
+from hvd_ckpt.snapshots.state import (
+    PerRankState,
+    ReplicatedState,
+    check_fits,
+    check_kinds,
+    check_state,
+    kind_of,
+)
 from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -104,9 +119,9 @@ class Snapshots:
         written: the last snapshots that are complete, on the first process; may be emptied.
 
     Raises:
-        TypeError: an argument has no state that can be saved.
-        ValueError: ``keep`` is less than 1; or the optimizer is one of :func:`hvd_ckpt.LocalSGD`, and some ranks do not take part,
-            or there are an average or pipeline stages.
+        TypeError: an argument has no state that can be saved; on every rank.
+        ValueError: ``keep`` is less than 1; or arguments differ between ranks; or the optimizer is one of
+            :func:`hvd_ckpt.LocalSGD`, and some ranks do not take part, or there are an average or pipeline stages; on every rank.
     """
 
     def __init__(
@@ -123,20 +138,24 @@ class Snapshots:
         blocking: bool = False,
         warn: Warn | None = None,
     ) -> None:
-        if not isinstance(optimizer, ReducedOptimizer):
-            raise TypeError(
-                f"Snapshots: optimizer is a {type(optimizer).__name__}: give hc.DistributedOptimizer(...) of it"
-            )
-        if isinstance(optimizer, LocalOptimizer):
-            _check_local(optimizer, average)
-        for name, one in (("scheduler", scheduler), ("loader", loader)):
-            if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise TypeError(
-                    f"Snapshots: {name} is a {type(one).__name__}, which has no state_dict() and load_state_dict(): give "
-                    f"{'an hc.DistributedSampler or hc.DataLoader' if name == 'loader' else 'one that has'}"
-                )
-        if keep < 1:
-            raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
+        error: Exception | None = None
+        try:
+            check_arguments(model, optimizer, scheduler, scaler, loader, average, keep)
+        except (TypeError, ValueError) as wrong:
+            error = wrong
+        options = described(
+            folder=str(folder),
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            loader=loader,
+            average=average,
+            keep=keep,
+            blocking=blocking,
+        )
+        agree_on_options("Snapshots", options, error)
+        assert isinstance(optimizer, ReducedOptimizer)
         self.folder = Path(folder)
         self.stop = StopRequest(self.folder if current().number == 0 else None)
         self.written: deque[Path] = deque(maxlen=16)
@@ -167,18 +186,20 @@ class Snapshots:
         """
         self._open()
         self._resumed = True
-        with errors_on_all("hvd_ckpt.snapshots.find"):
+        with errors_on_all("Snapshots: find"):
             found = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
         path = of_first_process(found, "hvd_ckpt.snapshots.path")
         if path is None:
             return 0
-        with errors_on_all("hvd_ckpt.snapshots.read"):
+        with errors_on_all("Snapshots: read"):
             snapshot = read(path)
             try:
                 check_state(snapshot, _LoopState, _LoopRankState)
                 specs = {self._shards.stored_name(one.name): one.spec for one in ranges_of(self._optimizer)}
+                check_kinds(snapshot, self._kinds)
+                snapshot = in_order_of(snapshot, self._optimizer)
                 check_fits(snapshot, self._model, self._optimizer, specs)
                 if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
                     raise Wrong("only one of it and the optimizer has logical replicas")
@@ -190,7 +211,7 @@ class Snapshots:
         load_weights(snapshot, self._model, self._optimizer, self._shards)
         if not self.load(snapshot, options=True):
             seed_all(seed_of_rank(0, snapshot.step))
-        with errors_on_all("hvd_ckpt.snapshots.loop"):
+        with errors_on_all("Snapshots: loop"):
             for one, state in (
                 (self._scheduler, snapshot.replicated["scheduler"]),
                 (self._loader, self._state_of_loader(snapshot)),
@@ -247,7 +268,7 @@ class Snapshots:
             self._writer.check()
         optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
-            reports = of_all_processes(self.stop.reason, "hvd_ckpt.snapshots.stop")
+            reports = of_all_processes(self.stop.reason, "Snapshots: stop")
             self._stopped = self._stopped or next((one for one in reports if one is not None), None)
         # Each stage has a world of its own, in which the flag travels.
         asked = current().on_any_stage(self.stop.reason is not None)
@@ -339,6 +360,10 @@ class Snapshots:
         changing = {name for name, _ in self._model.named_buffers()}
         self._writer.begin(step, **self.contents(replicated, per_rank), changing=changing)
 
+    @property
+    def _kinds(self) -> dict[str, str | None]:
+        return described(optimizer=kind_of(self._optimizer), scheduler=self._scheduler)
+
     def contents(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, Any]:
         """What a snapshot holds now, as arguments of :meth:`SnapshotWriter.begin`; tensors are not copied.
 
@@ -353,6 +378,8 @@ class Snapshots:
         return {
             "weights": self._shards.weights(self._model),
             "replicated": {
+                "kinds": self._kinds,
+                "groups": parameter_names(optimizer),
                 "optimizer": None if self._shards.sharded else whole_state(optimizer),
                 "ema": average,
                 "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -417,17 +444,6 @@ class Snapshots:
 
     def _forget_writer(self) -> None:
         self._writer = None
-
-
-def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:
-    """Raises ValueError where what a rank of local SGD has is not a whole model."""
-    for wrong, reason in (
-        (optimizer._members.process_set_id != 0, "is of a process set: give it all ranks"),
-        (average is not None, "has other weights on each rank: leave out average"),
-        (current().stages > 1, "has parts of the model: use init(stages=1)"),
-    ):
-        if wrong:
-            raise ValueError(f"Snapshots: optimizer is one of LocalSGD, and {reason}")
 
 
 def _warn(text: str) -> None:

@@ -67,6 +67,8 @@ class Reduction(Strict):
     bucket_cap_bytes: Annotated[float, Field(gt=0), NUMBER]
     counts: dict[str, Count] | None
     lower_counts: dict[str, Count]
+    verified_part: Count = 0
+    zeros: list[str] = Field(default=[])
 
     @model_validator(mode="after")
     def _has_each_once(self) -> Reduction:
@@ -145,6 +147,7 @@ class Local(Strict):
 
     weights: dict[str, Tensor]
     optimizer: OptimizerShard | None
+    groups: list[list[str]] = Field(default_factory=list)
     pieces: _Pieces | None
     scaler: Scaler | None
     averages: _Averages
@@ -153,9 +156,12 @@ class Local(Strict):
 class ReplicatedState(Strict):
     """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are in shards.
 
+    ``kinds``: the names of the classes of optimizer and scheduler; ``groups``: the names of the parameters in each group.
     ``mid_period``: the ranks of local SGD have weights of their own.
     """
 
+    kinds: dict[str, str | None] = Field(default_factory=dict)
+    groups: list[list[str]] = Field(default_factory=list)
     optimizer: OptimizerState | None
     ema: Average | None
     scaler: Scaler | None
@@ -207,6 +213,20 @@ def _schema(place: str) -> Iterator[None]:
         yield
     except ValidationError as error:
         raise Wrong(f"{place}: {first_error(error)}") from None
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class of an optimizer, as it was before it was distributed."""
+    kind: type = getattr(optimizer, "_wrapped_class", type(optimizer))
+    return kind
+
+
+def check_kinds(snapshot: Snapshot, here: Mapping[str, str | None]) -> None:
+    """Raises Wrong where optimizer or scheduler are of another class than those of the snapshot."""
+    for what, there in snapshot.replicated.get("kinds", {}).items():
+        own = here.get(what)
+        if own is not None and there is not None and own != there:
+            raise Wrong(f"its {what} is {shown(there)}, and the {what} here is {shown(own)}")
 
 
 def check_fits(

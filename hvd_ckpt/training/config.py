@@ -27,10 +27,9 @@ from typing_extensions import Self
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.planning.schedule import virtual_stages_of
-from hvd_ckpt.recompute.verify import read_when
 from hvd_ckpt.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
 from hvd_ckpt.sharding import STAGES, stage_of
-from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, read_when, unknown
 from hvd_ckpt.training.combinations import check_combinations
 
 MAX_BYTES = 1 << 20  # of a configuration file
@@ -333,6 +332,9 @@ class Config(Strict):
     )
     check_weights: Count | None = Field(
         None, description="Steps between checks that all ranks have the same weights.  [default: never]"
+    )
+    verify_weights: bool = Field(
+        True, description="Compare a part of the ranks' weights in every step, without a message of its own."
     )
     stall_timeout: Positive = Field(
         1800.0, description="Seconds that a rank waits for the others before it ends."

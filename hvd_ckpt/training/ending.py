@@ -193,11 +193,14 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
     except BaseException as error:
         missing = explain_import_error(error) if isinstance(error, ImportError) else None
         if missing or isinstance(error, FATAL_ERRORS):
-            if current().number != 0:  # once a rank has exited, the launcher leaves the others no time
+            # Of one pipeline stage, or of one group of local SGD, the first rank shows it.
+            of_some = error.first if isinstance(error, WeightsDiffer) else None
+            shows = current().number == 0 if of_some is None else of_some
+            if not shows:  # once a rank has exited, the launcher leaves the others no time
                 time.sleep(MOMENT)
             elif isinstance(error, (FatalTrainingError, WeightsDiffer)):
                 _write_failure_file(folder, error)
-            if missing or current().number == 0:
+            if missing or shows:
                 with contextlib.suppress(OSError, ValueError):
                     print(f"Error: {missing or error}", file=sys.stderr, flush=True)
         else:

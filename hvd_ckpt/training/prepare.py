@@ -13,6 +13,7 @@ from torch import nn
 
 from hvd_ckpt import watchdog
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
+from hvd_ckpt.batchnorm.synchronized import warn_of_unsynchronized
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.grid import current
@@ -27,6 +28,8 @@ from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.leveling import agree_on_naming
+from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.schema import write_text
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.torch_private import AnyBatchNorm
@@ -96,6 +99,7 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
             raise ConfigError(f"batch_norm {config.batch_norm}: this {kind} has no batch norm, leave it out")
         converter: Any = SyncBatchNorm if config.batch_norm == "synchronized" else DeferredBatchNorm
         model = converter.convert(model)
+    warn_of_unsynchronized(model)
     if config.segments is None:
         return seed_blocks(model) if isinstance(model, nn.Sequential) else model
     if not isinstance(model, nn.Sequential):
@@ -336,6 +340,8 @@ def distribute(
     Raises:
         ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
     """
+    if not config.verify_weights:
+        verify_weights(False)
     if config.is_local:
         return make_local(optimizer, model, config)
     if config.shard_stage and is_elastic():
@@ -371,5 +377,5 @@ def distribute(
     if config.replicas is not None:
         distributed.replicas.seed = config.seed
     if is_elastic():  # where ranks have made different numbers of optimizers
-        distributed.agree_on_naming()
+        agree_on_naming(distributed)
     return distributed

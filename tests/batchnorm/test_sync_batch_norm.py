@@ -158,7 +158,7 @@ def test_a_single_value_over_all_ranks_is_an_error() -> None:
 def test_frozen_input_sends_nothing_backward(collectives: Counter[str]) -> None:
     norm = SyncBatchNorm(4)
     norm(torch.randn(3, 4)).square().sum().backward()
-    assert total(collectives) == {"allgather": 1, "allreduce": 0}
+    assert total(collectives) == {"allgather": 0, "allreduce": 1}
     assert norm.weight.grad is not None
 
 
@@ -251,7 +251,7 @@ def no_communication_in_recomputation(counts: Counter[str]) -> Iterator[None]:
     yield
     assert counts["recomputing"] == 0
     # Forward once per normalization; two backward passes through each.
-    assert total(counts) == {"allgather": CALLS, "allreduce": 2 * CALLS}
+    assert total(counts) == {"allgather": 0, "allreduce": 3 * CALLS}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hvd_ckpt.cli.plan_models import build
 from hvd_ckpt.models import catalog
 from hvd_ckpt.planning.blocks import check_called, children_of, find_blocks
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
 from hvd_ckpt.training.prepare import load_plan

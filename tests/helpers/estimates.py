@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import hvd_ckpt as hc
 from hvd_ckpt.cli.plan_models import Job, build
 from hvd_ckpt.memory import recording_peak
-from hvd_ckpt.planning.profile import Step
+from hvd_ckpt.planning.step import Step
 
 STEPS = 3
 

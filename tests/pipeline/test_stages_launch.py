@@ -60,7 +60,17 @@ def test_a_stage_that_hangs_is_named_within_the_stall_timeout(controller: str, c
 def test_stages_that_differ_are_refused() -> None:
     status, output = run("gloo", 2, "2", "differ")
     assert status != 0
-    assert re.search("other chunks are refused: .*chunks=5", output), output
+    assert re.search(r"other chunks are refused: .*chunks .*\b5 on rank 1", output), output
     assert re.search("other values are refused: .*'embedding.tokens.weight'", output), output
     assert re.search("ValueError.*random states", output), output
     assert "stages=3 does not divide the number of processes, 2" in output
+
+
+@pytest.mark.parametrize(("controller", "processes"), [("gloo", 2), ("mpi", 4)])
+def test_arguments_of_one_process_are_refused_on_all(controller: str, processes: int) -> None:
+    script = SCRIPT.with_name("stages_apart.py")
+    if controller == "mpi" and not probe("mpi").works:
+        controller = "gloo"
+    status, output = run_ranks(processes, script, controller=controller)
+    assert status == 0, output
+    assert output.count("refused") == processes, output

@@ -191,6 +191,35 @@ def test_gradients_that_all_ranks_drop_are_dropped(stage: int, passes: int) -> N
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_late_gradient_that_is_dropped_takes_what_has_left_with_it(stage: int) -> None:
+    model, optimizer = build(stage)
+    wanted, plain = build(0)
+    for number in range(3):
+        for one, other in ((model, optimizer), (wanted, plain)):
+            other.zero_grad()
+            for part in range(1 + (number == 1)):
+                backward(one, 10 * number + part)
+            if number == 1:
+                one.last.weight.grad = None
+            other.step()
+    same_weights(model, optimizer, wanted, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_the_model_clears_after_a_synchronization(stage: int) -> None:
+    model, optimizer = build(stage)
+    backward(model, 0)
+    optimizer.synchronize()
+    model.zero_grad()
+    backward(model, 1)
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 2)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_set_by_hand_count_where_nothing_has_left(stage: int) -> None:
     model, optimizer = build(stage)
     wanted, plain = build(0)

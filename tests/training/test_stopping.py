@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
+import hvd_ckpt.reduction.weights
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.training.build import assemble
 from hvd_ckpt.training.config import Config, ConfigError
@@ -138,7 +139,15 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_
 
 
 @twice
-def test_weights_that_have_drifted_end_all_ranks_and_are_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"verify_weights": False, "check_weights": 2}, {}], ids=["all", "in steps"]
+)
+def test_weights_that_have_drifted_end_all_ranks_and_are_named(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hvd_ckpt.reduction.weights, "PART_BYTES", 1 << 30)  # all in one part
+    monkeypatch.setattr(hvd_ckpt.reduction.weights, "PART_TENSORS", 1000)
+
     def drift(trainer: Trainer) -> None:
         name, parameter = list(trainer.model.named_parameters())[4]
         with torch.no_grad():
@@ -146,8 +155,12 @@ def test_weights_that_have_drifted_end_all_ranks_and_are_named(folder: Path) -> 
         drifted.append(name)
 
     drifted: list[str] = []
-    with pytest.raises(hc.WeightsDiffer, match=rf"^parameter '\S+' differs: rank {LAST} \(host \S+\) has"):
-        train(folder / "run", drift, check_weights=2)
+    when = "" if options else r" in step \d+ since this optimizer was made \(equal in step \d+\)"
+    with pytest.raises(
+        hc.WeightsDiffer, match=rf"^parameter '\S+' differs{when}: rank {LAST} \(host \S+\) has"
+    ):
+        train(folder / "run", drift, **options)
+    hc.verify_weights()
     assert len(drifted) == (hc.rank() == LAST)
 
 

@@ -1,0 +1,62 @@
+"""Copies of what a model or a block is given, so that planning, which runs it many times, changes nothing of the caller's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hvd_ckpt.fingerprint import fingerprint
+from hvd_ckpt.recompute.calls import map_tensors
+from hvd_ckpt.recompute.region import reach
+
+
+def copied(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested containers and objects again, with ``change(tensor)`` for each tensor. Modules and parameters are shared."""
+    found = reach(values)
+    memo: dict[int, Any] = {id(module): module for module in found.modules}
+    with _Tensors(change) as mode:
+        for tensor in found.tensors:
+            mode.copy(tensor, memo)
+        try:
+            return copy.deepcopy(values, memo)
+        except Exception:  # an object that cannot be copied is shared
+            return map_tensors(lambda tensor: mode.copy(tensor, memo), Tensor, values)
+
+
+class _Tensors(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` copy tensors by a function, wherever they are."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change = change
+
+    def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor if isinstance(tensor, nn.Parameter) else self._change(tensor)
+        result: Tensor = memo[id(tensor)]
+        return result
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return self.copy(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested containers and objects, each once."""
+    return reach(value).tensors
+
+
+def fingerprints(tensors: Iterable[Tensor | None]) -> list[int]:
+    """By which two runs are compared, bit for bit; 0 for no tensor."""
+    return [0 if tensor is None else int(fingerprint(tensor)) for tensor in tensors]
+
+
+def in_words(error: Exception) -> str:
+    """An error in one short line."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:197] + '...'}"

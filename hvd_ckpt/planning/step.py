@@ -1,0 +1,150 @@
+"""A training step of the user's model on the sample, as planning runs it: many times, and without a trace left behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.measure import no_collection, noting_written, now, undisturbed
+from hvd_ckpt.memory import Marks, recording_marks
+from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
+from hvd_ckpt.recompute.verify import verifying
+
+
+class Step:
+    """A training step of the user's model on the sample: forward, loss, backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.model = model
+        self.device = _device(model, args)
+        self._sample = (args, dict(kwargs))
+        self._loss_function = loss
+        self._autocast = autocast
+
+    @property
+    def autocast_name(self) -> str | None:
+        """The dtype of the autocast, such as ``"bfloat16"``; None for none."""
+        return None if self._autocast is None else str(self._autocast).removeprefix("torch.")
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of the forward pass."""
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    @contextlib.contextmanager
+    def sample(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments of the model for one forward pass, which may change them. Tensors that require gradients are the caller's (a
+        loss may ask for their gradient), whose gradients stay as they are."""
+        leaves: list[tuple[Tensor, Tensor | None]] = []
+
+        def own(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad and tensor.is_leaf:
+                leaves.append((tensor, tensor.grad))
+                tensor.grad = None
+                return tensor
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        try:
+            yield copied(self._sample, own)
+        finally:
+            for leaf, gradient in leaves:
+                leaf.grad = gradient
+
+    def note_written(self) -> None:
+        """Finds out which parameters a forward pass writes, so that they can be put back after each."""
+        for grad in (False, True):  # code that needs a graph, such as torch.autograd.grad, fails without
+            try:
+                with torch.set_grad_enabled(grad), noting_written(self.model):
+                    self.forward()
+                return
+            except (
+                Exception
+            ):  # so may code that cannot run under a dispatch mode; what is wrong with the model shows later
+                continue
+
+    def forward(self) -> Any:
+        """The model's output."""
+        with self.sample() as (args, kwargs), self.autocast():
+            return self.model(*args, **kwargs)
+
+    def loss(self) -> Tensor:
+        """The forward pass and the loss."""
+        with self.sample() as (args, kwargs):
+            return self._loss(args, kwargs)
+
+    def run(self) -> None:
+        """One step; gradients are accumulated."""
+        with self.sample() as (args, kwargs):
+            self.run_on(args, kwargs)
+
+    def seconds(self) -> float:
+        """How long a step takes."""
+        with no_collection(), self.sample() as (args, kwargs):
+            start = now(self.device)
+            self.run_on(args, kwargs)
+            return now(self.device) - start
+
+    def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
+        """Peak bytes of a step above its start, and the bytes over time (CPU)."""
+        with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
+            self.run_on(args, kwargs)
+            marks.mark("end")
+        return marks.marks[-1].peak_bytes, tuple(marks.timeline)
+
+    def outcome(self) -> list[int]:
+        """Fingerprints of the loss, the gradients and the buffers after a step from the present state, which stays as it is."""
+        with undisturbed(self.model, self.device), verifying("always"), self.sample() as (args, kwargs):
+            inputs = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one.is_leaf]
+            loss = self.run_on(args, kwargs)
+            gradients = [one.grad for one in (*self.model.parameters(), *inputs)]
+            return fingerprints([loss, *gradients, *self.model.buffers(), torch.get_rng_state()])
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        with torch.enable_grad(), self.autocast():
+            return self._loss_of(self.model(*args, **kwargs))
+
+    def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks | None = None) -> Tensor:
+        """One step on arguments that :meth:`sample` has given; returns the loss. What is measured does not copy the sample."""
+        with torch.enable_grad():
+            loss = self._loss(args, kwargs)
+            if marks is not None:
+                marks.mark("loss")
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _loss_of(self, output: Any) -> Tensor:
+        if self._loss_function is not None:
+            loss = self._loss_function(output)
+        elif isinstance(output, Tensor) and output.numel() == 1:
+            loss = output
+        elif isinstance(getattr(output, "loss", None), Tensor):
+            loss = output.loss
+        else:
+            floats = [tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad]
+            loss = torch.stack(floats).sum() if floats else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise ValueError(
+                f"loss must give one number that requires a gradient, got {what}: pass loss=function of the model's output."
+            )
+        return loss
+
+
+def _device(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
+    for tensor in (*model.parameters(), *tensors_of(args)):
+        return tensor.device
+    return torch.device("cpu")

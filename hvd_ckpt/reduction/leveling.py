@@ -1,0 +1,97 @@
+"""Leveling: what the reducers of an optimizer must have in common, made equal again where ranks have loaded or reset it apart.
+
+That is the order and layout in which gradients are reduced, and the names of the messages. A rank that loads a state or resets an
+optimizer by itself begins anew; the next call that gives all ranks the state of one also gives them its order, and new names. Where
+ranks differ, the step that has begun is dropped on all of them, as it is where it began anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from horovod.torch.mpi_ops import global_process_set
+
+from hvd_ckpt.reduction.agreement import allgather_objects, broadcast_from, digest
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.wrapping import live_optimizers
+
+PER_RANK = ("counts", "lower_counts", "may_wait")  # parts of a reducer's state that each rank has of its own
+
+
+class CommonState(NamedTuple):
+    """What ranks must have in common of a reducer.
+
+    Attributes:
+        names: of the parameters; a fingerprint.
+        naming: of the messages: identity and generation.
+        order: and layout; a fingerprint.
+    """
+
+    names: str
+    naming: tuple[int, int]
+    order: str
+
+
+def common_state(optimizer: Any) -> CommonState | None:
+    """That of an optimizer; None where it is not distributed or reduces nothing."""
+    if not isinstance(optimizer, ReducedOptimizer) or optimizer._reducer is None:
+        return None
+    state = optimizer._reducer.state_dict()
+    shared = {name: value for name, value in state.items() if name not in PER_RANK}
+    names = list(optimizer._parameter_names.values())
+    return CommonState(digest(names), optimizer._reducer.naming, digest(shared))
+
+
+def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: int) -> None:
+    """Gives all ranks of an optimizer's process set the order of one of them, and new names, if they differ. Collective.
+
+    Args:
+        states: what :func:`common_state` returns, by rank.
+        root_rank: the rank whose order counts, or the first of the process set where it is not in that.
+    """
+    if common_state(optimizer) is None:
+        return
+    process_set, reducer = optimizer._process_set, optimizer._reducer
+    members = sorted(process_set.ranks or range(process_set.size()))
+    known = [state for rank in members if (state := states[rank]) is not None]
+    alike = len({state.names for state in known}) == 1
+    if len(known) < len(members) or not alike or len(set(known)) == 1:
+        return
+    leader = root_rank if root_rank in members else members[0]
+    own = reducer.state_dict()
+    theirs = broadcast_from(own, leader, process_set, "hvd_ckpt.level")
+    reducer.load_state_dict({**theirs, **{name: own[name] for name in PER_RANK if name in own}})
+    optimizer._drop_gradients()
+    optimizer._identity = max(state.naming[0] for state in known)
+    reducer.rename(optimizer._identity, 1 + max(state.naming[1] for state in known))
+
+
+def live_states() -> dict[int, CommonState | None]:
+    """Those of the optimizers of this process, by their identities, which ranks have agreed on."""
+    return {optimizer._identity: common_state(optimizer) for optimizer in live_optimizers()}
+
+
+def level_all(states: Sequence[Mapping[int, CommonState | None]], root_rank: int) -> None:
+    """Levels all optimizers of this process. Collective.
+
+    Args:
+        states: what :func:`live_states` returns, by rank. A rank may have collected an optimizer that others still have.
+    """
+    for optimizer in sorted(live_optimizers(), key=lambda optimizer: optimizer._identity):
+        by_rank = {rank: own.get(optimizer._identity) for rank, own in enumerate(states)}
+        level(optimizer, by_rank, root_rank)
+
+
+def level_after(call: str, root_rank: int) -> None:
+    """:func:`level_all` after a call in which ranks were apart. Collective."""
+    level_all(allgather_objects(live_states(), global_process_set, call), root_rank)
+
+
+def agree_on_naming(optimizer: Any) -> None:
+    """Gives an optimizer's messages names that are the same on every rank and new. Collective."""
+    reducer = optimizer._reducer
+    if reducer is not None:
+        namings = allgather_objects(reducer.naming, optimizer._process_set, "agree_on_naming()")
+        optimizer._identity = max(identity for identity, _ in namings)
+        reducer.rename(optimizer._identity, 1 + max(generation for _, generation in namings))

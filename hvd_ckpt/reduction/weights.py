@@ -1,0 +1,351 @@
+"""Verification of weights: in each step the ranks compare a part of theirs, in the control flags that travel anyway.
+
+The weights are divided into parts, which take turns. Of the part whose turn it is each rank brings the fingerprint
+(:mod:`hvd_ckpt.fingerprint`), cut into digits that float32 adds up exactly, so that the ranks need no message of their own:
+
+* Where control flags are summed, a rank brings 1, and of each digit *d* and *d* x *d*. By the Cauchy-Schwarz inequality *n*
+  ranks have brought the same digit if and only if *n* times the sum of the squares is the square of the sum. A rank that is
+  absent (``join()``), or does not take part, counts as 0 everywhere.
+* Where the greatest flag counts, a rank brings *d* and -*d*: the greatest and the least are the same if and only if all are.
+
+A fingerprint is taken while the last gradients of a step are on their way, of the weights of that step, and travels with the
+flags of the next one: so it costs time that would be spent waiting.
+
+After the flags all ranks know the same. If something differs, they exchange the fingerprints of all compared parameters, in one
+allreduce that absent ranks take part in, too. What this table says is decisive: it names the parameter and the ranks, or shows
+that weights have been made equal since, or that the ranks have been at different parts, which levels them.
+
+Compared are parameters that have been reduced: ranks that average a gradient need the same weight for it. A parameter that is not
+reduced (frozen, or never used) may be a rank's own. The first step compares nothing, so that weights may be broadcast after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_ckpt.fingerprint import fingerprint
+from hvd_ckpt.hosts import host_name
+from hvd_ckpt.reduction.buckets import is_dense
+from hvd_ckpt.reduction.consistency import TableEntry, WeightsDiffer, difference
+from hvd_ckpt.reduction.process_sets import ranks_of
+
+# A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.
+PART_BYTES, PART_TENSORS = 256 << 10, 32  # or 1 / PARTS of all, where that is more
+PARTS = 256
+JOINED_BYTES = 64 << 10  # of small parameters, whose fingerprint is taken at once
+MAX_RANKS = 16_000  # the sums of squares stay below 2**22, which a scale may round twice
+ROUNDED_RANKS = 128  # where what each rank brings is rounded
+_FOLD = 0x5DEECE66D  # odd
+_HOST_WORDS = 8
+_FACTS = 4 + _HOST_WORDS  # columns of a rank before its fingerprints
+
+
+class _Settings:
+    """What :func:`verify_weights` was told last."""
+
+    enabled = os.environ.get("HVD_CKPT_VERIFY_WEIGHTS", "1") != "0"
+    ignored: Any = WeakTensorKeyDictionary()
+
+
+def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ()) -> None:
+    """Sets whether optimizers verify in each step that the ranks have the same weights; they do by default.
+
+    In each step a ``DistributedOptimizer`` compares the bits of a part of the weights that its ranks are about to update; the
+    parts take turns. Where they differ, ``step()`` or ``synchronize()`` raises :class:`WeightsDiffer` on every rank. A further
+    call replaces the setting. To be called on every rank; ``HVD_CKPT_VERIFY_WEIGHTS=0`` in the environment turns it off.
+
+    Args:
+        enabled: False compares nothing.
+        ignore: parameters whose gradients are reduced, but whose values are each rank's own on purpose.
+    """
+    ignored = WeakTensorKeyDictionary()
+    for parameter in ignore:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"verify_weights(ignore=) takes parameters, not {type(parameter).__name__}; pass a list of them, such as "
+                f"list(module.parameters())"
+            )
+        ignored[parameter] = True
+    _Settings.enabled, _Settings.ignored = enabled, ignored
+
+
+class Sums:
+    """Flags that are added up over the ranks: 1, and of each hexadecimal digit the digit and its square."""
+
+    SIZE = 33
+
+    @staticmethod
+    def encode(value: torch.Tensor | None) -> torch.Tensor:
+        """Of a fingerprint, float32 [SIZE]; zeros for None."""
+        if value is None:
+            return torch.zeros(Sums.SIZE, dtype=torch.float32)
+        digits = _digits(value, 4)
+        return torch.cat([torch.ones(1, dtype=torch.float32, device=value.device), digits, digits * digits])
+
+    @staticmethod
+    def equal(values: Sequence[float], scale: float) -> bool:
+        """Whether all ranks that brought a fingerprint brought the same.
+
+        Args:
+            scale: what the sums have been multiplied by.
+        """
+        ranks, *sums = (round(value / scale) for value in values)
+        return all(ranks * squares == digits**2 for digits, squares in zip(sums[:16], sums[16:]))
+
+
+class Maxima:
+    """Flags of which the greatest over the ranks counts: each 16 bits, and their negative."""
+
+    SIZE = 8
+
+    @staticmethod
+    def encode(value: torch.Tensor | None) -> torch.Tensor:
+        """Of a fingerprint, float32 [SIZE]; less than all numbers for None."""
+        if value is None:
+            return torch.full((Maxima.SIZE,), -float("inf"), dtype=torch.float32)
+        digits = _digits(value, 16)
+        return torch.cat([digits, -digits])
+
+    @staticmethod
+    def equal(values: Sequence[float], scale: float) -> bool:
+        """Whether all ranks that brought a fingerprint brought the same."""
+        return all(greatest in (-least, -float("inf")) for greatest, least in zip(values[:4], values[4:]))
+
+
+def _digits(value: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(0, 64, bits, device=value.device)
+    return ((value >> shifts) & ((1 << bits) - 1)).float()
+
+
+class _Range(NamedTuple):
+    """Elements of a parameter, in memory order."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+class _Prepared(NamedTuple):
+    """The flags of a part, and the step whose weights they are of."""
+
+    turn: int
+    step: int
+    flags: torch.Tensor
+
+
+class WeightVerification:
+    """The comparison of one optimizer's weights. All ranks call its methods in the same order.
+
+    Args:
+        names, parameters: of the optimizer; the lists may grow.
+        process_set: the ranks that compare.
+        flags: how its values travel.
+
+    Attributes:
+        turn: the part that is compared next.
+        alone: this rank has stepped by itself, and is not compared any more.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        process_set: Any,
+        flags: type[Sums] | type[Maxima] = Sums,
+    ) -> None:
+        self._names, self._parameters, self._process_set = names, parameters, process_set
+        self._flags, self.size = flags, flags.SIZE
+        self._compared: list[int] = []
+        self._parts: list[list[_Range]] = []
+        self.turn, self.alone = 0, False
+        self._prepared: _Prepared | None = None
+        self._sent: _Prepared | None = None
+        self._steps = 0  # synchronizations so far
+        self._equal_in: dict[int, int] = {}  # of each part, the last step in which it was equal
+        self._ignored: set[int] = set()  # parameters that another rank ignores
+
+    def compare(self, indices: Iterable[int]) -> None:
+        """Compares these parameters from now on, the same on every rank."""
+        chosen = sorted(indices)
+        if chosen != self._compared:
+            self._compared = chosen
+            self._parts = _divide([self._parameters[index] for index in chosen], chosen)
+            self._equal_in.clear()
+            self._prepared = self._sent = None
+
+    def restart(self) -> None:
+        """Forgets everything. To be called on every rank."""
+        self.compare(())
+        self.turn, self._steps, self.alone = 0, 0, False
+        self._ignored.clear()
+
+    # ---------------------------------------------------------------------------------- what a rank brings
+
+    def encode(self) -> torch.Tensor:
+        """This rank's flags of a synchronization, float32 [size], on the device of the weights."""
+        self._sent, self._prepared = self._prepared, None
+        if self._sent is not None and (self._sent.turn != self.turn or not self._takes_part):
+            self._sent = None
+        return self._flags.encode(None) if self._sent is None else self._sent.flags
+
+    def prepare(self, exact: bool = True) -> None:
+        """Takes the fingerprint that the next synchronization sends, once this one has sent its own.
+
+        Args:
+            exact: the flags are not rounded before they are summed.
+        """
+        self._steps += 1
+        most = MAX_RANKS if exact else ROUNDED_RANKS
+        if self._takes_part and self._parts and 1 < self._process_set.size() <= most:
+            turn = (self.turn + 1) % len(self._parts)
+            self._prepared = _Prepared(turn, self._steps, self._flags.encode(self._of_part(turn)))
+
+    @property
+    def _takes_part(self) -> bool:
+        return _Settings.enabled and not self.alone
+
+    @torch.no_grad()
+    def _of_part(self, number: int) -> torch.Tensor:
+        """The fingerprint of a part, and of its number."""
+        total: torch.Tensor | None = None
+        for pieces in self._alike(self._parts[number]):
+            value = fingerprint(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+            total = value if total is None else total.to(value.device) * _FOLD + value
+        return torch.tensor(number) if total is None else total + number
+
+    def _alike(self, part: Sequence[_Range]) -> Iterator[list[torch.Tensor]]:
+        """The elements of a part, small ones of one type together."""
+        pieces: list[torch.Tensor] = []
+        size = 0
+        for index, start, stop in part:
+            if self._ignores(index):
+                continue
+            parameter = self._parameters[index]
+            piece = parameter.view(-1) if parameter.is_contiguous() else _in_memory_order(parameter)
+            if stop - start < piece.numel():
+                piece = piece[start:stop]
+            more = (stop - start) * piece.element_size()
+            alike = not pieces or (piece.dtype is pieces[0].dtype and piece.device == pieces[0].device)
+            if pieces and not (alike and size + more <= JOINED_BYTES):
+                yield pieces
+                pieces, size = [], 0
+            pieces.append(piece)
+            size += more
+        if pieces:
+            yield pieces
+
+    def _ignores(self, index: int) -> bool:
+        ignored = _Settings.ignored
+        return index in self._ignored or (bool(ignored) and self._parameters[index] in ignored)
+
+    # ---------------------------------------------------------------------------------- what the ranks find
+
+    def check(self, values: Sequence[float], scale: float, total: Callable[[torch.Tensor, str], Any]) -> None:
+        """Raises, the same on every rank, if the part that was brought last is not the same on all ranks. Collective.
+
+        Args:
+            values: the reduced flags, these at the end.
+            scale: what the sums have been multiplied by.
+            total: adds up a tensor over the ranks, under a name.
+
+        Raises:
+            WeightsDiffer: it names the first parameter and the ranks.
+        """
+        if not self._parts:
+            return
+        part = self.turn % len(self._parts)
+        self.turn = (part + 1) % len(self._parts)
+        if not self._flags.equal(values[-self.size :], scale):
+            self._compare_all(part, total)
+        elif self._sent is not None:
+            self._equal_in[part] = self._sent.step
+
+    def _compare_all(self, part: int, total: Callable[[torch.Tensor, str], Any]) -> None:
+        """Exchanges the fingerprints of all compared parameters; raises if one differs, that of the part first."""
+        ranks, own = ranks_of(self._process_set), self._process_set.rank()
+        table = torch.zeros(len(ranks), _FACTS + len(self._compared), dtype=torch.int64)
+        host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
+        facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
+        table[own, :4] = torch.tensor(facts)
+        table[own, 4:_FACTS] = torch.frombuffer(bytearray(host), dtype=torch.int64)
+        for column, index in enumerate(self._compared if self._takes_part else (), _FACTS):
+            if not self._ignores(index):
+                table[own, column] = int(fingerprint(self._parameters[index])) or 1
+        rows = total(table, "weights")
+        present = [row for row in rows if row[0]]
+        self.turn = max(row[1] for row in present)
+        level = all(row[1] == self.turn for row in present)
+        comparing = {rank: row for rank, row in zip(ranks, rows) if row[0] == 2}
+        columns = [
+            (index, column)
+            for column, index in enumerate(self._compared, _FACTS)
+            if all(row[column] for row in comparing.values())
+        ]
+        self._ignored.update(set(self._compared).difference(index for index, _ in columns))
+        turns = {entry.parameter for entry in self._parts[part]} if level else set()
+        columns.sort(key=lambda pair: pair[0] not in turns)
+        different = next(
+            (index for index, column in columns if len({row[column] for row in comparing.values()}) > 1), None
+        )
+        if different is None:
+            return
+        since = f" in step {max(row[2] for row in present)} since this optimizer was made"
+        if different in turns:
+            before = max(row[3] for row in comparing.values())
+            since += f" (equal in step {before})" if before else " (not compared before)"
+        hosts = [_text(row[4:_FACTS]) for row in comparing.values()]
+        tables = [
+            [self._entry(index, row[column]) for index, column in columns] for row in comparing.values()
+        ]
+        error = difference(list(comparing), hosts, tables, since)
+        if isinstance(error, WeightsDiffer):
+            error.first = own == next(position for position, row in enumerate(rows) if row[0])
+        raise error
+
+    def _entry(self, index: int, value: int) -> TableEntry:
+        parameter = self._parameters[index]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return TableEntry(
+            self._names[index], tuple(parameter.shape), dtype, value.to_bytes(8, "little", signed=True)
+        )
+
+
+def _in_memory_order(parameter: torch.Tensor) -> torch.Tensor:
+    """The elements, 1-D; not copied where they fill consecutive places."""
+    parameter = parameter.detach()
+    if not parameter.is_contiguous() and is_dense(parameter.shape, parameter.stride()):
+        return parameter.as_strided((parameter.numel(),), (1,))
+    return parameter.reshape(-1)
+
+
+def _divide(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[list[_Range]]:
+    """Divides parameters into parts of about equal size."""
+    all_bytes = sum(one.numel() * one.element_size() for one in parameters)
+    limit = max(PART_BYTES, -(-all_bytes // PARTS) // 16 * 16)
+    most = max(PART_TENSORS, -(-len(parameters) // PARTS))
+    parts: list[list[_Range]] = []
+    room = 0
+    for index, parameter in zip(indices, parameters):
+        start, size = 0, parameter.element_size()
+        while start < parameter.numel():
+            if room < size or len(parts[-1]) == most:
+                parts.append([])
+                room = limit
+            stop = min(parameter.numel(), start + room // size)
+            parts[-1].append(_Range(index, start, stop))
+            room -= (stop - start) * size
+            start = stop
+    return parts
+
+
+def _text(words: Sequence[int]) -> str:
+    return (
+        b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+        .rstrip(b"\0")
+        .decode(errors="replace")
+    )

@@ -1,0 +1,83 @@
+"""Ranks that run different units at stage 3: found out while they wait for each other, and said on all of them.
+
+A unit is gathered by all ranks together. Where one rank runs an expert or a layer that another leaves out, each waits for a gather
+that the other does not begin. A rank that has waited long tells all ranks what for, in an allgather that is complete once all have
+waited long. What a rank told may be over by then. But if two such rounds say the same of every rank, then all were waiting when the
+first was complete; if not for the same unit, none of them can ever go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_ckpt.reduction import communicator
+from hvd_ckpt.sharding.exchange import Exchange
+
+ELSEWHERE = -1
+
+
+class Divergence:
+    """What this rank waits for, and what the others do.
+
+    Args:
+        exchange: the ranks.
+        titles: the names of the units.
+    """
+
+    def __init__(self, exchange: Exchange, titles: Sequence[str]) -> None:
+        self._exchange, self._titles = exchange, titles
+        self._unit = ELSEWHERE
+        self._round = 0
+        self._told: int | None = None  # Horovod's handle
+        self._last: list[list[int]] = []
+        if exchange.ranks > 1:
+            check: Any = weakref.WeakMethod(self._check)
+            weakref.finalize(self, communicator.long_waits.discard, check)
+            communicator.long_waits.add(check)
+
+    @contextlib.contextmanager
+    def awaiting(self, title: str) -> Iterator[None]:
+        """Within it this rank waits for a unit."""
+        self._unit = self._titles.index(title)
+        try:
+            yield
+        finally:
+            self._unit = ELSEWHERE
+
+    def _check(self, since: float) -> None:
+        """A wait of this rank has lasted long.
+
+        Raises:
+            RuntimeError: the ranks wait for different units; on every rank.
+        """
+        if self._told is None:
+            own = torch.tensor([[int(since * 1e6), self._unit]], dtype=torch.int64)
+            name = f"{self._exchange.prefix}.divergence.{self._round}"
+            self._told = mpi_ops.allgather_async(own, name=name, process_set=self._exchange.process_set)
+        elif mpi_ops.poll(self._told):
+            told, self._told = mpi_ops.synchronize(self._told).tolist(), None
+            self._round += 1
+            if told == self._last and len({unit for _, unit in told}) > 1:
+                raise RuntimeError(self._said([unit for _, unit in told]))
+            self._last = told
+
+    def _said(self, units: Sequence[int]) -> str:
+        waits = [
+            f"rank {rank} waits "
+            + (
+                "in another collective"
+                if unit == ELSEWHERE
+                else f"for the parameters of {self._titles[unit]}"
+            )
+            for rank, unit in enumerate(units)
+        ]
+        return (
+            f"the ranks run different units of a model whose parameters are split over them: {', '.join(waits)}; run the same "
+            "units in the same order on every rank, or pass units=[] to DistributedOptimizer, which gathers the whole model at once"
+        )

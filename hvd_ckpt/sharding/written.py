@@ -1,0 +1,83 @@
+"""Weights of stage 3 that are written while they are whole: by a forward pass, or inside ``gathered_parameters()``.
+
+In-place writes show in a parameter's version counter, replaced data in its address. Writes through ``parameter.data`` show in
+neither, so that while a unit is gathered for a pass its parameters have a class that notes when their ``data`` is taken; bits are
+compared then. A rank keeps its shard of what was written. That all ranks wrote the same is compared in the next synchronization.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hvd_ckpt.fingerprint import fingerprint
+
+_BEFORE = "_before_hvd_ckpt"  # of a parameter whose data was taken: its fingerprint then
+_DATA: Any = torch.Tensor.data
+
+
+class _Watched:
+    """Mixin of a parameter's class while it is whole for a pass."""
+
+    @property
+    def data(self) -> Any:
+        if _BEFORE not in vars(self):
+            setattr(self, _BEFORE, int(fingerprint(self)))  # type: ignore[arg-type]
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+
+
+@functools.cache
+def watched_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class that a parameter of class ``kind`` has while it is whole for a pass."""
+    made: Any = type(kind)
+    watched: type[torch.Tensor] = made(kind.__name__, (_Watched, kind), {})
+    return watched
+
+
+def forget_data(parameter: torch.Tensor) -> None:
+    """What was written to the parameter's data is of no interest any more."""
+    vars(parameter).pop(_BEFORE, None)
+
+
+def data_was_written(parameter: torch.Tensor) -> bool:
+    """Whether the parameter's data was taken and has other bits by now."""
+    before = vars(parameter).pop(_BEFORE, None)
+    return before is not None and before != int(fingerprint(parameter))
+
+
+class WrittenWeights:
+    """What this rank has written since the last synchronization: fingerprints of whole parameters, by index."""
+
+    def __init__(self) -> None:
+        self._fingerprints: dict[int, int] = {}
+
+    def note(self, index: int, written: torch.Tensor) -> None:
+        """A parameter has these values now."""
+        self._fingerprints[index] = int(fingerprint(written))
+
+    def forget(self, indices: Iterable[int] | None = None) -> None:
+        """These parameters, or all, were given other values since, or have been compared."""
+        for index in list(self._fingerprints) if indices is None else indices:
+            self._fingerprints.pop(index, None)
+
+    @property
+    def digest(self) -> float:
+        """A number below 2**24 that stands for all of it; 0 where there is nothing."""
+        if not self._fingerprints:
+            return 0.0
+        return float(1 + zlib.crc32(repr(sorted(self._fingerprints.items())).encode()) % ((1 << 24) - 1))
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._fingerprints
+
+    def differs(self, index: int, kept: torch.Tensor) -> bool:
+        """Whether this rank has written other values than those that were kept."""
+        return index in self._fingerprints and self._fingerprints[index] != int(fingerprint(kept))

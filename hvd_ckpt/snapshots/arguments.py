@@ -1,0 +1,52 @@
+"""Checks of the arguments of ``Snapshots``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ckpt.grid import current
+from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding.averaging import AveragedWeights
+
+
+def check_arguments(
+    model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any, average: Any, keep: Any
+) -> None:
+    """Raises TypeError or ValueError for the first argument that is wrong."""
+    if not isinstance(optimizer, ReducedOptimizer):
+        raise TypeError(
+            f"Snapshots: optimizer is a {type(optimizer).__name__}: give hc.DistributedOptimizer(...) of it"
+        )
+    for name, value, kind, right in (
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("scaler", scaler, torch.amp.GradScaler, "an hc.GradScaler, or None"),
+        ("average", average, AveragedWeights, "hc.AveragedWeights, or None"),
+        ("keep", keep, int, "a number of snapshots"),
+    ):
+        if not isinstance(value, kind) and not (value is None and right.endswith("None")):
+            raise TypeError(f"Snapshots: {name} is a {type(value).__name__}: give {right}")
+    for name, one in (("scheduler", scheduler), ("loader", loader)):
+        if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise TypeError(
+                f"Snapshots: {name} is a {type(one).__name__}, which has no state_dict() and load_state_dict(): give "
+                f"{'an hc.DistributedSampler or hc.DataLoader' if name == 'loader' else 'one that has'}"
+            )
+    if keep < 1:
+        raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
+    if isinstance(optimizer, LocalOptimizer):
+        _check_local(optimizer, average)
+
+
+def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:
+    """Raises ValueError where what a rank of local SGD has is not a whole model."""
+    for wrong, reason in (
+        (optimizer._members.process_set_id != 0, "is of a process set: give it all ranks"),
+        (average is not None, "has other weights on each rank: leave out average"),
+        (current().stages > 1, "has parts of the model: use init(stages=1)"),
+    ):
+        if wrong:
+            raise ValueError(f"Snapshots: optimizer is one of LocalSGD, and {reason}")

@@ -1,0 +1,539 @@
+"""Blocks that train with plain PyTorch and do what most blocks do not: state, containers, custom operators, transforms, hooks."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A feed-forward block with a function of the hidden tensor in its middle.
+
+    Args:
+        middle: from the block and the hidden tensor to another one.
+    """
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
+        self.register_buffer("scale", torch.ones(()))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self, F.gelu(self.a(x)))
+        y = x + self.b(F.gelu(hidden))
+        assert y.shape == x.shape
+        return y
+
+
+class Wrapped(nn.Module):
+    """A feed-forward block around a module from (rows, width) to the same."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.a, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.inner(F.gelu(self.a(x)))
+        return x + torch.tanh(result[0] if isinstance(result, tuple) else result)
+
+
+# ---------------------------------------------------------------------------------------- functions in the middle
+
+
+@torch.library.custom_op("hvd_ckpt_odd::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x * (torch.rand_like(x) > 0.5)
+
+
+noisy.register_autograd(
+    lambda ctx, gradient: gradient * (ctx.saved_tensors[0] != 0),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+@torch.library.custom_op("hvd_ckpt_odd::python_noise", mutates_args=())
+def python_noise(x: Tensor) -> Tensor:
+    return x * random.random() + float(np.random.rand())
+
+
+python_noise.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+@torch.library.custom_op("hvd_ckpt_odd::own_noise", mutates_args=())
+def own_noise(x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator()
+own_noise.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+@torch.library.custom_op("hvd_ckpt_odd::halve", mutates_args=("x",))
+def halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+@torch.library.custom_op("hvd_ckpt_odd::plain", mutates_args=())
+def without_formula(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 2
+        ctx.save_for_backward(x, y.sin())
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return gradient * x * 2 + y * 0
+
+
+def _counter(block: Any, x: Tensor) -> Tensor:
+    block.steps += 1
+    return x * (1 + block.steps)
+
+
+def _moving_average(block: Any, x: Tensor) -> Tensor:
+    x = x / block.scale.clone()
+    block.scale.mul_(0.9).add_(0.1 * x.detach().abs().mean())
+    return x
+
+
+def _replaced_buffer(block: Any, x: Tensor) -> Tensor:
+    x = x * block.scale
+    block.scale = block.scale * 0.5 + 0.1
+    return x
+
+
+def _gradient_inside(block: Any, x: Tensor) -> Tensor:
+    energy = (x.tanh() ** 2).sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return x + force
+
+
+def _backward_of_detached(block: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        leaf.exp().sum().backward()
+    return x + leaf.grad
+
+
+def _mask(block: Any, x: Tensor) -> Tensor:
+    mask = x > 0
+    x = x + mask.float()
+    mask &= x < 1
+    mask |= x > 3
+    return x * mask
+
+
+def _writes(block: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, ::2] = x[:, ::2]
+    y[:, 1::2] += x[:, 1::2] * 2
+    y.index_put_((torch.tensor([0, 1]),), x[2:4].sin())
+    y = y.scatter(1, torch.zeros(len(x), 1, dtype=torch.long), x[:, :1])
+    y[:, 3].mul_(2)
+    return y
+
+
+def _out(block: Any, x: Tensor) -> Tensor:
+    constant = torch.empty(WIDTH)
+    torch.add(torch.ones(WIDTH), 1, out=constant)
+    y = x.sin() + constant
+    torch.mul(constant, 3, out=constant)
+    return y.exp() * constant.clone()
+
+
+def _kernel(block: Any, x: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.1)[0]
+
+
+def _hooks(block: Any, x: Tensor) -> Tensor:
+    x = x * 2
+    x.register_hook(lambda gradient: gradient * 0.5)
+    return x.clone()
+
+
+def _random_state(block: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return x * torch.rand_like(x)
+
+
+def _default_dtype(block: Any, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return (x.double() * torch.rand(WIDTH)).float()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _autocast(block: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block.b(x)
+        with torch.autocast("cpu", enabled=False):
+            y = block.a(y.float())
+    return y.float()
+
+
+def _renormalized(block: Any, x: Tensor) -> Tensor:
+    table = block.a.weight.detach().clone()
+    return x + F.embedding(torch.arange(len(x)) % WIDTH, table, max_norm=0.5)
+
+
+def _saved_hooks(block: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return (x.sin() * x).cos()
+
+
+def _complex(block: Any, x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x)
+    return torch.fft.irfft(spectrum * torch.view_as_complex(torch.ones(9, 2)) * spectrum.conj(), n=WIDTH)
+
+
+def _generator(block: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(block.steps))
+
+
+def _cache(block: Any, x: Tensor) -> Tensor:
+    if not hasattr(block, "table"):
+        block.table = torch.arange(float(WIDTH))
+    return x * block.table
+
+
+def _conditional(block: Any, x: Tensor) -> Tensor:
+    if x.sum().item() > 0:
+        return x.sin() * x
+    return x.cos()
+
+
+def _value_changed_past_the_counter(block: Any, x: Tensor) -> Tensor:
+    y = x.sin()
+    y.data.mul_(0.5)
+    return y * x
+
+
+MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": lambda block, x: x,
+    "item": lambda block, x: x * min(1.0, x.detach().abs().max().item()),
+    "tolist": lambda block, x: x * len(x[0].tolist()),
+    "numpy": lambda block, x: x + torch.from_numpy(np.sin(x.detach().numpy())),
+    "data-dependent": _conditional,
+    "nonzero": lambda block, x: x.index_put((torch.nonzero(x[:, 0] > 0).flatten(),), x.new_zeros(())),
+    "boolean index": lambda block, x: torch.where(x > 0, x, 0.0) + x[x > 0].mean(),
+    "counter": _counter,
+    "moving average": _moving_average,
+    "replaced buffer": _replaced_buffer,
+    "gradient inside": _gradient_inside,
+    "backward inside": _backward_of_detached,
+    "func.grad": lambda block, x: x + torch.func.grad(lambda y: (y.tanh() ** 2).sum())(x),
+    "func.vmap": lambda block, x: torch.func.vmap(lambda row: row.sin() * row.sum())(x),
+    "func.jvp": lambda block, x: torch.func.jvp(lambda y: y.sin() * y, (x,), (torch.ones_like(x),))[1],
+    "func.jacrev": lambda block, x: x + torch.func.vmap(torch.func.jacrev(lambda y: y.sin().sum()))(x),
+    "func.functional_call": lambda block, x: torch.func.functional_call(
+        block.a, {"weight": block.a.weight * 2, "bias": block.a.bias}, (x,)
+    ),
+    "checkpoint inside": lambda block, x: checkpoint(lambda y: y.sin() * y.cos(), x, use_reentrant=False),
+    "reentrant checkpoint inside": lambda block, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
+    "compiled part": lambda block, x: torch.compile(lambda y: y.sin() * y, backend="eager")(x),
+    "custom function": lambda block, x: Square.apply(x),
+    "random operator": lambda block, x: noisy(x),
+    "random operator by packet": lambda block, x: torch.ops.hvd_ckpt_odd.noisy(x),
+    "operator with Python's noise": lambda block, x: python_noise(x),
+    "operator with its own noise": lambda block, x: own_noise(x),
+    "operator without formula": lambda block, x: x + without_formula(x.detach()),
+    "mutating operator": lambda block, x: x * (lambda y: halve(y) or y)(x.detach().sin()),
+    "mask": _mask,
+    "writes": _writes,
+    "out": _out,
+    "kernel": _kernel,
+    "hooks": _hooks,
+    "forked random state": _random_state,
+    "python random": lambda block, x: x * random.random(),
+    "numpy random": lambda block, x: x * float(np.random.rand()),
+    "default dtype": _default_dtype,
+    "autocast": _autocast,
+    "renormalized": _renormalized,
+    "saved-tensor hooks": _saved_hooks,
+    "complex": _complex,
+    "generator": _generator,
+    "cache": _cache,
+    "past the counter": _value_changed_past_the_counter,
+    "dropouts": lambda block, x: F.alpha_dropout(F.dropout(F.rrelu(x, training=True), 0.3), 0.2, True),
+    "fractional pooling": lambda block, x: x + F.fractional_max_pool2d(x[None], 2, output_size=2).sum(),
+    "gumbel": lambda block, x: x * F.gumbel_softmax(x, hard=True),
+    "multinomial": lambda block, x: x[torch.multinomial(torch.ones(len(x)), len(x))],
+    "einsum": lambda block, x: torch.einsum("ij,kj,kl->il", x, x.sin(), x),
+    "sorting": lambda block, x: torch.cat([x.sort(1).values[:, :8], x.topk(8).values], 1),
+    "empty": lambda block, x: torch.cat([x[:0], x, x[:0].exp()]) + x[:0].sum(),
+    "int8": lambda block, x: x * (x.detach() * 10).to(torch.int8).bitwise_and(3).float(),
+    "quantized": lambda block, x: x + torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8).dequantize(),
+    "float64": lambda block, x: (x.double().exp() / 3).float(),
+    "no_grad part": lambda block, x: x + torch.no_grad()(lambda: block.b(x).sin())(),
+    "enable_grad part": lambda block, x: torch.enable_grad()(lambda: block.b(x).sin())(),
+    "inference part": lambda block, x: x + torch.inference_mode()(lambda: x.sin())().clone(),
+    "set_": lambda block, x: x * torch.empty(0).set_(torch.ones(WIDTH)),
+    "as_strided": lambda block, x: x.contiguous().as_strided((len(x), WIDTH), (WIDTH, 1)).sin() * x,
+    "sparse": lambda block, x: torch.sparse.mm(torch.eye(len(x)).to_sparse(), x.sin()),
+    "linalg": lambda block, x: x @ torch.linalg.qr(block.a.weight)[0],
+    "unfold": lambda block, x: F.fold(F.unfold(x[None, None], 3, padding=1).sin(), x.shape, 3, padding=1)[0, 0],
+    "in place on views": lambda block, x: (lambda y: y[:, 2:].mul_(2) is y or y.add_(1))(x.sin().clone()),
+    "detached in place": lambda block, x: x * x.detach().clone().clamp_(0).sqrt_(),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- modules
+
+
+class Frozen(nn.Module):
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(which not in ("all", name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.a(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x[None])[0][0]
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(3, -1, WIDTH), [3, 2], enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0])
+        return x + out.reshape(-1, WIDTH)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, dropout=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, weights = self.inner(x[None], x[None], x[None])
+        return x + out[0] + weights.sum()
+
+
+class Renormalizing(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(8, WIDTH, **options), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.table(torch.arange(len(x)) % 8)).tanh()
+
+
+class Codebook(nn.Module):
+    def __init__(self, as_buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        codes = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+        if as_buffer:
+            self.register_buffer("codes", codes)
+        else:
+            self.codes = codes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        nearest = torch.cdist(h.detach(), self.codes).argmin(1)
+        chosen = self.codes[nearest].clone()
+        with torch.no_grad():
+            self.codes.index_add_(0, nearest, 0.1 * (h - chosen))
+        return x + h.tanh() * chosen
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.a.register_forward_hook(lambda module, args, output: output * 2)
+        self.b.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+        self.b.register_full_backward_hook(lambda module, given, taken: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+class HeldGenerator(nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.a, self.generator = nn.Linear(WIDTH, WIDTH), generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.generator, torch.Generator):
+            return x + self.a(x).tanh() * torch.rand(x.shape, generator=self.generator)
+        return x + self.a(x).tanh() * self.generator.random()
+
+
+class Remembering(nn.Module):
+    """Keeps its last output as an attribute, and adds to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.seen, self.last = nn.Linear(WIDTH, WIDTH), [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + F.gelu(self.a(x)) * (1 + len(self.seen))
+        self.seen.append(1)
+        self.last = y.detach()
+        return y
+
+
+def _with_parameters(change: Callable[[nn.Linear], Any]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        linear = nn.Linear(WIDTH, WIDTH)
+        changed = change(linear)
+        return Wrapped(changed if isinstance(changed, nn.Module) else linear)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+
+def _nested_checkpoint() -> nn.Module:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.a, x, use_reentrant=False)
+            return x + y.tanh()
+
+    return Inner()
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "parametrized": lambda: _with_parameters(lambda one: parametrize.register_parametrization(one, "weight", Doubled())),
+    "weight norm": lambda: _with_parameters(parametrizations.weight_norm),
+    "orthogonal": lambda: _with_parameters(parametrizations.orthogonal),
+    "spectral norm": lambda: _with_parameters(parametrizations.spectral_norm),
+    "old weight norm": lambda: _with_parameters(weight_norm),
+    "old spectral norm": lambda: _with_parameters(spectral_norm),
+    "pruned": lambda: _with_parameters(lambda one: prune.random_unstructured(one, "weight", amount=0.3)),
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "RNN": lambda: Recurrent(nn.RNN),
+    "packed sequence": Packed,
+    "attention": Attention,
+    "encoder layer": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1)),
+    "max_norm": lambda: Renormalizing(max_norm=0.5),
+    "sparse embedding": lambda: Renormalizing(sparse=True),
+    "frequency embedding": lambda: Renormalizing(scale_grad_by_freq=True),
+    "codebook": lambda: Codebook(True),
+    "codebook that is an attribute": lambda: Codebook(False),
+    "hooks on modules": Hooked,
+    "all frozen": lambda: Frozen("all"),
+    "weight frozen": lambda: Frozen("a.weight"),
+    "bias frozen": lambda: Frozen("b.bias"),
+    "generator that it holds": lambda: HeldGenerator(torch.Generator().manual_seed(1)),
+    "Python's generator": lambda: HeldGenerator(random.Random(1)),
+    "NumPy's generator": lambda: HeldGenerator(np.random.default_rng(1)),
+    "remembering": Remembering,
+    "batch norm": lambda: Wrapped(nn.BatchNorm1d(WIDTH)),
+    "instance norm": lambda: Wrapped(
+        nn.Sequential(nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten())
+    ),
+    "RReLU": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU())),
+    "in-place activations": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2, True), nn.ReLU(True))),
+    "bilinear": lambda: Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GLU(), nn.Linear(WIDTH // 2, WIDTH))),
+    "checkpointed by its author": _nested_checkpoint,
+    "compiled": lambda: torch.compile(Wrapped(nn.Linear(WIDTH, WIDTH)), backend="eager"),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- inputs and outputs
+
+
+@dataclass
+class State:
+    x: Tensor
+    steps: int = 0
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Passing(nn.Module):
+    """Takes and gives something that holds a tensor.
+
+    Args:
+        get, put: from it to the tensor, and from it and another tensor to the next one.
+    """
+
+    def __init__(self, get: Callable[[Any], Tensor], put: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.get, self.put = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), get, put
+
+    def forward(self, state: Any) -> Any:
+        x = self.get(state)
+        return self.put(state, x + self.b(F.gelu(self.a(x))))
+
+
+def _set_item(state: Any, x: Tensor) -> Any:
+    state["x"] = x
+    return state
+
+
+def _set_attribute(state: Any, x: Tensor) -> Any:
+    state.x = x
+    state.steps = state.steps + 1
+    return state
+
+
+def _append(state: Any, x: Tensor) -> Any:
+    state.append(x)
+    return state
+
+
+PASSED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], Callable[[Any, Tensor], Any]]] = {
+    "dict changed in place": (lambda x: {"x": x}, lambda s: s["x"], _set_item),
+    "new dict": (lambda x: {"x": x}, lambda s: s["x"], lambda s, x: {**s, "x": x}),
+    "list changed in place": (lambda x: [x], lambda s: s[-1], _append),
+    "tuple": (lambda x: (x, None), lambda s: s[0], lambda s, x: (x, None)),
+    "named tuple": (lambda x: Pair(x, None), lambda s: s.x, lambda s, x: s._replace(x=x)),
+    "data class": (State, lambda s: s.x, lambda s, x: State(x, s.steps + 1)),
+    "data class changed in place": (State, lambda s: s.x, _set_attribute),
+    "object changed in place": (lambda x: SimpleNamespace(x=x, steps=0), lambda s: s.x, _set_attribute),
+    "nested": (lambda x: {"a": [State(x)]}, lambda s: s["a"][0].x, lambda s, x: {"a": [State(x)]}),
+    "tensor changed in place": (lambda x: x, lambda s: s * 1, lambda s, x: s.add_(x)),
+}  # fmt: skip

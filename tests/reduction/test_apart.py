@@ -1,0 +1,474 @@
+"""What ranks did apart is healed by the next broadcast, or refused in one sentence on all of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from one_process import WIDTH, chain, difference, loss, same_everywhere, train, train_for_all, wrap
+from torch import nn
+
+import hvd_ckpt as hc
+
+pytestmark = pytest.mark.ranks(gloo=(2, 3, 4), mpi=(2, 4))
+
+
+def adam(model: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def raises_everywhere(kind: type[Exception], match: str, work: Callable[[], Any]) -> str:
+    """The error must come on every rank, so nobody is left waiting, and say the same; returns its text."""
+    with pytest.raises(kind, match=match) as caught:
+        work()
+    texts = hc.allgather_object(str(caught.value))
+    assert len({text.partition(": ")[2] if text.startswith("rank ") else text for text in texts}) == 1, texts
+    return texts[0]
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its plain optimizer after two steps of all ranks."""
+    model = chain()
+    plain = adam(model)
+    train_for_all(model, plain, range(2))
+    return model, plain
+
+
+# ---------------------------------------------------------------------------------------------------- broadcasts
+
+ORDERS = [
+    order
+    for order in itertools.permutations(("wrap", "load", "parameters", "optimizer"))
+    if order.index("load") < min(order.index("parameters"), order.index("optimizer"))
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("owners", ["root", "others", "all but one"])
+def test_a_state_that_is_loaded_on_some_ranks_and_broadcast(order: tuple[str, ...], owners: str) -> None:
+    """Horovod's own recipe to resume: the checkpoint is on one rank, say."""
+    root = hc.size() - 1 if owners == "others" else 0
+    loads = {
+        "root": hc.rank() == root,
+        "others": hc.rank() != 1,
+        "all but one": hc.rank() != hc.size() - 1,
+    }[owners]
+    if owners == "others" and hc.size() == 2:
+        root = 0
+    reference, plain = trained()
+    saved = copy.deepcopy((reference.state_dict(), plain.state_dict()))
+    model = chain()
+    optimizer: Any = adam(model)
+    for call in order:
+        if call == "wrap":
+            optimizer = wrap(model, optimizer)
+        elif call == "load" and loads:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        elif call == "parameters":
+            hc.broadcast_parameters(model.state_dict(), root_rank=root)
+        elif call == "optimizer":
+            hc.broadcast_optimizer_state(optimizer, root_rank=root)
+    train(model, optimizer, range(2, 5))
+    train_for_all(reference, plain, range(2, 5))
+    same_everywhere(model)
+    assert difference(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["load", "reduction", "reset", "all of it", "broadcast_object"])
+@pytest.mark.parametrize("call", ["broadcast_optimizer_state", "broadcast_parameters"])
+def test_an_optimizer_in_use_that_a_rank_has_changed_by_itself(what: str, call: str) -> None:
+    model, reference = chain(), chain()
+    optimizer, plain = wrap(model, adam(model)), adam(reference)
+    unused = chain()
+    other = wrap(unused, adam(unused))  # which nothing happens to
+    train(model, optimizer, range(3))
+    train_for_all(reference, plain, range(3))
+    saved = copy.deepcopy((optimizer.state_dict(), optimizer.reduction_state_dict()))
+    optimizer.zero_grad()
+    if hc.rank() == hc.size() - 1:
+        if what in ("load", "all of it"):
+            optimizer.load_state_dict(saved[0])
+        if what in ("reduction", "all of it"):
+            optimizer.load_reduction_state_dict({**saved[1], "order": saved[1]["order"][::-1]})
+        if what in ("reset", "all of it"):
+            optimizer.reset_reduction()
+    if what == "broadcast_object":
+        if hc.rank() == 0:
+            optimizer.load_state_dict(saved[0])
+        optimizer.load_state_dict(hc.broadcast_object(saved[0] if hc.rank() == 0 else None))
+    if call == "broadcast_parameters":
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    else:
+        hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, range(3, 6))
+    train_for_all(reference, plain, range(3, 6))
+    same_everywhere(model)
+    assert difference(model, reference) < 1e-6
+    assert other.reduction_stats.steps == 0
+
+
+def test_order_that_one_rank_has_learned_becomes_everybodys() -> None:
+    """The reducer's state comes from the root, and gradients leave early on all ranks but those without counts."""
+    model = chain()
+    optimizer = wrap(model, adam(model))
+    train(model, optimizer, range(2))
+    saved = optimizer.reduction_state_dict()
+    again = wrap(model, adam(model))
+    if hc.rank() == 0:
+        again.load_reduction_state_dict(saved)
+    hc.broadcast_optimizer_state(again, root_rank=0)
+    assert again.reduction_state_dict()["order"] == saved["order"]
+    train(model, again, range(2))
+    same_everywhere(model)
+    assert again.reduction_stats.last.control_messages == 0
+
+
+@pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))
+def test_replicas_that_a_rank_has_loaded_by_itself() -> None:
+    results = []
+    for apart in (False, True):
+        model = chain()
+        optimizer = wrap(model, adam(model), replicas=4)
+        for step in range(4):
+            if step == 2 and apart:
+                if hc.rank() == 0:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    optimizer.load_reduction_state_dict(optimizer.reduction_state_dict())
+                hc.broadcast_optimizer_state(optimizer, root_rank=0)
+            optimizer.zero_grad()
+            for replica in optimizer.local_replicas():
+                with replica:
+                    loss(model, step, replica.index).backward()
+            optimizer.step()
+        same_everywhere(model)
+        results.append(model)
+    assert difference(*results) == 0.0
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_a_sharded_state_that_one_rank_loads_is_refused_on_all(shard: int) -> None:
+    _, plain = trained()
+    model = chain()
+    optimizer = wrap(model, adam(model), shard=shard)
+
+    def resume() -> None:
+        if hc.rank() == 0:
+            optimizer.load_state_dict(plain.state_dict())
+        hc.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    raises_everywhere(RuntimeError, "different collective calls: .*load.* on rank 0.*broadcast", resume)
+    optimizer.load_state_dict(plain.state_dict())
+    hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, range(2))
+
+
+def test_calls_that_differ_are_named_on_all_ranks() -> None:
+    model = chain()
+    optimizer = wrap(model)
+
+    def differ() -> None:
+        if hc.rank():
+            hc.broadcast_parameters(model.state_dict(), root_rank=0)
+        else:
+            hc.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    raises_everywhere(RuntimeError, "broadcast_optimizer_state.*rank 0.*broadcast_parameters.*rank 1", differ)
+    train(model, optimizer, range(2))
+    same_everywhere(model)
+
+
+@pytest.mark.parametrize("what", ["root_rank", "missing", "shape", "sparse", "meta"])
+def test_broadcasts_name_what_differs(what: str) -> None:
+    model = chain()
+    state = dict(model.state_dict())
+    last = hc.rank() == hc.size() - 1
+    if what == "missing" and last:
+        del state["1.0.weight"]
+    elif what == "shape" and last:
+        state["1.0.weight"] = torch.zeros(3)
+    elif what == "sparse":
+        state["1.0.weight"] = torch.eye(3).to_sparse()
+    elif what == "meta" and last:
+        state["1.0.weight"] = torch.zeros(8, 8, device="meta")
+    root = int(what == "root_rank" and last)
+    match = "root_rank differs" if what == "root_rank" else "'1.0.weight' is"
+    raises_everywhere(ValueError, match, lambda: hc.broadcast_parameters(state, root_rank=root))
+    if what == "root_rank":
+        optimizer = adam(model)
+        raises_everywhere(ValueError, match, lambda: hc.broadcast_optimizer_state(optimizer, root))
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+def few() -> Any:
+    return hc.add_process_set([0])
+
+
+@pytest.mark.parametrize("owner", [0, -1])
+@pytest.mark.parametrize("base", [{}, {"shard": 3}], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("replicas", 4),
+        ("shard", 1),
+        ("op", hc.Sum),
+        ("compression", hc.Compression.fp16),
+        ("process_set", few),
+        ("backward_passes_per_step", 2),
+        ("bucket_cap_mb", 1.0),
+        ("sparse_as_dense", True),
+        ("keep_buckets", False),
+        ("groups", 2),
+        ("gradient_predivide_factor", 2.0),
+        ("within", "host"),
+        ("offload", "optimizer"),
+        ("wire", "bf16"),
+        ("master_weights", True),
+        ("elementwise", True),
+        ("units", []),
+    ],
+)
+def test_an_option_on_one_rank(name: str, value: Any, base: dict[str, Any], owner: int) -> None:
+    model = chain()
+    value = value() if value is few else value
+    options = {**base, name: value} if hc.rank() == owner % hc.size() else base
+    text = raises_everywhere(ValueError, f"{name} differs between ranks", lambda: wrap(model, **options))
+    assert "rank" in text.partition("differs between ranks: ")[2]
+    if name == "process_set":
+        hc.remove_process_set(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("every", 7),
+        ("outer", hc.Nesterov()),
+        ("moments", "average"),
+        ("fragments", 2),
+        ("delay", 1),
+        ("wire", "bf16"),
+        ("within", "host"),
+        ("shard", 1),
+        ("offload", "optimizer"),
+    ],
+)
+def test_an_option_of_local_sgd_on_one_rank(name: str, value: Any) -> None:
+    model = chain()
+    options = {name: value} if hc.rank() == 1 else {}
+    raises_everywhere(
+        ValueError,
+        f"LocalSGD: {name} differs between ranks",
+        lambda: hc.LocalSGD(adam(model), named_parameters=model.named_parameters(), **options),
+    )
+
+
+def test_other_classes_on_one_rank() -> None:
+    model = chain()
+    bare = adam(model) if hc.rank() else torch.optim.AdamW(model.parameters())
+    raises_everywhere(
+        ValueError, "optimizer differs between ranks: 'AdamW' on rank 0", lambda: wrap(model, bare)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- groups from sets
+
+
+def shuffled(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups as sets give them, in another order on each rank."""
+    named = list(model.named_parameters())
+    order = torch.randperm(len(named), generator=torch.Generator().manual_seed(hc.rank())).tolist()
+    named = [named[place] for place in order]
+    weights = [parameter for name, parameter in named if name.endswith("weight")]
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard": 1}, {"shard": 2}, {"shard": 3}, {"bucket_cap_mb": 1.0}, {"local": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("names", ["model", "shuffled"])
+def test_groups_in_another_order_on_each_rank(options: dict[str, Any], names: str) -> None:
+    model, reference = chain(), chain()
+    groups = shuffled(model)
+    bare = torch.optim.AdamW([dict(group) for group in groups], lr=0.01, weight_decay=0.1)
+    known: Any = model.named_parameters()
+    if names == "shuffled":
+        known = list(model.named_parameters())[:: -1 if hc.rank() % 2 else 1]
+    options = {"bucket_cap_mb": 0.0002, **options}
+    if options.pop("local", False):
+        optimizer: Any = hc.LocalSGD(bare, named_parameters=known, every=1, moments="average", model=model)
+    else:
+        optimizer = hc.DistributedOptimizer(bare, named_parameters=known, model=model, **options)
+    for own, given in zip(bare.param_groups, groups):
+        assert optimizer.shard_stage or all(a is b for a, b in zip(own["params"], given["params"]))
+    weights, biases = (
+        [p for n, p in reference.named_parameters() if n.endswith(end)] for end in ("weight", "bias")
+    )
+    plain = torch.optim.AdamW(
+        [{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01, weight_decay=0.1
+    )
+    train(model, optimizer, range(3))
+    hc.broadcast_optimizer_state(optimizer, root_rank=hc.size() - 1)
+    train(model, optimizer, range(3, 5))
+    train_for_all(reference, plain, range(5))
+    with optimizer.gathered_parameters():
+        same_everywhere(model)
+        if not hasattr(optimizer, "divergence"):  # local steps are others
+            assert difference(model, reference) < 1e-5
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_group_that_is_added_in_another_order_on_each_rank(shard: int) -> None:
+    model, reference = chain(), chain()
+    first, rest = shuffled(model)
+    optimizer = wrap(model, torch.optim.SGD([first], lr=0.1, momentum=0.9), shard=shard)
+    optimizer.add_param_group(rest)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, range(4))
+    train_for_all(reference, plain, range(4))
+    same_everywhere(model)
+    assert difference(model, reference) < 1e-5
+
+
+def test_a_parameter_in_another_group_on_one_rank_is_refused() -> None:
+    model = chain()
+    weights, biases = shuffled(model)
+    if hc.rank() == 0:
+        biases["params"].append(weights["params"].pop())
+    optimizer = wrap(model, torch.optim.Adam([weights, biases]))
+    raises_everywhere(ValueError, "group 0 differs", lambda: hc.broadcast_optimizer_state(optimizer, 0))
+
+
+# ---------------------------------------------------------------------------------------------------- join
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.words(x)
+        return out
+
+
+def test_join_with_sparse_gradients_is_one_sentence_on_all_ranks() -> None:
+    """Equal numbers of entries in each step: Horovod knows the message from before."""
+    model = Words()
+    optimizer = wrap(model)
+
+    def epoch() -> None:
+        for step in range(3 + hc.rank()):
+            optimizer.zero_grad()
+            model(torch.tensor([1 + step % 3, 5])).sum().backward()
+            optimizer.step()
+        hc.join()
+
+    raises_everywhere(ValueError, "gradient of parameter 'words.weight'.*join.*sparse_as_dense", epoch)
+
+
+def test_join_before_other_collective_calls_is_one_sentence_on_all_ranks() -> None:
+    model = chain()
+    optimizer = wrap(model, adam(model))
+    train(model, optimizer, range(2))
+    for call in (
+        lambda: hc.broadcast_parameters(model.state_dict(), 0),
+        lambda: hc.broadcast_object(1, 0),
+        lambda: wrap(model),
+    ):
+        call()  # so that Horovod knows the messages
+        raises_everywhere(ValueError, "join", lambda call=call: hc.join() if hc.rank() == 0 else call())  # type: ignore[misc]
+
+
+def test_join_with_synchronized_batch_norm_counts_the_ranks_that_are_there() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), hc.SyncBatchNorm(WIDTH))
+    optimizer = wrap(model)
+    train(model, optimizer, range(2 + hc.rank()))
+    last = hc.join()
+    if hc.rank() == last:  # whose last batch was its own alone
+        mean = model[0](torch.zeros(1, WIDTH)).isfinite().all() and model[1].running_mean.isfinite().all()
+        assert bool(mean) and int(model[1].num_batches_tracked) == 2 + last
+    hc.broadcast_parameters(model.state_dict(), last)
+    hc.broadcast_optimizer_state(optimizer, last)
+    train(model, optimizer, range(2))
+    same_everywhere(model)
+
+
+@pytest.fixture
+def some() -> Iterator[Any]:
+    members = hc.add_process_set([0, 1])
+    yield members
+    hc.remove_process_set(members)
+
+
+@pytest.mark.ranks(gloo=(3,), mpi=(4,))
+def test_join_with_an_optimizer_of_a_process_set(some: Any) -> None:
+    model = chain()
+    optimizer = wrap(model, process_set=some)
+    if some.included():
+        with pytest.raises(ValueError, match="process set"):
+            hc.join()
+    train(model, optimizer, range(1))
+
+
+@pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))
+def test_join_with_replicas() -> None:
+    model = chain()
+    optimizer = wrap(model, replicas=4)
+    with pytest.raises(ValueError, match="replicas"):
+        hc.join()
+    assert optimizer.replicas.number == 4
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+class OddError(Exception):
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+@pytest.mark.parametrize("kind", ["OSError", "KeyError", "Odd", "TypeError"])
+def test_an_error_of_one_rank_is_of_its_class_on_all(kind: str) -> None:
+    errors: dict[str, Exception] = {
+        "OSError": FileNotFoundError(2, "missing", "place"),
+        "KeyError": KeyError("place"),
+        "Odd": OddError(3, "at this place"),
+        "TypeError": TypeError("place"),
+    }
+
+    class Unsendable:
+        def __reduce__(self) -> Any:
+            raise errors[kind]
+
+    text = raises_everywhere(
+        type(errors[kind]), "place", lambda: hc.allgather_object(Unsendable() if hc.rank() else 1)
+    )
+    assert text.startswith("rank 1: ")
+
+
+# ---------------------------------------------------------------------------------------------------- batch norm
+
+
+def test_a_torch_sync_batch_norm_left_over_is_named() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    with pytest.warns(UserWarning, match="module '1' is a torch.nn.SyncBatchNorm"):
+        wrap(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = wrap(hc.SyncBatchNorm.convert(model))
+    train(model, optimizer, range(2))
+    means = hc.allgather_object(model[1].running_mean.tolist())
+    assert all(mean == means[0] for mean in means)

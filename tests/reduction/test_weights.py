@@ -1,0 +1,392 @@
+"""Ranks whose weights part are told so by the flags of a later step, each of them, with the parameter and the last equal step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from one_process import chain, loss, sgd, wrap
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.reduction import weights
+from hvd_ckpt.reduction.weights import Maxima, Sums
+
+pytestmark = pytest.mark.ranks(gloo=(1, 2, 3, 4), mpi=(2, 4))
+
+several = pytest.mark.ranks(gloo=(2, 3, 4), mpi=(2, 4))
+pairs = pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))
+LAST = -1
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several parts for one weight of a chain, and one part for several of its biases."""
+    monkeypatch.setattr(weights, "PART_BYTES", 100)
+    monkeypatch.setattr(weights, "PARTS", 1 << 20)
+    yield
+    hc.verify_weights()
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    loss(model, number).backward()
+    optimizer.step()
+
+
+def parts_of(model: nn.Module) -> int:
+    """At least as many steps as there are parts."""
+    return sum(parameter.nbytes for parameter in model.parameters()) // 100 + 2
+
+
+@torch.no_grad()
+def change(tensor: torch.Tensor, element: int = 0) -> None:
+    """Changes the lowest bits of an element, on the last rank."""
+    if hc.rank() == hc.size() - 1:
+        if not tensor.is_contiguous():
+            tensor[tuple(0 for _ in tensor.shape)] *= 1.5
+        else:
+            tensor.view(-1).view(torch.uint8)[element * tensor.element_size()] += 1
+
+
+def found(model: nn.Module, optimizer: Any, steps: int, first: int = 100, **options: Any) -> str:
+    """The error within so many steps, the same on every rank."""
+    message = ""
+    for number in range(first, first + steps):
+        try:
+            step(model, optimizer, number)
+        except hc.WeightsDiffer as error:
+            message = str(error)
+            break
+    assert set(hc.allgather_object(message, name="test.message")) == {message}
+    return message
+
+
+def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
+    for number in range(steps):
+        step(model, optimizer, number)
+
+
+class Kinds(nn.Module):
+    """Parameters of several dtypes and layouts, one that is not used, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        self.narrow = nn.Parameter(torch.randn(7).bfloat16())
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.table = nn.Embedding(10, 6, sparse=True)
+        self.unused, self.frozen = nn.Linear(3, 3), nn.Linear(6, 1)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x.float().view(4, 2, 4, 1).expand(4, 2, 4, 4).repeat(1, 2, 1, 1)).mean((2, 3))
+        y = y + self.table(torch.arange(4)) * self.scale.float()
+        return self.frozen(y) * self.narrow.float().sum()
+
+
+@several
+@pytest.mark.parametrize("name", [name for name, _ in chain().named_parameters()])
+def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) -> None:
+    model = chain()
+    optimizer = wrap(model)
+    trained(model, optimizer)
+    assert not found(model, optimizer, 2 * parts_of(model), 10)
+    parameter = model.get_parameter(name)
+    change(parameter, parameter.numel() - 1)
+    message = found(model, optimizer, parts_of(model))
+    among = "rank 0" if hc.size() == 2 else f"ranks 0-{hc.size() - 2}"
+    assert f"parameter '{name}' differs in step " in message, message
+    assert f"rank {hc.size() - 1} (host " in message and f"other values than {among} (1 parameters" in message
+    now, before = map(int, re.findall(r"in step (\d+)", message))
+    assert before <= 3 + 2 * parts_of(model) < now <= before + parts_of(model)
+
+
+@several
+@pytest.mark.parametrize("name", ["conv.weight", "conv.bias", "narrow", "scale", "table.weight"])
+def test_all_kinds_of_parameters_are_compared(name: str) -> None:
+    model = Kinds()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    if hc.rank() == 0:  # not reduced: may be a rank's own
+        nn.init.ones_(model.unused.weight)
+        nn.init.ones_(model.frozen.bias)
+    trained(model, optimizer)
+    assert not found(model, optimizer, 2 * parts_of(model), 10)
+    change(model.get_parameter(name))
+    assert f"parameter '{name}' differs" in found(model, optimizer, parts_of(model))
+
+
+@several
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hc.Sum},
+        {"op": hc.Max},
+        {"gradient_predivide_factor": 3.0},
+        {"compression": hc.Compression.fp16},
+        {"groups": 2},
+        {"keep_buckets": False},
+    ],
+    ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
+)
+def test_with_every_way_in_which_flags_travel(options: dict[str, Any]) -> None:
+    model = chain(2)
+    optimizer = wrap(model, **options)
+    trained(model, optimizer)
+    assert not found(model, optimizer, 2 * parts_of(model), 10)
+    change(model[1][0].weight)
+    assert "parameter '1.0.weight' differs" in found(model, optimizer, parts_of(model))
+
+
+@pairs
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_replicas(stage: int) -> None:
+    model = chain(2)
+    optimizer = wrap(model, torch.optim.Adam(model.parameters()), replicas=4, shard=stage)
+
+    def run(steps: range, drift: bool) -> None:
+        for number in steps:
+            for replica in optimizer.local_replicas():
+                with replica:
+                    loss(model, number).backward()
+            if drift:
+                change(model[1][0].weight)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run(range(2 * parts_of(model)), drift=False)
+    with pytest.raises(hc.WeightsDiffer, match=r"parameter '1\.0\.weight' differs"):
+        run(range(parts_of(model)), drift=True)
+
+
+@several
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded(stage: int) -> None:
+    model = chain(2)
+    optimizer = wrap(model, shard=stage)
+    trained(model, optimizer)
+    assert not found(model, optimizer, 2 * parts_of(model), 10)
+    if stage == 3:  # each element is on one rank
+        return
+    message = ""
+    for number in range(
+        parts_of(model)
+    ):  # a gather heals what differs, so a rank that computes wrong does again in each step
+        optimizer.zero_grad()
+        loss(model, number).backward()
+        change(model[1][0].weight)
+        try:
+            optimizer.step()
+        except hc.WeightsDiffer as error:
+            message = str(error)
+            break
+    assert "parameter '1.0.weight' differs" in message
+
+
+@several
+def test_after_an_error_a_broadcast_mends_and_training_resumes() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    trained(model, optimizer)
+    change(model[0][0].bias)
+    assert "'0.0.bias'" in found(model, optimizer, parts_of(model))
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert not found(model, optimizer, 2 * parts_of(model))
+    hc.check_equal_weights(model)
+
+
+@several
+def test_weights_may_be_broadcast_after_the_first_step() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    nn.init.normal_(model[0][0].weight, std=1.0 + hc.rank())
+    step(model, optimizer, 0)
+    hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    hc.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert not found(model, optimizer, 2 * parts_of(model))
+
+
+@several
+def test_what_a_rank_declares_its_own_is_not_compared() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    trained(model, optimizer)
+    hc.verify_weights(ignore=[model[0][0].weight] if hc.rank() else list(model[0][0].parameters()))
+    change(model[0][0].weight)
+    change(model[0][0].bias)  # rank 0 ignores it, and none can be compared with it
+    assert not found(model, optimizer, 2 * parts_of(model))
+    change(model[1][0].weight)
+    message = found(model, optimizer, parts_of(model))
+    assert "'1.0.weight'" in message and "(1 parameters" in message
+    hc.verify_weights()
+    optimizer.reset_reduction()
+    assert "'0.0.weight'" in found(model, optimizer, 2 + parts_of(model))
+    with pytest.raises(TypeError, match="Linear"):
+        hc.verify_weights(ignore=[model[0][0]])
+
+
+@several
+def test_turned_off_on_all_ranks_or_some() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    hc.verify_weights(False)
+    trained(model, optimizer)
+    change(model[0][0].weight)
+    assert not found(model, optimizer, 2 * parts_of(model))
+    hc.verify_weights(hc.rank() < hc.size() - 1)  # the others have the same
+    assert not found(model, optimizer, 2 * parts_of(model))
+    hc.verify_weights()
+    assert "'0.0.weight'" in found(model, optimizer, parts_of(model))
+
+
+@several
+def test_ranks_that_have_joined_are_not_compared() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    trained(model, optimizer)
+    for epoch in range(3):
+        for number in range(10 * epoch, 10 * epoch + 3 + 2 * hc.rank()):
+            step(model, optimizer, number)
+        last = hc.join()
+        hc.broadcast_parameters(model.state_dict(), root_rank=last)
+        hc.broadcast_optimizer_state(optimizer, root_rank=last)
+    assert not found(model, optimizer, 2 * parts_of(model))
+    change(model[1][0].weight)
+    if hc.size() > 2 and hc.rank() == 0:  # absent, while the others find it
+        message = ""
+        hc.join()
+    else:
+        message = ""
+        for number in range(parts_of(model)):
+            try:
+                step(model, optimizer, number)
+            except hc.WeightsDiffer as error:
+                message = str(error)
+                break
+        if hc.size() > 2:
+            hc.join()
+    assert "'1.0.weight'" in message or (hc.size() > 2 and hc.rank() == 0)
+
+
+@several
+def test_ranks_that_step_by_themselves_are_not_compared() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    trained(model, optimizer)
+    optimizer.zero_grad()
+    if hc.rank() > 0:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(hc.rank()))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert not found(model, optimizer, 2 * parts_of(model))
+
+
+@several
+def test_ranks_at_different_parts_are_levelled() -> None:
+    model = chain(2)
+    optimizer = wrap(model)
+    trained(model, optimizer)
+    optimizer._reducer.weights.turn = hc.rank() + 1  # after steps of some ranks alone
+    assert not found(model, optimizer, 2 * parts_of(model))
+    assert len(set(hc.allgather_object(optimizer._reducer.weights.turn, name="test.turn"))) == 1
+    change(model[1][0].weight)
+    assert "'1.0.weight'" in found(model, optimizer, parts_of(model))
+
+
+@pytest.mark.ranks(gloo=(3, 4), mpi=(4,))
+def test_only_ranks_of_a_process_set_are_compared() -> None:
+    members = hc.add_process_set([0, 1])
+    model = chain(2)
+    nn.init.constant_(model[0][0].bias, float(hc.rank() > 1))
+    optimizer = wrap(model, process_set=members)
+    for number in range(2 * parts_of(model)):
+        step(model, optimizer, number)
+    if hc.rank() == 1:
+        model[1][0].weight.data[0, 0] += 1
+    message = ""
+    for number in range(parts_of(model)):
+        try:
+            step(model, optimizer, number)
+        except hc.WeightsDiffer as error:
+            message = str(error)
+            break
+    assert ("'1.0.weight'" in message) == (hc.rank() < 2)
+    hc.remove_process_set(members)
+
+
+@several
+def test_parameters_that_come_later_and_two_optimizers() -> None:
+    model, other = chain(3), chain(3)
+    late = model[2]
+    optimizer = wrap(nn.Sequential(model[0], model[1]))
+    second = wrap(other, torch.optim.Adam(other.parameters()))
+    for number in range(4):
+        step(nn.Sequential(model[0], model[1]), optimizer, number)
+        step(other, second, number)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    assert not found(model, optimizer, 2 * parts_of(model), 10)
+    assert not found(other, second, 2 * parts_of(model), 10)
+    change(late[0].weight)
+    assert "differs" in found(model, optimizer, 1 + parts_of(model))
+    assert not found(other, second, parts_of(model))
+
+
+@pytest.mark.ranks(gloo=(4,), mpi=(4,))
+def test_local_sgd_compares_the_ranks_of_a_group() -> None:
+    model = chain(2)
+    named = model.named_parameters()
+    optimizer = hc.LocalSGD(sgd(model), named_parameters=named, every=1000, within=[[0, 1], [2, 3]])
+    for number in range(2 * parts_of(model)):  # between averages groups have weights of their own
+        step(model, optimizer, number)
+    change(model[1][0].weight)
+    message = ""
+    for number in range(parts_of(model)):
+        try:
+            step(model, optimizer, number)
+        except hc.WeightsDiffer as error:
+            message = str(error)
+            break
+    assert ("'1.0.weight' differs" in message and "rank 3 (host" in message) == (hc.rank() > 1)
+    optimizer.close()
+
+
+def test_flags_tell_equal_from_different() -> None:
+    values = [0, -1, 1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF]
+    for encoding, reduce in ((Sums, torch.sum), (Maxima, torch.amax)):
+        for scale in (1.0, 1 / 3, 1 / 16_000):
+            for first in values:
+                for second in values:
+                    rows = [None, *[torch.tensor(value) for value in (first, first, second)]]
+                    reduced = reduce(torch.stack([encoding.encode(row) for row in rows]), 0)
+                    if encoding is Sums:
+                        reduced = reduced * scale
+                    assert encoding.equal(reduced.tolist(), scale) == (first == second)
+        nobody = reduce(torch.stack([encoding.encode(None)] * 2), 0)
+        assert encoding.equal(nobody.tolist(), 1.0)
+
+
+@pytest.mark.parametrize("encoding", [Sums, Maxima])
+def test_flags_do_not_depend_on_the_default_dtype(encoding: type[Sums] | type[Maxima]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        for value in (None, torch.tensor(7)):
+            assert encoding.encode(value).dtype is torch.float32
+            assert encoding.encode(value).shape == (encoding.SIZE,)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_sums_of_many_ranks_are_exact() -> None:
+    ranks = weights.MAX_RANKS
+    same, other = Sums.encode(torch.tensor(-1)), Sums.encode(torch.tensor(-2))
+    for scale in (1.0, 1 / ranks, 1 / (3 * ranks)):
+        total = ((same * ranks).float() * torch.tensor(scale)).tolist()
+        assert Sums.equal(total, scale)
+        total = ((same * (ranks - 1) + other).float() * torch.tensor(scale)).tolist()
+        assert not Sums.equal(total, scale)

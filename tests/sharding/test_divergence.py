@@ -1,0 +1,101 @@
+"""Ranks that run different units of a split model: an error on all of them that names the units, and no hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.reduction import communicator
+
+pytestmark = pytest.mark.ranks(gloo=(2, 3))
+
+
+class Experts(nn.Module):
+    """Runs the blocks that it is told."""
+
+    def __init__(self, recomputed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor, chosen: Any = range(4)) -> Tensor:
+        x = self.first(x)
+        for number in chosen:
+            block = self.experts[number]
+            x = hc.checkpoint(block, x) if self.recomputed else block(x)
+        return x
+
+
+CHOSEN: dict[str, Any] = {
+    "experts": lambda: [hc.rank()],
+    "a dropped layer": lambda: [0, 1, 3] if hc.rank() else range(4),
+    "an early exit": lambda: range(2 if hc.rank() else 4),
+}
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return hc.DistributedOptimizer(
+        torch.optim.SGD(trained, lr=0.1), model.named_parameters(), shard=3, **options
+    )
+
+
+def steps(model: nn.Module, optimizer: Any, count: int, chosen: Any) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6), chosen).sum().backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, optimizer: Any, chosen: Any) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 6), chosen())
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("kind", ["trained", "recomputed", "evaluated", "frozen"])
+def test_the_error_names_ranks_and_units(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "LONG_SECONDS", 1.0)
+    model = Experts(kind == "recomputed")
+    if kind == "frozen":
+        model.experts[1].requires_grad_(False)
+    optimizer = wrapped(model)
+    steps(model, optimizer, 2, range(4))
+    with pytest.raises(RuntimeError, match=r"rank 0 waits .*rank 1 waits .*units=\[\]") as error:
+        evaluate(model, optimizer, CHOSEN[case]) if kind == "evaluated" else steps(
+            model, optimizer, 2, CHOSEN[case]()
+        )
+    assert "'experts." in str(error.value) or "the model, a Experts" in str(error.value)
+
+
+def test_ranks_that_run_the_whole_model_as_one_unit_may_run_what_they_like() -> None:
+    model = Experts()
+    optimizer = wrapped(model, units=[])
+    for case in CHOSEN.values():
+        steps(model, optimizer, 2, case())
+
+
+def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where waits last long again and again, on different ranks."""
+    monkeypatch.setattr(communicator, "LONG_SECONDS", 0.05)
+    model = Experts()
+    optimizer = wrapped(model)
+
+    def sleep(*_: Any) -> None:
+        if torch.rand(()) < 0.3:
+            time.sleep(0.2)
+
+    torch.manual_seed(hc.rank())
+    for block in model.experts:
+        block.register_forward_hook(sleep)
+        block.register_full_backward_hook(sleep)
+    steps(model, optimizer, 5, range(4))

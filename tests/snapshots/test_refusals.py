@@ -1,0 +1,159 @@
+"""Snapshots of another optimizer, arguments that differ between ranks, and groups of parameters in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_process import batch, chain, same_everywhere
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.snapshots.folder import SnapshotError
+
+pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
+
+
+def on_all(kind: type[Exception], match: str, work: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=match):
+        work()
+    assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    model(batch(number, hc.rank())).square().mean().backward()
+    optimizer.step()
+
+
+def distributed(model: nn.Module, bare: torch.optim.Optimizer, **options: Any) -> Any:
+    return hc.DistributedOptimizer(bare, named_parameters=model.named_parameters(), **options)
+
+
+def saved(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
+    with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True, **more) as snapshots:
+        snapshots.resume()
+        snapshots.save(1)
+
+
+def resume(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
+    with hc.Snapshots(folder, model=model, optimizer=optimizer, **more) as snapshots:
+        assert snapshots.resume() == 1
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (torch.optim.SGD, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.Adam, torch.optim.SGD),
+    ],
+)
+def test_another_optimizer_is_refused(folder: Path, then: Any, now: Any, shard: int) -> None:
+    model = chain()
+    optimizer = distributed(model, then(model.parameters(), lr=0.01), shard=shard)
+    step(model, optimizer, 0)
+    saved(folder, model, optimizer)
+    other = chain()
+    wrong = distributed(other, now(other.parameters(), lr=0.01), shard=shard)
+    on_all(SnapshotError, f"{then.__name__}.*{now.__name__}", lambda: resume(folder, other, wrong))
+
+
+def test_another_scheduler_is_refused(folder: Path) -> None:
+    schedulers = torch.optim.lr_scheduler
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved(folder, model, optimizer, scheduler=schedulers.ExponentialLR(optimizer, 0.5))
+    wrong = schedulers.CosineAnnealingLR(optimizer, 10)
+    on_all(
+        SnapshotError,
+        "ExponentialLR.*CosineAnnealingLR",
+        lambda: resume(folder, model, optimizer, scheduler=wrong),
+    )
+
+
+def test_damage_that_one_rank_finds_is_a_snapshot_error_on_all(folder: Path) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved(folder, model, optimizer)
+    if hc.rank() == 0:
+        next(folder.rglob("replicated.pt")).write_bytes(b"")
+    hc.barrier()
+    with pytest.warns() if hc.rank() == 0 else pytest.MonkeyPatch.context():  # type: ignore[attr-defined]
+        on_all(SnapshotError, "", lambda: resume(folder, model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keep", 5),
+        ("blocking", True),
+        ("scheduler", None),
+        ("scaler", None),
+        ("folder", None),
+    ],
+)
+def test_an_argument_on_one_rank(folder: Path, name: str, value: Any) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if name == "scheduler":
+        value = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    elif name == "scaler":
+        value = hc.GradScaler("cpu")
+    elif name == "folder":
+        value = folder / "other"
+    given: dict[str, Any] = {"folder": folder, "model": model, "optimizer": optimizer}
+    given |= {name: value} if hc.rank() == 1 else {}
+    on_all(ValueError, f"Snapshots: {name} differs between ranks", lambda: hc.Snapshots(**given))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("scaler", "x"), ("average", 1), ("model", None), ("keep", "3"), ("loader", 1)]
+)
+def test_a_wrong_argument_is_named_on_all_ranks(folder: Path, name: str, value: Any) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    given: dict[str, Any] = {"folder": folder, "model": model, "optimizer": optimizer, name: value}
+    on_all(TypeError, f"Snapshots: {name} is a {type(value).__name__}", lambda: hc.Snapshots(**given))
+
+
+def groups(model: nn.Module, seed: int) -> list[dict[str, Any]]:
+    """Two groups of parameters as sets give them: in an order of the rank and the run."""
+    generator = torch.Generator().manual_seed(100 * seed + hc.rank())
+    named = list(model.named_parameters())
+    named = [named[place] for place in torch.randperm(len(named), generator=generator).tolist()]
+    return [
+        {"params": [one for name, one in named if name.endswith(end)], "weight_decay": decay}
+        for end, decay in (("weight", 0.1), ("bias", 0.0))
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": 2}, {"local": True}], ids=str)
+def test_state_finds_its_parameter_in_a_group_of_another_order(folder: Path, options: dict[str, Any]) -> None:
+    """Momentum differs between parameters of one shape, so a state in the place of another would show."""
+
+    def make(seed: int) -> tuple[nn.Module, Any]:
+        model = chain()
+        bare = torch.optim.AdamW(groups(model, seed), lr=0.01)
+        if "local" in options:
+            local = hc.LocalSGD(bare, named_parameters=model.named_parameters(), every=2)
+            return model, local
+        return model, distributed(model, bare, **options)
+
+    model, optimizer = make(0)
+    step(model, optimizer, 0)
+    saved(folder, model, optimizer)
+    step(model, optimizer, 1)
+    step(model, optimizer, 2)
+    again, resumed = make(1)
+    resume(folder, again, resumed)
+    step(again, resumed, 1)
+    step(again, resumed, 2)
+    for one, other in zip(model.parameters(), again.parameters()):
+        assert torch.equal(one, other)
+    if "local" not in options:
+        same_everywhere(model)
