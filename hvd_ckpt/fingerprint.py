@@ -92,7 +92,7 @@ def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _products(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The product of a matrix and a vector; on a GPU there is none of integers."""
+    """The product of a matrix and a vector; PyTorch has none of integers on a GPU."""
     return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(1)
 
 

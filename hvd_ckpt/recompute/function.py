@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.containers import flatten
-from hvd_ckpt.recompute.keeper import changed_in_place, random_context, version_of
+from hvd_ckpt.recompute.keeper import RandomState, changed_in_place, version_of
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type
 
@@ -135,7 +135,7 @@ def _environment(inputs: Sequence[Any]) -> Callable[[], contextlib.AbstractConte
     """A context in which random numbers and autocast are as they are now."""
     device_type: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
     autocast, cpu_autocast = get_autocast_kwargs(device_type)  # type: ignore[no-untyped-call]
-    random = random_context(*inputs)
+    random = RandomState(*inputs)
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:

@@ -303,8 +303,3 @@ def _python_state() -> tuple[Any, Any]:
 def _set_python_state(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
-
-
-def random_context(*inputs: Any) -> RandomState:
-    """A context in which random numbers of the CPU and of the inputs' devices are drawn from the present state on."""
-    return RandomState(*inputs)

@@ -103,7 +103,7 @@ def split_gradients(
 
 
 def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype that torch gives the norm of gradients of these dtypes together: real; the default one where there are none."""
+    """The dtype that torch gives the norm of gradients of these dtypes together: real; the default dtype without gradients."""
     real = [dtype.to_real() for dtype in dtypes]
     return functools.reduce(torch.promote_types, real) if real else torch.get_default_dtype()
 
