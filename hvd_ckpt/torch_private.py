@@ -20,11 +20,11 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceType", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-    "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",
+    "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError", "TorchDispatchMode",
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "foreach_zero_",
     "function_mode_stack", "get_autocast_kwargs", "in_functorch", "infer_device_type", "profiler_enabled", "pytree",
-    "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
+    "sequence_number", "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 13)  # 2.12 frees saved tensors that the replay of a tape reads; setup.cfg asks for the same
@@ -65,6 +65,7 @@ try:
     from torch._C._functorch import peek_interpreter_stack as _functorch_level
     from torch._C._autograd import (
         DeviceType as DeviceType,
+        _get_sequence_nr as sequence_number,
         _profiler_enabled as profiler_enabled,
         _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks,
     )
@@ -88,6 +89,7 @@ try:
     from torch.utils.checkpoint import (
         _get_autocast_kwargs as get_autocast_kwargs,
         _infer_device_type as infer_device_type,
+        _StopRecomputationError as StopRecomputationError,
     )
 
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing

@@ -22,13 +22,22 @@ import torch
 from torch import nn
 
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
+from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.frames import Frame
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.state import ForwardState
-from hvd_ckpt.recompute.verify import Observation, RecomputationMismatch, begin_pass, observe, running_module
+from hvd_ckpt.recompute.verify import (
+    Observation,
+    RecomputationMismatch,
+    Verification,
+    begin_pass,
+    observe,
+    running_module,
+    sample,
+)
 from hvd_ckpt.recompute.written import GENERATORS
 from hvd_ckpt.spans import span
-from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
+from hvd_ckpt.torch_private import StopRecomputationError, sequence_number, top_saved_tensors_default_hooks
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
 # partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
@@ -149,8 +158,11 @@ def _names(code: CodeType) -> set[str]:
 
 
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
-# observed that many later than they are saved. An early stop right there would leave one unfilled.
+# observed that many later than they are saved. The last of them stay unfilled where the recomputation stops early.
 _RECENT = 8
+_UNFILLED = (
+    "its last operation fills a tensor after autograd has saved it, which is where recomputation stops (early_stop=False prevents it)"
+)
 
 
 class Region:
@@ -180,6 +192,9 @@ class Region:
         self._verification = self._pass.verification
         self._saves = saves
         self._observed: list[Observation] = []
+        self._filled_late: list[
+            torch.Tensor
+        ] = []  # of what the last operation saves: whether it was filled after that
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Even a first pass that is still running counts as started: a function that computes gradients inside
@@ -187,7 +202,11 @@ class Region:
         if self.started:
             return self._recompute(args, kwargs)
         self.started = True
-        watched = nullcontext() if self._verification is None else self._watch(self._observed.append)
+        watched = (
+            nullcontext()
+            if self._verification is None
+            else self._watch(self._verification, self._observed.append)
+        )
         with (
             self._frame.enter(recomputing=False),
             self._state.first_pass(),
@@ -218,7 +237,7 @@ class Region:
                 assert verification is not None
                 verification.compare_observed(first, again, what)
 
-        watched = nullcontext() if verification is None else self._watch(compare)
+        watched = nullcontext() if verification is None else self._watch(verification, compare)
         with (
             span("recompute", lambda: f"recompute {title_of(self.function)}"),
             self._frame.enter(recomputing=True),
@@ -236,7 +255,9 @@ class Region:
         return result
 
     @contextlib.contextmanager
-    def _watch(self, note: Callable[[Observation], None]) -> Iterator[Callable[[Any], None]]:
+    def _watch(
+        self, verification: Verification, note: Callable[[Observation], None]
+    ) -> Iterator[Callable[[Any], None]]:
         """Observes the tensors that a run of the function saves, or those in what is handed to the function that this yields."""
         hooks = top_saved_tensors_default_hooks(False) if self._saves else None
         if hooks is None:
@@ -244,9 +265,17 @@ class Region:
             return
         pack, unpack = hooks
         recent: deque[tuple[torch.Tensor, nn.Module | None]] = deque()
+        operation = -1
+        last_saved: list[torch.Tensor] = []  # by that operation
+        samples: list[torch.Tensor] = []  # of these, when the latest of them was saved
 
         def observe_and_pack(tensor: torch.Tensor) -> Any:
-            recent.append((tensor.detach(), running_module()))
+            nonlocal operation
+            if operation != (operation := sequence_number()):
+                last_saved.clear()
+            last_saved.append(tensor.detach())
+            samples[:] = map(sample, last_saved)
+            recent.append((last_saved[-1], running_module()))
             if len(recent) > _RECENT:
                 note(observe(*recent.popleft()))
             return pack(tensor)
@@ -254,6 +283,14 @@ class Region:
         try:
             with torch.autograd.graph.saved_tensors_hooks(observe_and_pack, unpack):
                 yield lambda result: None
+            self._filled_late = [
+                fingerprint(before) != fingerprint(sample(saved))
+                for saved, before in zip(last_saved, samples)
+            ]
+        except StopRecomputationError:
+            if any(self._filled_late):
+                raise verification.error([_UNFILLED]) from None
+            raise
         finally:
             while recent:
                 note(observe(*recent.popleft()))

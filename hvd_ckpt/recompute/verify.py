@@ -147,6 +147,11 @@ class Observation:
         shape, dtype, _ = self.facts
         return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
+    @property
+    def where(self) -> str:
+        """Where it was computed, in words."""
+        return "in" if self.module is None else f"in {type(self.module).__name__},"
+
 
 def observe(tensor: Tensor, module: nn.Module | None = None) -> Observation:
     """A tensor as it is now; ``module`` is the one that has computed it."""
@@ -156,6 +161,12 @@ def observe(tensor: Tensor, module: nn.Module | None = None) -> Observation:
             return Observation(facts, None, None, module)
         plain = tensor.detach()
         return Observation(facts, fingerprint(plain), _sample(plain), module)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Some elements of a tensor as it is now; none of one without memory of its own."""
+    with aside():
+        return _sample(tensor) if _has_values(tensor) else torch.empty(0, dtype=torch.uint8)
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -223,7 +234,7 @@ class Verification:
         roundings: list[str] = []
         for first, again, what in pairs:
             if first.facts != again.facts:
-                found.append(f"{self._where(first)} {what} was {first} and is {again}")
+                found.append(f"{first.where} {what} was {first} and is {again}")
             elif first.bits is not None and again.bits is not None and not _is_workspace(first):
                 by_device.setdefault(first.bits.device, []).append((first, again, what))
         for same_device in by_device.values():
@@ -232,7 +243,7 @@ class Verification:
             for index in (ours != theirs).nonzero().flatten().tolist():
                 first, again, what = same_device[index]
                 difference, is_rounding = _difference(first, again)
-                text = f"{self._where(first)} {what} ({first}) {difference}"
+                text = f"{first.where} {what} ({first}) {difference}"
                 (roundings if is_rounding else found).append(text)
         if roundings:
             warnings.warn(
@@ -252,9 +263,6 @@ class Verification:
             "number or a generator that no module holds: change it only if not hc.is_recomputing(), keep the module as an "
             "attribute of a module (a generator), or run it within hc.without_recomputation()."
         )
-
-    def _where(self, first: Observation) -> str:
-        return "in" if first.module is None else f"in {type(first.module).__name__},"
 
 
 def _listed(texts: list[str]) -> str:
