@@ -23,7 +23,7 @@ from torch import nn
 
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
 from hvd_ckpt.fingerprint import fingerprint
-from hvd_ckpt.frames import Frame
+from hvd_ckpt.frames import Frame, aside
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.state import ForwardState
 from hvd_ckpt.recompute.verify import (
@@ -160,9 +160,7 @@ def _names(code: CodeType) -> set[str]:
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
 # observed that many later than they are saved. The last of them stay unfilled where the recomputation stops early.
 _RECENT = 8
-_UNFILLED = (
-    "its last operation fills a tensor after autograd has saved it, which is where recomputation stops (early_stop=False prevents it)"
-)
+_UNFILLED = "its last operation fills a tensor after autograd has saved it, which is where recomputation stops (early_stop=False avoids it)"
 
 
 class Region:
@@ -283,12 +281,15 @@ class Region:
         try:
             with torch.autograd.graph.saved_tensors_hooks(observe_and_pack, unpack):
                 yield lambda result: None
-            self._filled_late = [
-                fingerprint(before) != fingerprint(sample(saved))
-                for saved, before in zip(last_saved, samples)
-            ]
+            with aside():
+                self._filled_late = [
+                    fingerprint(before) != fingerprint(sample(saved))
+                    for saved, before in zip(last_saved, samples)
+                ]
         except StopRecomputationError:
-            if any(self._filled_late):
+            with aside():
+                unfilled = any(self._filled_late)
+            if unfilled:
                 raise verification.error([_UNFILLED]) from None
             raise
         finally:
