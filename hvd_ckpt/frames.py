@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from hvd_ckpt.torch_private import DisableTorchFunction, disable_current_modes
+from hvd_ckpt.torch_private import DisableTorchFunction, disable_current_modes, in_dispatch_mode
 
 T = TypeVar("T")
 
@@ -119,14 +120,24 @@ def keeps_everything() -> bool:
     return not any(entry.recomputing for entry in _thread.stack[_thread.keeping[-1] :])
 
 
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
+class aside:
     """For tensor operations beside those of the program: no mode sees them, no graph records them.
 
     Selective checkpointing matches operations by their count, and these may be missing from the recomputation.
     """
-    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
-        yield
+
+    __slots__ = ("_contexts",)
+
+    def __enter__(self) -> None:
+        self._contexts: list[AbstractContextManager[Any]] = [DisableTorchFunction(), torch.no_grad()]
+        if in_dispatch_mode():  # slow to leave and enter
+            self._contexts.append(disable_current_modes())
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
 
 
 def remembered(compute: Callable[[], T]) -> T:

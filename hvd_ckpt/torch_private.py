@@ -23,8 +23,8 @@ __all__ = [
     "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError", "TorchDispatchMode",
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "foreach_zero_",
-    "function_mode_stack", "get_autocast_kwargs", "in_functorch", "infer_device_type", "profiler_enabled", "pytree",
-    "sequence_number", "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
+    "function_mode_stack", "get_autocast_kwargs", "in_dispatch_mode", "in_functorch", "infer_device_type", "profiler_enabled",
+    "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 13)  # 2.12 frees saved tensors that the replay of a tape reads; setup.cfg asks for the same
@@ -62,6 +62,8 @@ try:
         DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
         _current_graph_task_id as current_graph_task_id,
     )
+    from torch._C import _len_torch_dispatch_stack as _dispatch_modes
+    from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _dispatch_modes_before
     from torch._C._functorch import peek_interpreter_stack as _functorch_level
     from torch._C._autograd import (
         DeviceType as DeviceType,
@@ -112,6 +114,11 @@ def untraceable(kind: type[torch.Tensor]) -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.config.nontraceable_tensor_subclasses.add(kind)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a mode sees the operations of this thread."""
+    return bool(_dispatch_modes() or _dispatch_modes_before())  # type: ignore[no-untyped-call]
 
 
 def in_functorch() -> bool:

@@ -213,7 +213,7 @@ class Case:
     "--engines",
     default=ENGINES,
     show_default=True,
-    help="Engines; also replicas (this library with logical replicas), or module:Class of your own.",
+    help="Engines; also unchecked (this one without checks), replicas (with logical replicas), or module:Class of your own.",
 )
 @count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @click.option("--steps", type=click.IntRange(1), help="Timed steps per job.  [default: by workload]")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,22 +21,19 @@ import torch
 from torch import nn
 
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
-from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.frames import Frame, aside
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.state import ForwardState
 from hvd_ckpt.recompute.verify import (
     Observation,
     RecomputationMismatch,
-    Verification,
     begin_pass,
-    observe,
-    running_module,
-    sample,
+    observe_all,
 )
+from hvd_ckpt.recompute.watch import Watch
 from hvd_ckpt.recompute.written import GENERATORS
 from hvd_ckpt.spans import span
-from hvd_ckpt.torch_private import StopRecomputationError, sequence_number, top_saved_tensors_default_hooks
+from hvd_ckpt.torch_private import StopRecomputationError, top_saved_tensors_default_hooks
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
 # partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
@@ -157,10 +153,10 @@ def _names(code: CodeType) -> set[str]:
     return names
 
 
-# Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
-# observed that many later than they are saved. The last of them stay unfilled where the recomputation stops early.
-_RECENT = 8
-_UNFILLED = "its last operation fills a tensor after autograd has saved it, which is where recomputation stops (early_stop=False avoids it)"
+_UNFILLED = (
+    "the last operation fills a tensor that autograd has saved before, and recomputation stops in between "
+    "(early_stop=False lets it run on)"
+)
 
 
 class Region:
@@ -190,9 +186,7 @@ class Region:
         self._verification = self._pass.verification
         self._saves = saves
         self._observed: list[Observation] = []
-        self._filled_late: list[
-            torch.Tensor
-        ] = []  # of what the last operation saves: whether it was filled after that
+        self._filled_late: list[torch.Tensor] = []  # for what the last operation saves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Even a first pass that is still running counts as started: a function that computes gradients inside
@@ -200,11 +194,7 @@ class Region:
         if self.started:
             return self._recompute(args, kwargs)
         self.started = True
-        watched = (
-            nullcontext()
-            if self._verification is None
-            else self._watch(self._verification, self._observed.append)
-        )
+        watched = nullcontext() if self._verification is None else self._watch(self._observe, is_first=True)
         with (
             self._frame.enter(recomputing=False),
             self._state.first_pass(),
@@ -229,13 +219,11 @@ class Region:
         left = iter(self._observed)
         what = "a saved tensor" if self._saves else "a result"
 
-        def compare(again: Observation) -> None:
-            first = next(left, None)
-            if first is not None:
-                assert verification is not None
-                verification.compare_observed(first, again, what)
+        def compare(tensors: list[tuple[torch.Tensor, nn.Module | None]]) -> None:
+            assert verification is not None
+            verification.compare([(first, tensor) for (tensor, _), first in zip(tensors, left)], what)
 
-        watched = nullcontext() if verification is None else self._watch(verification, compare)
+        watched = nullcontext() if verification is None else self._watch(compare, is_first=False)
         with (
             span("recompute", lambda: f"recompute {title_of(self.function)}"),
             self._frame.enter(recomputing=True),
@@ -252,57 +240,35 @@ class Region:
             raise verification.error([f"{what} of the first pass ({missing}) is not there again"])
         return result
 
+    def _observe(self, tensors: list[tuple[torch.Tensor, nn.Module | None]]) -> None:
+        self._observed += observe_all((tensor, module, None) for tensor, module in tensors)
+
     @contextlib.contextmanager
-    def _watch(
-        self, verification: Verification, note: Callable[[Observation], None]
-    ) -> Iterator[Callable[[Any], None]]:
-        """Observes the tensors that a run of the function saves, or those in what is handed to the function that this yields."""
+    def _watch(self, note: Callable[..., None], is_first: bool) -> Iterator[Callable[[Any], None]]:
+        """Calls ``note`` with the tensors that a run of the function saves, or with those in what is handed to the function that
+        this yields."""
         hooks = top_saved_tensors_default_hooks(False) if self._saves else None
         if hooks is None:
-            yield self._note_results(note)
+            yield functools.partial(self._note_results, note)
             return
-        pack, unpack = hooks
-        recent: deque[tuple[torch.Tensor, nn.Module | None]] = deque()
-        operation = -1
-        last_saved: list[torch.Tensor] = []  # by that operation
-        samples: list[torch.Tensor] = []  # of these, when the latest of them was saved
-
-        def observe_and_pack(tensor: torch.Tensor) -> Any:
-            nonlocal operation
-            if operation != (operation := sequence_number()):
-                last_saved.clear()
-            last_saved.append(tensor.detach())
-            samples[:] = map(sample, last_saved)
-            recent.append((last_saved[-1], running_module()))
-            if len(recent) > _RECENT:
-                note(observe(*recent.popleft()))
-            return pack(tensor)
-
+        watch = Watch(note, is_first)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(observe_and_pack, unpack):
+            with watch.hooks(*hooks):
                 yield lambda result: None
-            with aside():
-                self._filled_late = [
-                    fingerprint(before) != fingerprint(sample(saved))
-                    for saved, before in zip(last_saved, samples)
-                ]
+            self._filled_late = watch.filled_late()
         except StopRecomputationError:
             with aside():
                 unfilled = any(self._filled_late)
             if unfilled:
-                raise verification.error([_UNFILLED]) from None
+                assert self._verification is not None
+                raise self._verification.error([_UNFILLED]) from None
             raise
         finally:
-            while recent:
-                note(observe(*recent.popleft()))
+            watch.finish()
 
-    def _note_results(self, note: Callable[[Observation], None]) -> Callable[[Any], None]:
-        def note_results(result: Any) -> None:
-            for leaf in () if self._saves else flatten(result)[0]:
-                if isinstance(leaf, torch.Tensor):
-                    note(observe(leaf))
-
-        return note_results
+    def _note_results(self, note: Callable[..., None], result: Any) -> None:
+        if not self._saves:
+            note([(leaf, None) for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)])
 
 
 def title_of(function: Any) -> str:

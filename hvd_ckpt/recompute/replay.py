@@ -379,7 +379,7 @@ class Holder:
             verification, observation = self.seen
             name = call_name(self.call.func)
             what = f"the result of '{name}'" if self.key >= 0 else f"a tensor that '{name}' saved"
-            verification.compare(observation, tensor, what)
+            verification.compare([(observation, tensor)], what)
         return tensor
 
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from hvd_ckpt.fingerprint import fingerprint
+from hvd_ckpt.fingerprint import distinct, fingerprints
 from hvd_ckpt.frames import aside
 from hvd_ckpt.text import read_when
 from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
@@ -134,14 +134,18 @@ class Observation:
 
     Attributes:
         facts: shape, dtype and device.
+        strides: those of its elements.
         bits: its fingerprint, and ``sample`` some elements; None for a tensor without memory of its own.
         module: the innermost one whose code was running when it was computed, if known.
+        only_sample: the fingerprint is that of the sample.
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]
+    strides: tuple[int, ...]
     bits: Tensor | None
     sample: Tensor | None
     module: nn.Module | None
+    only_sample: bool
 
     def __str__(self) -> str:
         shape, dtype, _ = self.facts
@@ -155,18 +159,40 @@ class Observation:
 
 def observe(tensor: Tensor, module: nn.Module | None = None) -> Observation:
     """A tensor as it is now; ``module`` is the one that has computed it."""
-    facts = (tensor.shape, tensor.dtype, tensor.device)
-    with aside():
-        if not _has_values(tensor):
-            return Observation(facts, None, None, module)
-        plain = tensor.detach()
-        return Observation(facts, fingerprint(plain), _sample(plain), module)
+    return observe_all([(tensor, module, None)])[0]
 
 
-def sample(tensor: Tensor) -> Tensor:
-    """Some elements of a tensor as it is now; none of one without memory of its own."""
+def observe_all(
+    tensors: Iterable[tuple[Tensor, nn.Module | None, Observation | None]],
+) -> list[Observation]:
+    """Some tensors as they are now, each with the module that has computed it and with what it will be compared with.
+
+    Of a parameter only the sample counts: an optimizer changes all of its elements.
+    """
+    found: list[tuple[Any, ...]] = []
+    rows: list[Tensor] = []
     with aside():
-        return _sample(tensor) if _has_values(tensor) else torch.empty(0, dtype=torch.uint8)
+        for tensor, module, like in tensors:
+            facts = (tensor.shape, tensor.dtype, tensor.device)
+            if not _has_values(tensor):
+                found.append((facts, (), None, None, module, False))
+                continue
+            is_parameter = type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter
+            only_sample = is_parameter if like is None else like.only_sample
+            tensor = tensor.detach()
+            strides = () if tensor.layout is not torch.strided else tensor.stride()
+            if like is not None and like.facts == facts and like.strides != strides:
+                laid_out = torch.empty_strided(facts[0], like.strides, dtype=facts[1], device=facts[2])
+                tensor = laid_out.copy_(tensor)
+            row = _row(tensor)
+            sample = row[:: _step(row)].clone()
+            found.append((facts, strides, len(rows), sample, module, only_sample))
+            rows.append(sample if only_sample else row if strides else tensor)
+        bits = fingerprints(rows)
+    return [
+        Observation(facts, strides, None if index is None else bits[index], *rest)
+        for facts, strides, index, *rest in found
+    ]
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -184,21 +210,34 @@ def _has_values(tensor: Tensor) -> bool:
         return False
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _row(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in the order in which they lie in memory, each once; a view if nothing lies between them."""
     if tensor.layout is not torch.strided:
-        tensor = tensor.values() if tensor.layout is not torch.sparse_coo else tensor._values()
-    if tensor.numel() <= _SAMPLE:
-        return tensor.clone()
-    places = torch.arange(_SAMPLE, device=tensor.device) * (tensor.numel() // _SAMPLE)
-    return tensor[torch.unravel_index(places, tensor.shape)]
+        return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).reshape(-1)
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    tensor = distinct(tensor)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).contiguous().view(-1)
+
+
+def _step(row: Tensor) -> int:
+    return max(1, -(-row.numel() // _SAMPLE))
+
+
+def glimpse(tensor: Tensor) -> Tensor:
+    """A view of some elements of a tensor; of none if it is not contiguous."""
+    if not _has_values(tensor) or not tensor.is_contiguous():
+        return torch.empty(0, dtype=torch.uint8)
+    row = tensor.detach().view(-1)
+    return row[:: _step(row)]
 
 
 def running_module() -> nn.Module | None:
     """The innermost module whose code is running on this thread."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
+        if "self" in frame.f_code.co_varnames[:1] and isinstance(module := frame.f_locals["self"], nn.Module):
             return module
         frame = frame.f_back
     return None
@@ -212,18 +251,17 @@ class Verification:
     _counts: _Passes
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
 
-    def compare(self, first: Observation, tensor: Tensor, what: str) -> None:
-        """Compares a tensor with what it was; a difference is an error at the end of the backward pass that is running.
+    def compare(self, tensors: Iterable[tuple[Observation, Tensor]], what: str) -> None:
+        """Compares tensors with what they were; a difference is an error at the end of the backward pass that is running.
 
         Args:
-            what: the tensor in words, such as "an output".
+            what: one of them in words, such as "an output".
         """
-        self.compare_observed(first, observe(tensor), what)
-
-    def compare_observed(self, first: Observation, again: Observation, what: str) -> None:
-        """The same for a tensor that has been observed."""
-        self._pairs.append((first, again, what))
-        if len(self._pairs) == 1:
+        pairs = list(tensors)
+        observed = observe_all((tensor, None, first) for first, tensor in pairs)
+        is_begun = bool(self._pairs)
+        self._pairs.extend((first, again, what) for (first, _), again in zip(pairs, observed))
+        if self._pairs and not is_begun:
             _finish_later(self)
 
     def differences(self) -> list[str]:

@@ -205,6 +205,17 @@ class HvdCkpt(HorovodFamily):
         return hc.GradScaler(device)
 
 
+class Unchecked(HvdCkpt):
+    """This library without the checks that are on by default."""
+
+    title = "hvd_ckpt, unchecked"
+
+    def start(self, folder: Path) -> None:
+        super().start(folder)
+        hc.verify_weights(False)
+        hc.verify_recomputation("never")
+
+
 class LogicalReplicas(HvdCkpt):
     """This library with as many logical replicas as ranks."""
 
@@ -399,6 +410,7 @@ class ApexDDP(DDP):
 
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
+    "unchecked": Unchecked,
     "horovod": Horovod,
     "horovod-groups": HorovodGrouped,
     "ddp": DDP,

@@ -1,0 +1,76 @@
+"""The tensors that autograd saves while a region runs, handed on once they are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.fingerprint import fingerprint
+from hvd_ckpt.frames import aside
+from hvd_ckpt.recompute.verify import glimpse, running_module
+from hvd_ckpt.torch_private import sequence_number
+
+# Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
+# handed on that many later than they are saved.
+_RECENT = 8
+_MANY, _BYTES = 64, 1 << 20  # tensors that are waiting are handed on together, which is quicker
+
+
+class Watch:
+    """Watches one run of a region.
+
+    Args:
+        note: called with some saved tensors, each with the module that has computed it (in a first pass).
+        is_first: the run is a first pass.
+    """
+
+    def __init__(self, note: Callable[[list[tuple[Tensor, nn.Module | None]]], None], is_first: bool) -> None:
+        self._note, self._is_first = note, is_first
+        self._recent: list[tuple[Tensor, nn.Module | None]] = []
+        self._bytes = 0  # of the recent ones
+        self._operation = -1
+        self._glimpses: list[Tensor] = []  # of what the last operation saves, in the tensors' own memory
+        self._copies: list[Tensor] = []  # of those, when the latest of them was saved
+
+    def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """A context that watches, around the hooks that are in use."""
+
+        def watch_and_pack(tensor: Tensor) -> Any:
+            if self._is_first:
+                self._glimpse_at(tensor)
+            self._recent.append((tensor, running_module() if self._is_first else None))
+            self._bytes += tensor.nbytes
+            if len(self._recent) > _MANY or (self._bytes > _BYTES and len(self._recent) > _RECENT):
+                self._hand_on(but=_RECENT)
+            return pack(tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(watch_and_pack, unpack)
+
+    def _glimpse_at(self, tensor: Tensor) -> None:
+        operation = sequence_number()
+        if operation != self._operation:
+            self._operation = operation
+            self._glimpses = []
+        if not tensor.requires_grad:  # noise, statistics, masks
+            self._glimpses.append(glimpse(tensor))
+        if self._glimpses:
+            with aside():
+                self._copies = [one.clone() for one in self._glimpses]
+
+    def finish(self) -> None:
+        """Hands on the last tensors."""
+        self._hand_on(but=0)
+
+    def _hand_on(self, but: int) -> None:
+        count = len(self._recent) - but
+        self._note(self._recent[:count])
+        del self._recent[:count]
+        self._bytes = sum(tensor.nbytes for tensor, _ in self._recent)
+
+    def filled_late(self) -> list[Tensor]:
+        """Of each tensor that the last operation saves: whether it was filled after all of them were saved."""
+        with aside():
+            return [fingerprint(now) != fingerprint(then) for now, then in zip(self._glimpses, self._copies)]
