@@ -17,7 +17,7 @@ from hvd_ckpt.recompute.tape import Policy
 
 _EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
 _PRICES = 20
-_LOOKS = 400_000  # calls that the estimates of a descent look at: seconds, whatever the block
+_LOOKS = 200_000  # calls that the estimates of a descent look at: a second, whatever the block
 _COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried
 _MATMULS = frozenset(
     {
@@ -198,11 +198,12 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
     rate = max(drop.seconds, 1e-9) / max(keep.kept - drop.kept, 1)
     for start in (frozenset[int](), everything):
         current = start
+        most = len(pool) + _LOOKS // len(trace.calls)
         for step in range(_PRICES):
             power = step - _PRICES / 2 if start == frozenset() else _PRICES / 2 - step
             price = rate * 2.0 ** (power / 2)
             better = True
-            while better and len(pool) * len(trace.calls) < _LOOKS:
+            while better and len(pool) < most:
                 better = False
                 for move in moves:
                     for changed in (current | move, current - move):
