@@ -299,8 +299,8 @@ class Verification:
         return RecomputationMismatch(
             f"Recomputing {self._title()} gave other values than its first pass, so its gradients would be wrong: "
             f"{_listed(differences)}. It depends on something that changes between the two and is not put back, such as a Python "
-            "number or a generator that no module holds: change it only if not hc.is_recomputing(), keep the module as an "
-            "attribute of a module (a generator), or run it within hc.without_recomputation()."
+            "number or a generator that no module holds: change it only if not hc.is_recomputing(), make a generator an "
+            "attribute of a module, or run it within hc.without_recomputation()."
         )
 
 
