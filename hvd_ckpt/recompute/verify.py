@@ -181,7 +181,7 @@ def observe_all(
             only_sample = is_parameter if like is None else like.only_sample
             tensor = tensor.detach()
             strides = () if tensor.layout is not torch.strided else tensor.stride()
-            if like is not None and like.facts == facts and like.strides != strides:
+            if like is not None and like.facts == facts and like.strides and like.strides != strides:
                 laid_out = torch.empty_strided(facts[0], like.strides, dtype=facts[1], device=facts[2])
                 tensor = laid_out.copy_(tensor)
             row = _row(tensor)
