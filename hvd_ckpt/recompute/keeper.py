@@ -85,11 +85,11 @@ class _Slot:
     def get(self) -> Tensor:
         if self.tensor is None:
             (saved,) = self.saved.grad_fn.saved_tensors
-            self.tensor = _in_layout(saved, self.stride)
+            self.tensor = in_layout(saved, self.stride)
         return self.tensor
 
 
-def _in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+def in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """The tensor with those strides, which decide on what a call saves; hooks may have given back others."""
     if stride is None or tensor.stride() == stride:
         return tensor

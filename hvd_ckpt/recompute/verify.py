@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.fingerprint import distinct, fingerprints
 from hvd_ckpt.frames import aside
+from hvd_ckpt.recompute.keeper import in_layout
 from hvd_ckpt.text import read_when
 from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
 from hvd_ckpt.unmaterialized import absent_storages, is_absent
@@ -181,9 +182,8 @@ def observe_all(
             only_sample = is_parameter if like is None else like.only_sample
             tensor = tensor.detach()
             strides = () if tensor.layout is not torch.strided else tensor.stride()
-            if like is not None and like.facts == facts and like.strides and like.strides != strides:
-                laid_out = torch.empty_strided(facts[0], like.strides, dtype=facts[1], device=facts[2])
-                tensor = laid_out.copy_(tensor)
+            if like is not None and like.facts == facts and like.strides:
+                tensor = in_layout(tensor, like.strides)
             row = _row(tensor)
             sample = row[:: _step(row)].clone()
             found.append((facts, strides, len(rows), sample, module, only_sample))
