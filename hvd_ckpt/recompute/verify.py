@@ -185,9 +185,9 @@ def observe_all(
             if like is not None and like.facts == facts and like.strides:
                 tensor = in_layout(tensor, like.strides)
             row = _row(tensor)
-            sample = row[:: _step(row)].clone()
-            found.append((facts, strides, len(rows), sample, module, only_sample))
-            rows.append(sample if only_sample else row if strides else tensor)
+            few = _sample(row)
+            found.append((facts, strides, len(rows), few, module, only_sample))
+            rows.append(few if only_sample else row if strides else tensor)
         bits = fingerprints(rows)
     return [
         Observation(facts, strides, None if index is None else bits[index], *rest)
@@ -221,16 +221,15 @@ def _row(tensor: Tensor) -> Tensor:
     return tensor.permute(order).contiguous().view(-1)
 
 
-def _step(row: Tensor) -> int:
-    return max(1, -(-row.numel() // _SAMPLE))
+def _sample(row: Tensor) -> Tensor:
+    return row[:: max(1, -(-row.numel() // _SAMPLE))].clone()
 
 
-def glimpse(tensor: Tensor) -> Tensor:
-    """A view of some elements of a tensor; of none if it is not contiguous."""
+def sample(tensor: Tensor) -> Tensor:
+    """Some elements of a tensor as they are now; none of one that has no values, or is not contiguous."""
     if not _has_values(tensor) or not tensor.is_contiguous():
         return torch.empty(0, dtype=torch.uint8)
-    row = tensor.detach().view(-1)
-    return row[:: _step(row)]
+    return _sample(tensor.view(-1))
 
 
 def running_module() -> nn.Module | None:
