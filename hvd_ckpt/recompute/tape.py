@@ -47,6 +47,7 @@ from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, S
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.recompute.verify import Verification, begin_pass, observe, running_module
+from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
@@ -176,6 +177,9 @@ class Tape(TorchFunctionMode):
         self._running: _Running | None = None
         self._tagged: list[TensorWeakRef] = []
         self._stored: dict[int, list[tuple[weakref.ref[Stored], Call]]] = {}  # by memory
+        self._written: set[int] = (
+            set()
+        )  # memory of small tensors that calls change: the next forward pass may change them again
         self._token = object()
 
     def __torch_function__(
@@ -193,6 +197,8 @@ class Tape(TorchFunctionMode):
 
     def close(self) -> None:
         """The forward pass is over."""
+        for memory in self._written:
+            self._copy_stored(memory)
         self.keeper.close()
         self._stored.clear()
         for reference in self._tagged:
@@ -291,19 +297,25 @@ class Tape(TorchFunctionMode):
         if func in UNTRACKED:
             for tensor in tensors_in(args):
                 tensor.__dict__.pop(_TAG, None)
-        if not self._stored:
-            return
         for tensor in changed_by(func, args, kwargs):
-            memory = memory_of(tensor)
-            for reference, call in self._stored.pop(memory or 0, ()):
-                stored = reference()
-                if stored is None or memory_of(stored.kept.peek()) != memory:  # a split parameter has left it
-                    continue
-                # A view that nobody has used yet has changed too, and will not be asked for.
-                if call.read or call.wanted or not call.alias:
-                    with torch.no_grad():
-                        copy = stored.kept.peek().clone()
-                    stored.kept = self.keeper.keep(copy, call_name(call.func))
+            memory = memory_of(tensor) or 0
+            self._copy_stored(memory)
+            if memory and tensor.nbytes <= SMALL_BYTES and not tensor.requires_grad:
+                self._written.add(memory)
+
+    def _copy_stored(self, memory: int) -> None:
+        """Gives copies to dropped calls whose kept arguments lie in this memory."""
+        for reference, call in self._stored.pop(memory, ()):
+            stored = reference()
+            if (
+                stored is None or (memory_of(stored.kept.peek()) or 0) != memory
+            ):  # a split parameter has left it
+                continue
+            # A view that nobody has used yet has changed too, and will not be asked for.
+            if call.read or call.wanted or not call.alias:
+                with torch.no_grad():
+                    copy = stored.kept.peek().clone()
+                stored.kept = self.keeper.keep(copy, call_name(call.func))
 
     def _record(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvd_ckpt as hc
-from hvd_ckpt.recompute.tape import run_selectively
+from hvd_ckpt.recompute.tape import Policy, run_selectively
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,3 +280,22 @@ def test_dual_tensors_are_refused_and_others_are_not() -> None:
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(RuntimeError, match=r"hc\.without_recomputation"):
             run_selectively(block, (dual,), {}, policy)
+
+
+def test_two_forward_passes_of_a_block_that_writes_buffers_before_a_backward_pass() -> None:
+    def gradients(recompute: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+        calls = names_of_calls(copy.deepcopy(block), torch.randn(4, 8))
+        policy = Policy(calls, frozenset(range(len(calls))))
+        losses = []
+        for _ in range(2):
+            x = torch.randn(4, 8, requires_grad=True)
+            losses.append(
+                (run_selectively(block, (x,), {}, policy) if recompute else block(x)).square().sum()
+            )
+        (losses[0] - losses[1]).backward()
+        return [parameter.grad for parameter in block.parameters()]
+
+    for ours, theirs in zip(gradients(True), gradients(False)):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
