@@ -41,11 +41,13 @@ class Ranks:
         }
         self._summed: dict[int, Tensor] = {}  # gradients as an earlier step has summed them
         self._reduced: set[Tensor] = set()
+        self._present: set[int] = set()  # ranks that have not joined
         self._written: list[Tensor] = []
 
     def seed(self, number: int) -> None:
         """Seeds the generators of each rank for a step."""
-        for rank in self._program.present(number):
+        self._present = set(self._program.present(number))
+        for rank in self._present:
             seed_all(1000 * number + rank)
             self.random[rank] = random_state()
 
@@ -89,7 +91,7 @@ class Ranks:
         for at, parameter in enumerate(self._parameters):
             if parameter not in own:
                 continue
-            parts = [gradients[at] for gradients in self._gradients.values()]
+            parts = [gradients[at] for rank, gradients in self._gradients.items() if rank in self._present]
             found = [part.coalesce() if part.is_sparse else part for part in parts if part is not None]
             if not found:
                 parameter.grad = None
