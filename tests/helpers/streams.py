@@ -1,0 +1,668 @@
+"""Races between CUDA streams, found on a machine without a GPU, and the memory that streams take.
+
+Inside :func:`simulated` CPU tensors stand for tensors on a device: they say so (``device``, ``is_cuda``), and streams and events of
+``torch.cuda`` are vector clocks. Operations run at once, on the CPU; recorded is what the device would be free to do:
+
+* An operation on a device tensor runs on the current stream, after what the host has launched there before, and after what that
+  stream has waited for. It may be over at any time later, until the host or another stream waits for it.
+* Two accesses of one storage race if one of them writes and neither comes after the other.
+* Memory that is freed goes back to the stream that it was allocated on, which may use it at once: an access on another stream
+  races with that, unless the stream has waited for it, or ``record_stream`` names the stream of the access. So new memory may be in
+  use on its stream until now, and another stream must wait for that.
+* A copy between the device and pinned memory with ``non_blocking=True`` does not make the host wait; every other one does.
+
+The host may be several threads (:meth:`Simulation.thread`). PyTorch's hooks run on the thread that calls ``backward()``, since the
+tensors are really on the CPU; that autograd has a thread for each device is not simulated.
+
+Every synchronization in ``hvd_ckpt`` is a *site*, a line of source. :func:`check` runs scenarios as they are, where there must be
+no race, and without each site, where there must be one: a site that is not missed is redundant, or no scenario covers it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hvd_ckpt
+
+DEVICE = torch.device("cuda", 0)
+HOST, DEFAULT = "host", "default stream"
+_PACKAGE, _HERE, _TORCH = str(Path(hvd_ckpt.__file__).parent), __file__, str(Path(torch.__file__).parent)
+
+Clock = dict[str, int]  # of each agent, how many of its operations are known to be over
+Scenario = Callable[["Simulation"], object]
+
+
+class Site(NamedTuple):
+    """A line of ``hvd_ckpt``."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        return f"{Path(self.file).relative_to(_PACKAGE)}:{self.line}: {source}"
+
+
+class _Access(NamedTuple):
+    agent: str
+    time: int
+    operation: str
+
+
+@dataclass
+class _Memory:
+    """What is known of a storage.
+
+    Attributes:
+        kind: ``"device"``, ``"pinned"`` or ``"pageable"``.
+        nbytes: as it was allocated.
+        stream: on which it was allocated.
+        recorded: streams that ``record_stream`` has named.
+        written, read: the last write, and the last read by each agent since.
+    """
+
+    kind: str
+    nbytes: int = 0
+    stream: str = ""
+    recorded: set[str] = field(default_factory=set)
+    written: _Access | None = None
+    read: dict[str, _Access] = field(default_factory=dict)
+
+
+class Allocator:
+    """Bytes of the device, as the caching allocator counts them.
+
+    Memory that is freed can be allocated again on its own stream only. With ``record_stream`` it can be once the recorded uses are
+    over, which the host does not know before it has waited for them: the worst case, since the host may be far ahead.
+
+    Attributes:
+        allocated, peak: bytes of tensors now, and at most.
+    """
+
+    def __init__(self, clock: Callable[[str], Clock]) -> None:
+        self._clock = clock
+        self._taken: dict[str, int] = defaultdict(int)  # bytes of each stream that it cannot give out
+        self._most: dict[str, int] = defaultdict(int)
+        self._waiting: list[tuple[str, int, Clock]] = []
+        self.allocated = self.peak = 0
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the device must have: the most that each stream has taken at a time, since none gives to another."""
+        return sum(self._most.values())
+
+    def allocate(self, stream: str, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+        host, waiting = self._clock(HOST), self._waiting
+        self._waiting = []
+        for owner, size, uses in waiting:
+            if all(host.get(agent, 0) >= time for agent, time in uses.items()):
+                self._taken[owner] -= size
+            else:
+                self._waiting.append((owner, size, uses))
+        self._taken[stream] += nbytes
+        self._most[stream] = max(self._most[stream], self._taken[stream])
+
+    def free(self, memory: _Memory) -> None:
+        self.allocated -= memory.nbytes
+        others = memory.recorded - {memory.stream}
+        if others:
+            uses = {agent: self._clock(agent).get(agent, 0) for agent in others}
+            self._waiting.append((memory.stream, memory.nbytes, uses))
+        else:
+            self._taken[memory.stream] -= memory.nbytes
+
+    def restart(self) -> None:
+        """Counts the peaks from now on."""
+        self.peak = self.allocated
+        self._most = defaultdict(int, self._taken)
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or self._simulation.stream).clock())
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._simulation.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._simulation.host_waits(self.clock)
+
+    def query(self) -> bool:
+        return False
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.0
+
+
+class Stream:
+    """Stands for ``torch.cuda.Stream``."""
+
+    device = DEVICE
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self._simulation, self.name = simulation, name
+
+    def clock(self) -> Clock:
+        """Of all that has been launched on the stream."""
+        self._simulation.join(self.name, self._simulation.clock(self._simulation.host))
+        return self._simulation.clock(self.name)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._simulation)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        if self._simulation.keeps_site():
+            self._simulation.join(self.name, event.clock)
+
+    def wait_stream(self, stream: Stream) -> None:
+        if self._simulation.keeps_site():
+            self._simulation.join(self.name, stream.clock())
+
+    def synchronize(self) -> None:
+        self._simulation.host_waits(self.clock())
+
+
+class Simulation:
+    """What has happened inside :func:`simulated`.
+
+    Args:
+        without: the site whose synchronizations do not take place.
+
+    Attributes:
+        races: a sentence for each.
+        sites: of all synchronizations.
+        waits: where the host has waited for the device.
+        allocator: of the device.
+        stream: the current one.
+    """
+
+    def __init__(self, without: Site | None = None) -> None:
+        self.races: list[str] = []
+        self.sites: dict[Site, None] = {}
+        self.waits: list[Site] = []
+        self.allocator = Allocator(self.clock)
+        self.default = self.stream = Stream(self, DEFAULT)
+        self.host = HOST
+        self._without = without
+        self._clocks: dict[str, Clock] = {}
+        self._memory: dict[int, _Memory] = {}  # by identity of the storage
+        self._page_locked: dict[int, int] = {}  # ends of memory, by address
+        self._kind: str | None = None  # of what is allocated now
+        self._owner: Stream | None = None  # of what is allocated now, if it is not the current stream
+        self._numbers = itertools.count(1)
+        self._ended = False
+
+    # ------------------------------------------------------------------------------------ agents and their clocks
+
+    def clock(self, agent: str) -> Clock:
+        return self._clocks.setdefault(agent, {})
+
+    def join(self, agent: str, clock: Clock) -> None:
+        """The agent comes after all that the clock knows."""
+        own = self.clock(agent)
+        for other, time in clock.items():
+            own[other] = max(own.get(other, 0), time)
+
+    def host_waits(self, clock: Clock) -> None:
+        """The thread of the host waits, unless the site of this wait is left out."""
+        if self.keeps_site():
+            self.note_wait()
+            self.join(self.host, clock)
+
+    def note_wait(self) -> None:
+        """The host waits for the device here."""
+        site = _site()
+        if site is not None:
+            self.waits.append(site)
+
+    def keeps_site(self) -> bool:
+        """Notes the site of a synchronization; False if it is left out."""
+        site = _site()
+        if site is not None:
+            self.sites[site] = None
+        return site is None or site != self._without
+
+    @contextlib.contextmanager
+    def thread(self, name: str) -> Iterator[None]:
+        """Within it another thread of the host runs, which has been started, or told to go on, by the one outside."""
+        before, self.host = self.host, name
+        self.join(name, self.clock(before))
+        try:
+            yield
+        finally:
+            self.host = before
+
+    def wait_for_thread(self, name: str) -> None:
+        """The thread waits until the other one has done what it did so far."""
+        self.join(self.host, self.clock(name))
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream, owner: Stream | None = None) -> Iterator[None]:
+        """Within it the stream is the current one, and ``owner`` that which memory is allocated on."""
+        before, self.stream, self._owner = (self.stream, self._owner), stream, owner
+        try:
+            yield
+        finally:
+            self.stream, self._owner = before
+
+    def make_stream(self, device: Any = None, priority: int = 0) -> Stream:
+        return Stream(self, f"stream {next(self._numbers)}")
+
+    # ------------------------------------------------------------------------------------ memory
+
+    def memory(self, tensor: torch.Tensor) -> _Memory:
+        """Of a tensor; pageable if it was not seen before."""
+        with torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()
+        if storage._cdata not in self._memory:
+            address = storage.data_ptr()
+            locked = any(start <= address < end for start, end in self._page_locked.items())
+            self._memory[storage._cdata] = _Memory("pinned" if locked else "pageable")
+            weakref.finalize(storage, self._gone, storage._cdata)
+        return self._memory[storage._cdata]
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            is_elsewhere = tensor.layout is not torch.strided or tensor.is_meta
+        return not is_elsewhere and self.memory(tensor).kind == "device"
+
+    def allocate(self, tensor: torch.Tensor, kind: str) -> None:
+        """The memory of a new tensor is of this kind."""
+        memory = self.memory(tensor)
+        if memory.kind == kind:
+            return
+        memory.kind = kind
+        if kind == "device":
+            with torch._C.DisableTorchFunction():
+                self._taken(memory, tensor.untyped_storage().nbytes())
+
+    def _taken(self, memory: _Memory, nbytes: int) -> None:
+        memory.stream, memory.nbytes = (self._owner or self.stream).name, nbytes
+        time = self.clock(memory.stream).get(memory.stream, 0)
+        memory.written = _Access(memory.stream, time, "an earlier use of its memory")
+        self.allocator.allocate(memory.stream, nbytes)
+
+    def _gone(self, identity: int) -> None:
+        memory = self._memory.pop(identity)
+        if not self._ended:
+            self._given_back(memory)
+
+    def _given_back(self, memory: _Memory) -> None:
+        if memory.kind != "device" or not memory.nbytes:
+            return
+        self.join(memory.stream, self.clock(self.host))
+        for access in (*memory.read.values(), memory.written):
+            if access is None or access.agent == memory.stream or access.agent in memory.recorded:
+                continue
+            if not self._is_over(access, memory.stream):
+                self.races.append(
+                    f"memory of the {memory.stream} is freed while {access.operation} on {access.agent} uses it"
+                )
+        self.allocator.free(memory)
+        memory.written, memory.nbytes = None, 0
+        memory.read.clear(), memory.recorded.clear()
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Gives the memory of a storage back, and takes other memory."""
+        memory = self._memory.get(storage._cdata)
+        if memory is not None and memory.kind == "device":
+            self._given_back(memory)
+            if nbytes:
+                self._taken(memory, nbytes)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        memory = self.memory(tensor)
+        if (
+            stream.name != memory.stream and self.keeps_site()
+        ):  # the allocator ignores a block's own stream, too
+            memory.recorded.add(stream.name)
+
+    def _is_over(self, access: _Access, agent: str) -> bool:
+        return self.clock(agent).get(access.agent, 0) >= access.time
+
+    # ------------------------------------------------------------------------------------ operations
+
+    def launch(self, agent: str) -> int:
+        """The number of a new operation of a stream or a thread."""
+        if agent != self.host:
+            self.join(agent, self.clock(self.host))
+        own = self.clock(agent)
+        own[agent] = own.get(agent, 0) + 1
+        return own[agent]
+
+    def access(self, tensor: torch.Tensor, agent: str, time: int, operation: str, write: bool) -> None:
+        """An operation of an agent reads or writes a tensor."""
+        memory = self.memory(tensor)
+        conflicts = [("writing", memory.written)]
+        if write:
+            conflicts += [("reading", access) for access in memory.read.values()]
+        for doing, other in conflicts:
+            if other is not None and not self._is_over(other, agent):
+                does = "writes" if write else "reads"
+                self.races.append(
+                    f"{operation} on {agent} {does} what {other.operation} on {other.agent} is {doing}"
+                )
+        if write:
+            memory.written = _Access(agent, time, operation)
+            memory.read.clear()
+        else:
+            memory.read[agent] = _Access(agent, time, operation)
+
+    def read_by_host(self, tensor: torch.Tensor, operation: str) -> None:
+        """The host reads values; of a tensor on the device, it waits for them."""
+        agent = self.stream.name if self.is_on_device(tensor) else self.host
+        self.access(tensor, agent, self.launch(agent), operation, write=False)
+        if agent != self.host:
+            self.note_wait()
+            self.join(self.host, self.clock(agent))
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs an operation of PyTorch and notes what it reads and writes."""
+        result = function(*args, **kwargs)
+        name = function._schema.name.split("::")[1]
+        if function.is_view or name in _WITHOUT_ACCESS:
+            return result
+        reads, writes = _operands(function, args, kwargs)
+        if name in ("copy_", "_foreach_copy_"):
+            non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            for target, source in zip(pytree.tree_leaves(args[0]), pytree.tree_leaves(args[1])):
+                self._copy(target, source, non_blocking, name)
+            return result
+        known = {_identity(tensor) for tensor in (*reads, *writes)}
+        fresh = [tensor for tensor in _tensors(result) if _identity(tensor) not in known]
+        on_device = any(map(self.is_on_device, (*reads, *writes)))
+        for tensor in fresh:
+            self.allocate(tensor, self._kind or ("device" if on_device else "pageable"))
+        if name in _EMPTY:
+            return result
+        on_device = on_device or any(map(self.is_on_device, fresh))
+        agent = self.stream.name if on_device else self.host
+        time = self.launch(agent)
+        for tensor in reads:
+            if on_device and not self.is_on_device(tensor):  # a number, which the host reads as it launches
+                self.access(tensor, self.host, self.launch(self.host), name, write=False)
+            else:
+                self.access(tensor, agent, time, name, write=False)
+        for tensor in (*writes, *fresh):
+            self.access(tensor, agent, time, name, write=True)
+        if on_device and name in _ANSWERS:
+            self.note_wait()
+            self.join(self.host, self.clock(agent))
+        return result
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool, name: str) -> None:
+        """Notes a copy; see the module's text for those between the device and the host."""
+        if not target.numel():
+            return
+        to, of = self.is_on_device(target), self.is_on_device(source)
+        agent = self.stream.name if to or of else self.host
+        time = self.launch(agent)
+        pageable = to != of and "pageable" in (self.memory(target).kind, self.memory(source).kind)
+        if pageable and to:  # the host has read it when the call returns
+            self.access(source, self.host, self.launch(self.host), name, write=False)
+        else:
+            self.access(source, agent, time, name, write=False)
+        self.access(target, agent, time, name, write=True)
+        if pageable:
+            self.note_wait()
+            if of or not non_blocking:
+                self.join(self.host, self.clock(agent))
+        elif to != of and not non_blocking:
+            self.host_waits(self.clock(agent))
+
+    def move(
+        self, tensor: torch.Tensor, to: torch.device, dtype: torch.dtype | None, non_blocking: bool
+    ) -> Any:
+        """``Tensor.to`` from the host to the device or back."""
+        kind = "device" if to.type == "cuda" else "pinned" if non_blocking else "pageable"
+        with self.making(kind):
+            moved = torch.empty_like(tensor, dtype=dtype or tensor.dtype, requires_grad=False)
+            return moved.copy_(tensor, non_blocking=non_blocking)
+
+    @contextlib.contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """Within it new tensors are of this kind."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for all streams."""
+        for clock in list(self._clocks.values()):
+            self.join(self.host, clock)
+
+    # ------------------------------------------------------------------------------------ torch.cuda
+
+    def replaced(self) -> Iterator[tuple[Any, str, Any]]:
+        """Objects, names of their attributes, and what stands in their place."""
+        cudart = SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._page_locked.pop)
+        resized = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            self.resize(storage, nbytes)
+            return resized(storage, nbytes)
+
+        run_backward = torch.autograd._engine_run_backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with _Functions(self):  # PyTorch leaves modes for the time of backward()
+                return run_backward(*args, **kwargs)
+
+        yield torch.autograd, "_engine_run_backward", backward
+        yield torch.UntypedStorage, "resize_", resize
+        yield torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream)
+        allocator = self.allocator
+        replacements: dict[str, Any] = {
+            "Stream": self.make_stream,
+            "Event": lambda **options: Event(self),
+            "stream": self.on,
+            "current_stream": lambda device=None: self.stream,
+            "default_stream": lambda device=None: self.default,
+            "synchronize": self.synchronize,
+            "cudart": lambda: cudart,
+            "memory_allocated": lambda device=None: allocator.allocated,
+            "max_memory_allocated": lambda device=None: allocator.peak,
+            "reset_peak_memory_stats": lambda device=None: allocator.restart(),
+            "get_rng_state": lambda device=None: None,
+            "set_rng_state": lambda state, device=None: None,
+        }
+        for name, value in replacements.items():
+            yield torch.cuda, name, value
+
+    def _lock(self, address: int, nbytes: int, flags: int) -> int:
+        self._page_locked[address] = address + nbytes
+        return 0
+
+    def end(self) -> None:
+        self._ended = True
+
+
+# Operations that neither read nor write elements, and those after which the host has an answer.
+_WITHOUT_ACCESS = {"set_", "resize_", "_unsafe_view", "lift", "lift_fresh"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_ANSWERS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"}
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._simulation.run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Tensors say where they are, and functions make them where they are told to."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, simulation = dict(kwargs or {}), self._simulation
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            read = func.__self__
+            if read is torch.Tensor.is_cuda:
+                return simulation.is_on_device(args[0])
+            if read is torch.Tensor.device:
+                return DEVICE if simulation.is_on_device(args[0]) else func(*args)
+        if name in ("tolist", "numpy"):
+            simulation.read_by_host(args[0], name)
+        elif name in ("to", "cpu", "cuda"):
+            return self._moved(func, name, args, kwargs)
+        elif name == "is_pinned":
+            return simulation.memory(args[0]).kind == "pinned"
+        pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
+        if device is None and not pinned:
+            return func(*args, **kwargs)
+        device = torch.device("cpu" if device is None else device)
+        kind = "device" if device.type == "cuda" else "pinned" if pinned else "pageable"
+        if device.type in ("cuda", "cpu"):
+            kwargs["device"] = "cpu"
+        with simulation.making(kind):
+            result = func(*args, **kwargs)
+        if device.type != "meta":
+            for tensor in _tensors(result):
+                simulation.allocate(tensor, kind)
+        if name == "tensor" and kind == "device":
+            simulation.note_wait()
+        return result
+
+    def _moved(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor, *rest = args
+        options = dict(kwargs)
+        flags = [one for one in rest if isinstance(one, bool)]
+        options.update(zip(("non_blocking", "copy"), flags))
+        for one in rest:
+            if isinstance(one, torch.dtype):
+                options["dtype"] = one
+            elif isinstance(one, (str, torch.device, int)) and not isinstance(one, bool):
+                options["device"] = one
+            elif isinstance(one, torch.Tensor):
+                where = DEVICE if self._simulation.is_on_device(one) else one.device
+                options |= {"dtype": one.dtype, "device": where}
+        if name != "to":
+            options["device"] = "cpu" if name == "cpu" else DEVICE
+        device = options.pop("device", None)
+        if device is not None and torch.device(device).type != "meta":
+            device = torch.device(device)
+            if (device.type == "cuda") != self._simulation.is_on_device(tensor):
+                non_blocking = bool(options.get("non_blocking"))
+                return self._simulation.move(tensor, device, options.get("dtype"), non_blocking)
+            device = None
+        if device is not None:
+            options["device"] = device
+        return torch.Tensor.to(tensor, **options) if options else tensor
+
+
+@contextlib.contextmanager
+def simulated(without: Site | None = None) -> Iterator[Simulation]:
+    """Within it tensors may be on a device.
+
+    Args:
+        without: a site whose synchronizations do not take place.
+    """
+    simulation = Simulation(without)
+    with contextlib.ExitStack() as stack:
+        stack.callback(simulation.end)
+        for owner, name, value in simulation.replaced():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(_Functions(simulation))
+        stack.enter_context(_Operations(simulation))
+        yield simulation
+
+
+@contextlib.contextmanager
+def own_stream() -> Iterator[None]:
+    """Within it another stream is the current one, which is ordered with the one outside at the begin and at the end."""
+    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(outside)
+    with torch.cuda.stream(stream):
+        yield
+    outside.wait_stream(stream)
+
+
+def run(scenario: Scenario, without: Site | None = None) -> Simulation:
+    """Runs a scenario, which frees all that it has made."""
+    with simulated(without) as simulation:
+        scenario(simulation)
+    return simulation
+
+
+def check(*scenarios: Scenario) -> list[Site]:
+    """Asserts that no scenario has a race, and that some scenario has one without any one of the synchronizations.
+
+    Returns:
+        The sites of the synchronizations.
+    """
+    sites: dict[Site, None] = {}
+    for scenario in scenarios:
+        simulation = run(scenario)
+        assert not simulation.races, simulation.races[0]
+        sites |= simulation.sites
+    for site in sites:
+        assert any(run(scenario, site).races for scenario in scenarios), f"redundant or not covered: {site}"
+    return list(sites)
+
+
+def _site() -> Site | None:
+    """The line of ``hvd_ckpt`` that has called this file, by way of PyTorch or not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_filename.startswith(_PACKAGE):
+        return None
+    return Site(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and one.numel()]
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def _operands(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors that an operation reads, and those that it writes."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    arguments = function._schema.arguments
+    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    for argument, value in zip(arguments, values):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(_tensors(value))
+    return reads, writes
