@@ -273,7 +273,7 @@ class UnitParameters:
             flat.keep(rank, self._format)
             if within is not None and flat.current:
                 assert flat.secondary is not None
-                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
+                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank], non_blocking=True)
         self._release_shards()
         self._note(changed)
 
@@ -310,7 +310,7 @@ class UnitParameters:
         for flat in self._flats:
             if not flat.current:
                 assert flat.secondary is not None
-                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
+                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank], non_blocking=True)
                 flat.current = True
         self._release_shards()
 

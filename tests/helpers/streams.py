@@ -73,6 +73,7 @@ class _Memory:
         kind: ``"device"``, ``"pinned"`` or ``"pageable"``.
         nbytes: as it was allocated.
         stream: on which it was allocated.
+        registered: it is pinned by ``cudaHostRegister``, so PyTorch's allocator does not keep it for copies in flight.
         recorded: streams that ``record_stream`` has named.
         written, read: the last write, and the last read by each agent since.
     """
@@ -80,6 +81,7 @@ class _Memory:
     kind: str
     nbytes: int = 0
     stream: str = ""
+    registered: bool = False
     recorded: set[str] = field(default_factory=set)
     written: _Access | None = None
     read: dict[str, _Access] = field(default_factory=dict)
@@ -143,7 +145,9 @@ class Event:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or self._simulation.stream).clock())
+        stream = stream or self._simulation.stream
+        self._simulation.launch(stream.name)
+        self.clock = dict(stream.clock())
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._simulation.stream).wait_event(self)
@@ -155,7 +159,10 @@ class Event:
         return False
 
     def elapsed_time(self, end: Event) -> float:
-        return 0.0
+        host = self._simulation.clock(self._simulation.host)
+        if any(host.get(agent, 0) < time for event in (self, end) for agent, time in event.clock.items()):
+            self._simulation.races.append("the time of an event is read before the device has reached it")
+        return 1.0
 
 
 class Stream:
@@ -283,7 +290,7 @@ class Simulation:
         if storage._cdata not in self._memory:
             address = storage.data_ptr()
             locked = any(start <= address < end for start, end in self._page_locked.items())
-            self._memory[storage._cdata] = _Memory("pinned" if locked else "pageable")
+            self._memory[storage._cdata] = _Memory("pinned" if locked else "pageable", registered=locked)
             weakref.finalize(storage, self._gone, storage._cdata)
         return self._memory[storage._cdata]
 
@@ -314,19 +321,24 @@ class Simulation:
             self._given_back(memory)
 
     def _given_back(self, memory: _Memory) -> None:
+        if memory.registered:
+            self._check_uses(memory, self.host)
         if memory.kind != "device" or not memory.nbytes:
             return
         self.join(memory.stream, self.clock(self.host))
-        for access in (*memory.read.values(), memory.written):
-            if access is None or access.agent == memory.stream or access.agent in memory.recorded:
-                continue
-            if not self._is_over(access, memory.stream):
-                self.races.append(
-                    f"memory of the {memory.stream} is freed while {access.operation} on {access.agent} uses it"
-                )
+        self._check_uses(memory, memory.stream)
         self.allocator.free(memory)
         memory.written, memory.nbytes = None, 0
         memory.read.clear(), memory.recorded.clear()
+
+    def _check_uses(self, memory: _Memory, owner: str) -> None:
+        """Notes a race where memory is given back to an agent while another one uses it."""
+        for access in (*memory.read.values(), memory.written):
+            if access is None or access.agent in memory.recorded or self._is_over(access, owner):
+                continue
+            self.races.append(
+                f"memory of {owner} is freed while {access.operation} on {access.agent} uses it"
+            )
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Gives the memory of a storage back, and takes other memory."""

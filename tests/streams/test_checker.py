@@ -6,6 +6,8 @@ import pytest
 import torch
 from streams import DEVICE, Scenario, Simulation, run, simulated
 
+from hvd_ckpt.sharding.host_memory import PinnedMemory
+
 
 def on_two_streams(simulation: Simulation) -> None:
     tensor = torch.ones(8, device=DEVICE)
@@ -102,6 +104,11 @@ def written_while_it_leaves(simulation: Simulation) -> None:
     host.add_(1)
 
 
+def unlocked_in_use(simulation: Simulation) -> None:
+    (host,) = PinnedMemory().allocate([(8, torch.float32)])
+    host.to(DEVICE, non_blocking=True)
+
+
 def two_threads(simulation: Simulation) -> None:
     host = torch.ones(8)
     with simulation.thread("writer"):
@@ -126,6 +133,7 @@ RACES = [
     read_before_the_copy_is_over,
     moved_to_pinned_memory,
     written_while_it_leaves,
+    unlocked_in_use,
     two_threads,
 ]
 NONE = [after_an_event, freed_and_recorded, read_after_the_copy, blocking, pageable, one_after_the_other]

@@ -30,8 +30,17 @@ from hvd_ckpt.sharding.units import find_units
 _number = itertools.count(1)
 
 
-def make_model(width: int = 32, layers: int = 4) -> nn.Sequential:
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+class Clamped(nn.Linear):
+    """Writes to its weight in its forward pass."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(input)
+
+
+def make_model(width: int = 32, layers: int = 4, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+    blocks = [nn.Sequential(kind(width, width), nn.Tanh()) for _ in range(layers)]
     return nn.Sequential(*blocks)
 
 
@@ -42,6 +51,7 @@ class Job:
         ranks: all alike.
         offload: as of ``DistributedOptimizer``.
         gradients, weights: wire formats.
+        within: the ranks are also a group that keeps a second copy.
     """
 
     def __init__(
@@ -51,11 +61,14 @@ class Job:
         offload: str | None = None,
         gradients: WireFormat = FP32,
         weights: WireFormat = FP32,
+        within: bool = False,
     ) -> None:
         identity = next(_number)
         self.model = model
         size = ranks.process_set.size()
         exchange, layout = Exchange(ranks.process_set, f"streams.{identity}"), Layout(size)
+        if within:
+            exchange.divide(ranks.process_set)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         units = [
             (unit.modules, layout.add([(names[id(one)], one) for one in unit.parameters]))
@@ -103,11 +116,17 @@ def alike_ranks(simulation: Simulation, ranks: int = 2, looks: int = 0) -> Itera
         yield alike
 
 
-def train(simulation: Simulation, ranks: int = 2, steps: int = 3, **options: Any) -> list[float]:
+def train(
+    simulation: Simulation,
+    ranks: int = 2,
+    steps: int = 3,
+    kind: type[nn.Linear] = nn.Linear,
+    **options: Any,
+) -> list[float]:
     """Steps, before each of which the host reads weights, on a stream of their own."""
     torch.manual_seed(0)
     with alike_ranks(simulation, ranks) as alike:
-        job = Job(alike, make_model().to(DEVICE), **options)
+        job = Job(alike, make_model(kind=kind).to(DEVICE), **options)
         batch = torch.ones(8, 32, device=DEVICE)
         with own_stream():
             for _ in range(steps):
@@ -126,6 +145,9 @@ SCENARIOS = {
     "offload of state": training(offload="optimizer"),
     "offload of parameters": training(offload="parameters"),
     "offload of parameters on one rank": training(offload="parameters", ranks=1),
+    "second copy": training(within=True),
+    "second copy and offload of parameters": training(within=True, offload="parameters"),
+    "written weights": training(kind=Clamped, within=True, offload="parameters"),
     "int8": training(gradients=WIRE_FORMATS["int8"], weights=WIRE_FORMATS["int8"]),
     "int4 and bf16": training(gradients=WIRE_FORMATS["int4"], weights=WIRE_FORMATS["bf16"]),
 }
@@ -137,8 +159,7 @@ def test_training_has_no_race(name: str) -> None:
 
 
 def test_every_synchronization_is_needed() -> None:
-    names = ("stage 3", "one rank", "offload of parameters", "offload of parameters on one rank")
-    assert check(*(SCENARIOS[name] for name in names))
+    assert check(*SCENARIOS.values())
 
 
 def test_offload_changes_no_result() -> None:
