@@ -117,7 +117,7 @@ class PinnedMemory:
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for numel, dtype in wanted]
         try:
-            memory = _page_locked(sum(sizes))
+            memory = _page_locked(sum(sizes)) if any(sizes) else np.empty(0, dtype=np.uint8)
         except (OSError, RuntimeError) as error:
             raise OffloadError(
                 f"cannot offload: {show_bytes(sum(sizes))} of pinned memory are needed ({str(error).splitlines()[0]}): "
@@ -146,13 +146,14 @@ def _page_locked(nbytes: int) -> NDArray[np.uint8]:
     Raises:
         OSError, RuntimeError: there is no memory, or the limit of page-locked memory is reached.
     """
-    pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(pages, dtype=np.uint8)
-    address, cudart = memory.ctypes.data, torch.cuda.cudart()
+    address: int = memory.ctypes.data
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(address, len(memory), 0))
     if status:
         raise RuntimeError(f"cudaHostRegister returned error {status}")
-    weakref.finalize(memory, _unlock, cudart, pages, address)
+    weakref.finalize(memory, _unlock, cudart, pages, address).atexit = False
     return memory
 
 

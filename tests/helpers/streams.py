@@ -329,7 +329,8 @@ class Simulation:
         self._check_uses(memory, memory.stream)
         self.allocator.free(memory)
         memory.written, memory.nbytes = None, 0
-        memory.read.clear(), memory.recorded.clear()
+        memory.read.clear()
+        memory.recorded.clear()
 
     def _check_uses(self, memory: _Memory, owner: str) -> None:
         """Notes a race where memory is given back to an agent while another one uses it."""
@@ -482,7 +483,7 @@ class Simulation:
             self.resize(storage, nbytes)
             return resized(storage, nbytes)
 
-        run_backward = torch.autograd._engine_run_backward
+        run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             with _Functions(self):  # PyTorch leaves modes for the time of backward()
@@ -523,9 +524,9 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _ANSWERS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"}
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._simulation = simulation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -617,7 +618,7 @@ def simulated(without: Site | None = None) -> Iterator[Simulation]:
 @contextlib.contextmanager
 def own_stream() -> Iterator[None]:
     """Within it another stream is the current one, which is ordered with the one outside at the begin and at the end."""
-    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(outside)
     with torch.cuda.stream(stream):
         yield
