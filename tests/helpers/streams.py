@@ -449,14 +449,13 @@ class Simulation:
         elif to != of and not non_blocking:
             self.host_waits(self.clock(agent))
 
-    def move(
-        self, tensor: torch.Tensor, to: torch.device, dtype: torch.dtype | None, non_blocking: bool
-    ) -> Any:
-        """``Tensor.to`` from the host to the device or back."""
-        kind = "device" if to.type == "cuda" else "pinned" if non_blocking else "pageable"
+    def copied(
+        self, tensor: torch.Tensor, kind: str, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> torch.Tensor:
+        """A copy of a tensor in memory of this kind."""
         with self.making(kind):
-            moved = torch.empty_like(tensor, dtype=dtype or tensor.dtype, requires_grad=False)
-            return moved.copy_(tensor, non_blocking=non_blocking)
+            copy = torch.empty_like(tensor, dtype=dtype or tensor.dtype, requires_grad=False)
+        return copy.copy_(tensor, non_blocking=non_blocking)
 
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
@@ -555,6 +554,8 @@ class _Functions(TorchFunctionMode):
             return self._moved(func, name, args, kwargs)
         elif name == "is_pinned":
             return simulation.memory(args[0]).kind == "pinned"
+        elif name == "pin_memory":
+            return simulation.copied(args[0], "pinned")
         pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
         if device is None and not pinned:
             return func(*args, **kwargs)
@@ -591,7 +592,8 @@ class _Functions(TorchFunctionMode):
             device = torch.device(device)
             if (device.type == "cuda") != self._simulation.is_on_device(tensor):
                 non_blocking = bool(options.get("non_blocking"))
-                return self._simulation.move(tensor, device, options.get("dtype"), non_blocking)
+                kind = "device" if device.type == "cuda" else "pinned" if non_blocking else "pageable"
+                return self._simulation.copied(tensor, kind, options.get("dtype"), non_blocking)
             device = None
         if device is not None:
             options["device"] = device

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from streams import DEVICE, Scenario, Simulation, run, simulated
+from alike_ranks import AlikeRanks
+from horovod.torch import mpi_ops
+from streams import DEVICE, Scenario, Simulation, own_stream, run, simulated
 
+from hvd_ckpt.reduction.communicator import wait
 from hvd_ckpt.sharding.host_memory import PinnedMemory
 
 
@@ -90,6 +93,12 @@ def blocking(simulation: Simulation) -> None:
     host.copy_(torch.ones(8, device=DEVICE)).sum()
 
 
+def pinned_on_the_way(simulation: Simulation) -> None:
+    host = torch.ones(8)
+    host.pin_memory().to(DEVICE, non_blocking=True)
+    host.add_(1)
+
+
 def pageable(simulation: Simulation) -> None:
     host = torch.empty(8)
     host.copy_(torch.ones(8, device=DEVICE), non_blocking=True).sum()
@@ -107,6 +116,30 @@ def written_while_it_leaves(simulation: Simulation) -> None:
 def unlocked_in_use(simulation: Simulation) -> None:
     (host,) = PinnedMemory().allocate([(8, torch.float32)])
     host.to(DEVICE, non_blocking=True)
+
+
+def written_while_it_is_reduced(simulation: Simulation) -> None:
+    with AlikeRanks(simulation).running():
+        tensor = torch.ones(8, device=DEVICE)
+        handle = mpi_ops.allreduce_async_(tensor, name="sum", op=mpi_ops.Sum)
+        tensor.add_(1)
+        mpi_ops.synchronize(handle)
+
+
+def result_used_on_another_stream(simulation: Simulation) -> None:
+    with AlikeRanks(simulation).running() as ranks, own_stream():
+        tensor = torch.ones(8, device=DEVICE)
+        handle = mpi_ops.allgather_async(tensor, name="gather", process_set=ranks.process_set)
+        mpi_ops.synchronize(handle).add_(1)
+
+
+def reduced(simulation: Simulation) -> None:
+    with AlikeRanks(simulation).running() as ranks, own_stream():
+        tensor = torch.ones(8, device=DEVICE)
+        handle = mpi_ops.allreduce_async_(tensor, name="sum", op=mpi_ops.Sum)
+        assert mpi_ops.synchronize(handle).add_(1).tolist() == [3] * 8
+        handle = mpi_ops.allgather_async(tensor, name="gather", process_set=ranks.process_set)
+        wait(handle, "gather").add_(1)
 
 
 def two_threads(simulation: Simulation) -> None:
@@ -134,9 +167,20 @@ RACES = [
     moved_to_pinned_memory,
     written_while_it_leaves,
     unlocked_in_use,
+    written_while_it_is_reduced,
+    result_used_on_another_stream,
     two_threads,
 ]
-NONE = [after_an_event, freed_and_recorded, read_after_the_copy, blocking, pageable, one_after_the_other]
+NONE = [
+    after_an_event,
+    freed_and_recorded,
+    read_after_the_copy,
+    blocking,
+    pinned_on_the_way,
+    pageable,
+    reduced,
+    one_after_the_other,
+]
 
 
 @pytest.mark.parametrize("scenario", RACES)
