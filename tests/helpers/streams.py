@@ -640,14 +640,15 @@ def check(*scenarios: Scenario) -> list[Site]:
     Returns:
         The sites of the synchronizations.
     """
-    sites: dict[Site, None] = {}
+    found: dict[Site, list[Scenario]] = {}
     for scenario in scenarios:
         simulation = run(scenario)
         assert not simulation.races, simulation.races[0]
-        sites |= simulation.sites
-    for site in sites:
-        assert any(run(scenario, site).races for scenario in scenarios), f"redundant or not covered: {site}"
-    return list(sites)
+        for site in simulation.sites:
+            found.setdefault(site, []).append(scenario)
+    for site, reached in found.items():
+        assert any(run(scenario, site).races for scenario in reached), f"redundant or not covered: {site}"
+    return list(found)
 
 
 def _site() -> Site | None:
