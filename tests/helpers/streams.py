@@ -25,26 +25,25 @@ import itertools
 import linecache
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import device_modes
 import torch
-from torch.overrides import TorchFunctionMode
+from device_memory import HOST, Access, Allocator, Clock, Memory
+from device_modes import DEVICE as DEVICE
+from device_modes import Functions, Operations, identity_of, operands_of, tensors_in
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_ckpt
 
-DEVICE = torch.device("cuda", 0)
-HOST, DEFAULT = "host", "default stream"
-_PACKAGE, _HERE, _TORCH = str(Path(hvd_ckpt.__file__).parent), __file__, str(Path(torch.__file__).parent)
+DEFAULT = "default stream"
+_PACKAGE, _TORCH = (str(Path(module.__file__).parent) for module in (hvd_ckpt, torch))
+_THROUGH = (__file__, str(device_modes.__file__), _TORCH)  # what lies between hvd_ckpt and a simulated call
 
-Clock = dict[str, int]  # of each agent, how many of its operations are known to be over
 Scenario = Callable[["Simulation"], object]
 
 
@@ -57,84 +56,6 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         source = linecache.getline(self.file, self.line).strip()
         return f"{Path(self.file).relative_to(_PACKAGE)}:{self.line}: {source}"
-
-
-class _Access(NamedTuple):
-    agent: str
-    time: int
-    operation: str
-
-
-@dataclass
-class _Memory:
-    """What is known of a storage.
-
-    Attributes:
-        kind: ``"device"``, ``"pinned"`` or ``"pageable"``.
-        nbytes: as it was allocated.
-        stream: on which it was allocated.
-        registered: it is pinned by ``cudaHostRegister``, so PyTorch's allocator does not keep it for copies in flight.
-        recorded: streams that ``record_stream`` has named.
-        written, read: the last write, and the last read by each agent since.
-    """
-
-    kind: str
-    nbytes: int = 0
-    stream: str = ""
-    registered: bool = False
-    recorded: set[str] = field(default_factory=set)
-    written: _Access | None = None
-    read: dict[str, _Access] = field(default_factory=dict)
-
-
-class Allocator:
-    """Bytes of the device, as the caching allocator counts them.
-
-    Memory that is freed can be allocated again on its own stream only. With ``record_stream`` it can be once the recorded uses are
-    over, which the host does not know before it has waited for them: the worst case, since the host may be far ahead.
-
-    Attributes:
-        allocated, peak: bytes of tensors now, and at most.
-    """
-
-    def __init__(self, clock: Callable[[str], Clock]) -> None:
-        self._clock = clock
-        self._taken: dict[str, int] = defaultdict(int)  # bytes of each stream that it cannot give out
-        self._most: dict[str, int] = defaultdict(int)
-        self._waiting: list[tuple[str, int, Clock]] = []
-        self.allocated = self.peak = 0
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the device must have: the most that each stream has taken at a time, since none gives to another."""
-        return sum(self._most.values())
-
-    def allocate(self, stream: str, nbytes: int) -> None:
-        self.allocated += nbytes
-        self.peak = max(self.peak, self.allocated)
-        host, waiting = self._clock(HOST), self._waiting
-        self._waiting = []
-        for owner, size, uses in waiting:
-            if all(host.get(agent, 0) >= time for agent, time in uses.items()):
-                self._taken[owner] -= size
-            else:
-                self._waiting.append((owner, size, uses))
-        self._taken[stream] += nbytes
-        self._most[stream] = max(self._most[stream], self._taken[stream])
-
-    def free(self, memory: _Memory) -> None:
-        self.allocated -= memory.nbytes
-        others = memory.recorded - {memory.stream}
-        if others:
-            uses = {agent: self._clock(agent).get(agent, 0) for agent in others}
-            self._waiting.append((memory.stream, memory.nbytes, uses))
-        else:
-            self._taken[memory.stream] -= memory.nbytes
-
-    def restart(self) -> None:
-        """Counts the peaks from now on."""
-        self.peak = self.allocated
-        self._most = defaultdict(int, self._taken)
 
 
 class Event:
@@ -195,6 +116,12 @@ class Stream:
         self._simulation.host_waits(self.clock())
 
 
+# Operations that neither read nor write elements, and those after which the host has an answer.
+_WITHOUT_ACCESS = {"set_", "resize_", "_unsafe_view", "lift", "lift_fresh"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_ANSWERS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"}
+
+
 class Simulation:
     """What has happened inside :func:`simulated`.
 
@@ -218,7 +145,7 @@ class Simulation:
         self.host = HOST
         self._without = without
         self._clocks: dict[str, Clock] = {}
-        self._memory: dict[int, _Memory] = {}  # by identity of the storage
+        self._memory: dict[int, Memory] = {}  # by identity of the storage
         self._page_locked: dict[int, int] = {}  # ends of memory, by address
         self._kind: str | None = None  # of what is allocated now
         self._owner: Stream | None = None  # of what is allocated now, if it is not the current stream
@@ -283,14 +210,14 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------ memory
 
-    def memory(self, tensor: torch.Tensor) -> _Memory:
+    def memory(self, tensor: torch.Tensor) -> Memory:
         """Of a tensor; pageable if it was not seen before."""
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
         if storage._cdata not in self._memory:
             address = storage.data_ptr()
             locked = any(start <= address < end for start, end in self._page_locked.items())
-            self._memory[storage._cdata] = _Memory("pinned" if locked else "pageable", registered=locked)
+            self._memory[storage._cdata] = Memory("pinned" if locked else "pageable", registered=locked)
             weakref.finalize(storage, self._gone, storage._cdata)
         return self._memory[storage._cdata]
 
@@ -309,10 +236,10 @@ class Simulation:
             with torch._C.DisableTorchFunction():
                 self._taken(memory, tensor.untyped_storage().nbytes())
 
-    def _taken(self, memory: _Memory, nbytes: int) -> None:
+    def _taken(self, memory: Memory, nbytes: int) -> None:
         memory.stream, memory.nbytes = (self._owner or self.stream).name, nbytes
         time = self.clock(memory.stream).get(memory.stream, 0)
-        memory.written = _Access(memory.stream, time, "an earlier use of its memory")
+        memory.written = Access(memory.stream, time, "an earlier use of its memory")
         self.allocator.allocate(memory.stream, nbytes)
 
     def _gone(self, identity: int) -> None:
@@ -320,7 +247,7 @@ class Simulation:
         if not self._ended:
             self._given_back(memory)
 
-    def _given_back(self, memory: _Memory) -> None:
+    def _given_back(self, memory: Memory) -> None:
         if memory.registered:
             self._check_uses(memory, self.host)
         if memory.kind != "device" or not memory.nbytes:
@@ -332,7 +259,7 @@ class Simulation:
         memory.read.clear()
         memory.recorded.clear()
 
-    def _check_uses(self, memory: _Memory, owner: str) -> None:
+    def _check_uses(self, memory: Memory, owner: str) -> None:
         """Notes a race where memory is given back to an agent while another one uses it."""
         for access in (*memory.read.values(), memory.written):
             if access is None or access.agent in memory.recorded or self._is_over(access, owner):
@@ -356,7 +283,7 @@ class Simulation:
         ):  # the allocator ignores a block's own stream, too
             memory.recorded.add(stream.name)
 
-    def _is_over(self, access: _Access, agent: str) -> bool:
+    def _is_over(self, access: Access, agent: str) -> bool:
         return self.clock(agent).get(access.agent, 0) >= access.time
 
     # ------------------------------------------------------------------------------------ operations
@@ -382,10 +309,10 @@ class Simulation:
                     f"{operation} on {agent} {does} what {other.operation} on {other.agent} is {doing}"
                 )
         if write:
-            memory.written = _Access(agent, time, operation)
+            memory.written = Access(agent, time, operation)
             memory.read.clear()
         else:
-            memory.read[agent] = _Access(agent, time, operation)
+            memory.read[agent] = Access(agent, time, operation)
 
     def read_by_host(self, tensor: torch.Tensor, operation: str) -> None:
         """The host reads values; of a tensor on the device, it waits for them."""
@@ -401,14 +328,14 @@ class Simulation:
         name = function._schema.name.split("::")[1]
         if function.is_view or name in _WITHOUT_ACCESS:
             return result
-        reads, writes = _operands(function, args, kwargs)
+        reads, writes = operands_of(function, args, kwargs)
         if name in ("copy_", "_foreach_copy_"):
             non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
             for target, source in zip(pytree.tree_leaves(args[0]), pytree.tree_leaves(args[1])):
                 self._copy(target, source, non_blocking, name)
             return result
-        known = {_identity(tensor) for tensor in (*reads, *writes)}
-        fresh = [tensor for tensor in _tensors(result) if _identity(tensor) not in known]
+        known = {identity_of(tensor) for tensor in (*reads, *writes)}
+        fresh = [tensor for tensor in tensors_in(result) if identity_of(tensor) not in known]
         on_device = any(map(self.is_on_device, (*reads, *writes)))
         for tensor in fresh:
             self.allocate(tensor, self._kind or ("device" if on_device else "pageable"))
@@ -485,7 +412,7 @@ class Simulation:
         run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            with _Functions(self):  # PyTorch leaves modes for the time of backward()
+            with Functions(self):  # PyTorch leaves modes for the time of backward()
                 return run_backward(*args, **kwargs)
 
         yield torch.autograd, "_engine_run_backward", backward
@@ -517,89 +444,6 @@ class Simulation:
         self._ended = True
 
 
-# Operations that neither read nor write elements, and those after which the host has an answer.
-_WITHOUT_ACCESS = {"set_", "resize_", "_unsafe_view", "lift", "lift_fresh"}
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_ANSWERS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique"}
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, simulation: Simulation) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._simulation = simulation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self._simulation.run(func, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    """Tensors say where they are, and functions make them where they are told to."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, simulation = dict(kwargs or {}), self._simulation
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            read = func.__self__
-            if read is torch.Tensor.is_cuda:
-                return simulation.is_on_device(args[0])
-            if read is torch.Tensor.device:
-                return DEVICE if simulation.is_on_device(args[0]) else func(*args)
-        if name in ("tolist", "numpy"):
-            simulation.read_by_host(args[0], name)
-        elif name in ("to", "cpu", "cuda"):
-            return self._moved(func, name, args, kwargs)
-        elif name == "is_pinned":
-            return simulation.memory(args[0]).kind == "pinned"
-        elif name == "pin_memory":
-            return simulation.copied(args[0], "pinned")
-        pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
-        if device is None and not pinned:
-            return func(*args, **kwargs)
-        device = torch.device("cpu" if device is None else device)
-        kind = "device" if device.type == "cuda" else "pinned" if pinned else "pageable"
-        if device.type in ("cuda", "cpu"):
-            kwargs["device"] = "cpu"
-        with simulation.making(kind):
-            result = func(*args, **kwargs)
-        if device.type != "meta":
-            for tensor in _tensors(result):
-                simulation.allocate(tensor, kind)
-        if name == "tensor" and kind == "device":
-            simulation.note_wait()
-        return result
-
-    def _moved(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        tensor, *rest = args
-        options = dict(kwargs)
-        flags = [one for one in rest if isinstance(one, bool)]
-        options.update(zip(("non_blocking", "copy"), flags))
-        for one in rest:
-            if isinstance(one, torch.dtype):
-                options["dtype"] = one
-            elif isinstance(one, (str, torch.device, int)) and not isinstance(one, bool):
-                options["device"] = one
-            elif isinstance(one, torch.Tensor):
-                where = DEVICE if self._simulation.is_on_device(one) else one.device
-                options |= {"dtype": one.dtype, "device": where}
-        if name != "to":
-            options["device"] = "cpu" if name == "cpu" else DEVICE
-        device = options.pop("device", None)
-        if device is not None and torch.device(device).type != "meta":
-            device = torch.device(device)
-            if (device.type == "cuda") != self._simulation.is_on_device(tensor):
-                non_blocking = bool(options.get("non_blocking"))
-                kind = "device" if device.type == "cuda" else "pinned" if non_blocking else "pageable"
-                return self._simulation.copied(tensor, kind, options.get("dtype"), non_blocking)
-            device = None
-        if device is not None:
-            options["device"] = device
-        return torch.Tensor.to(tensor, **options) if options else tensor
-
-
 @contextlib.contextmanager
 def simulated(without: Site | None = None) -> Iterator[Simulation]:
     """Within it tensors may be on a device.
@@ -612,8 +456,8 @@ def simulated(without: Site | None = None) -> Iterator[Simulation]:
         stack.callback(simulation.end)
         for owner, name, value in simulation.replaced():
             stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(_Functions(simulation))
-        stack.enter_context(_Operations(simulation))
+        stack.enter_context(Functions(simulation))
+        stack.enter_context(Operations(simulation))
         yield simulation
 
 
@@ -654,31 +498,8 @@ def check(*scenarios: Scenario) -> list[Site]:
 def _site() -> Site | None:
     """The line of ``hvd_ckpt`` that has called this file, by way of PyTorch or not."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+    while frame is not None and frame.f_code.co_filename.startswith(_THROUGH):
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(_PACKAGE):
         return None
     return Site(frame.f_code.co_filename, frame.f_lineno)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and one.numel()]
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
-
-
-def _operands(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors that an operation reads, and those that it writes."""
-    reads: list[torch.Tensor] = []
-    writes: list[torch.Tensor] = []
-    arguments = function._schema.arguments
-    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
-    for argument, value in zip(arguments, values):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(_tensors(value))
-    return reads, writes
