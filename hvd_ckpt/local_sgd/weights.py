@@ -166,7 +166,7 @@ class WeightRun(ValueRun):
 
     def _here(self, kept: torch.Tensor) -> torch.Tensor:
         """What is kept between averages, on the device of the parameters."""
-        return kept.to(self.device)
+        return kept.to(self.device, non_blocking=True)
 
     def _keep(self, what: str, value: torch.Tensor) -> torch.Tensor:
         """The same values where they are kept until the next average, which may leave memory there."""

@@ -275,10 +275,7 @@ def _bytes(dense: Tensor) -> Tensor:
 def _on_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
-    host = _host_copy(tensor)
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return host
+    return _host_copy(tensor).copy_(tensor)  # waits for the copy: the host reads it next
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

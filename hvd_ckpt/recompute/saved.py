@@ -148,26 +148,23 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
         bits = flat.view(torch.uint8)
         if bits.device.type == "cpu":
             return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little")), 1
-        return _pack_on_device(bits), 1
+        return _to_bits(bits), 1
     same_bits = flat.view(_SAME_BITS[flat.element_size()])
     step = max(flat.numel() // _SAMPLE, 1)
     patterns = set(same_bits[::step].tolist()) - {0}
     if len(patterns) > 1:
         return None
-    pattern = patterns.pop() if patterns else _some_pattern(same_bits)
-    if flat.device.type == "cpu":
-        packed = _pack_exactly(same_bits.numpy(), pattern)
-        return None if packed is None else (packed, pattern)
-    is_set = same_bits != 0
-    if not torch.equal(is_set, same_bits == pattern):
-        return None
-    return _pack_on_device(is_set.view(torch.uint8)), pattern
+    if flat.device.type != "cpu":
+        return _pack_on_device(same_bits)
+    pattern = patterns.pop() if patterns else next((bound for bound in _bounds(same_bits) if bound), 1)
+    packed = _pack_exactly(same_bits.numpy(), pattern)
+    return None if packed is None else (packed, pattern)
 
 
-def _some_pattern(same_bits: torch.Tensor) -> int:
-    """A pattern that is not zero, if any element has one: the least or the greatest has."""
-    least, greatest = same_bits.aminmax()
-    return int(least) or int(greatest) or 1
+def _bounds(values: torch.Tensor) -> list[Any]:
+    """The least and the greatest, for which the host waits once."""
+    bounds: list[Any] = torch.stack(values.aminmax()).tolist()
+    return bounds
 
 
 def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
@@ -185,7 +182,17 @@ def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
     return torch.from_numpy(packed)
 
 
-def _pack_on_device(bits: torch.Tensor) -> torch.Tensor:
+def _pack_on_device(same_bits: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """:func:`_pack` by tensor operations. The host waits once, for the pattern and whether all that is set has it."""
+    is_set = same_bits != 0
+    least, greatest = same_bits.aminmax()
+    pattern = torch.where(least != 0, least, greatest)  # zero only if all elements are
+    fits = (is_set == (same_bits == pattern)).all() | (pattern == 0)
+    found, all_fit = torch.stack((pattern.long(), fits.long())).tolist()
+    return (_to_bits(is_set.view(torch.uint8)), found or 1) if all_fit else None
+
+
+def _to_bits(bits: torch.Tensor) -> torch.Tensor:
     """Zeros and ones in bytes, eight to a byte, the first in the lowest bit."""
     whole = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
     packed = whole[:, 0].clone()
@@ -202,8 +209,8 @@ def _unpack(packed: torch.Tensor, count: int, pattern: int, dtype: torch.dtype) 
         # Each byte stands for one of 256 rows of eight elements; "clip" spares a check, and is never needed.
         np.take(_rows(pattern, dtype.itemsize), packed.numpy(), axis=0, out=whole.numpy(), mode="clip")
     else:
-        rows = torch.from_numpy(_rows(pattern, dtype.itemsize)).to(packed.device)
-        whole = rows.index_select(0, packed.int())
+        places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        whole = ((packed[:, None] >> places) & 1).to(same_bits).mul_(pattern)
     return whole.view(-1)[:count].view(dtype)
 
 
@@ -220,7 +227,7 @@ def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
     """The integers in the narrowest dtype that holds them all; None if that is no narrower than their own."""
     sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
     for values in (sample, flat):
-        least, greatest = (int(bound) for bound in values.aminmax())
+        least, greatest = _bounds(values)
         fitting = [
             one for one in _NARROW if torch.iinfo(one).min <= least and greatest <= torch.iinfo(one).max
         ]
@@ -233,6 +240,6 @@ def _shorten(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The floats in a shorter dtype; None if a finite one becomes infinite."""
     short = flat.to(dtype)
     # One pass without intermediate results tells the usual case; infinities and nans show in the bounds.
-    if all(math.isfinite(bound) for bound in short.aminmax()):
+    if all(map(math.isfinite, _bounds(short))):
         return short
     return short if torch.equal(short.isfinite(), flat.isfinite()) else None

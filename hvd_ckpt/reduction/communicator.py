@@ -18,6 +18,7 @@ from hvd_ckpt.reduction.accumulation import changed_sum, keep_sum, leave_own_par
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.spans import span
+from hvd_ckpt.torch_private import pytree
 
 __all__ = ["Compression", "Compressor"]
 
@@ -46,7 +47,11 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
                 for check in [reference() for reference in long_waits]:
                     if check is not None:
                         check(begun)
-        return mpi_ops.synchronize(handle)
+        result = mpi_ops.synchronize(handle)
+        for tensor in pytree.tree_leaves(result):
+            if tensor.is_cuda:  # Horovod's thread may have allocated it, on the default stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return result
 
 
 def pauses() -> Iterator[None]:

@@ -345,8 +345,8 @@ class Estimator:
             each = memory.temporaries
             if offload == "parameters" and self.place.type == "cuda":  # the step is on the CPU
                 stepped = 0
-            elif offload:  # one parameter at a time; on CUDA with the state of two
-                each += 2 * memory.state if self.place.type == "cuda" else 0
+            elif offload:  # one parameter at a time; on CUDA with the state of three
+                each += 3 * memory.state if self.place.type == "cuda" else 0
             elif memory.at_once:
                 stepped = sum(own)
             temporaries = max(temporaries, round(each * stepped))

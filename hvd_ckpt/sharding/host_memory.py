@@ -11,11 +11,14 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
@@ -24,6 +27,7 @@ from hvd_ckpt.text import show_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SMALL_BYTES = 64 << 10
+_ALIGNMENT = 64  # bytes
 
 Wanted = tuple[int, torch.dtype]  # number of elements, dtype
 
@@ -101,20 +105,30 @@ def _advise(memory: torch.UntypedStorage, advice: int) -> None:
 
 
 class PinnedMemory:
-    """Page-locked memory, which a CUDA device copies from and to beside its other work; used as :class:`MappedFiles`."""
+    """Page-locked memory, which a CUDA device copies from and to beside its other work; used as :class:`MappedFiles`.
+
+    It is page-locked here and not by PyTorch, whose allocator of pinned memory rounds each size up to a power of two. PyTorch's
+    keeps memory that a copy in flight uses; this memory is gone with the last of its tensors, which must outlive their copies.
+    """
 
     def __init__(self) -> None:
         self._held: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for numel, dtype in wanted]
         try:
-            tensors = [torch.zeros(numel, dtype=dtype, pin_memory=True) for numel, dtype in wanted]
-        except RuntimeError as error:
-            size = sum(numel * dtype.itemsize for numel, dtype in wanted)
+            memory = _page_locked(sum(sizes)) if any(sizes) else np.empty(0, dtype=np.uint8)
+        except (OSError, RuntimeError) as error:
             raise OffloadError(
-                f"cannot offload: {show_bytes(size)} of pinned memory are needed ({str(error).splitlines()[0]}): "
+                f"cannot offload: {show_bytes(sum(sizes))} of pinned memory are needed ({str(error).splitlines()[0]}): "
                 f"free host memory, split over more ranks, or do not offload"
             ) from error
+        tensors = []
+        for (numel, dtype), end, size in zip(wanted, accumulate(sizes), sizes):
+            own: Any = memory[end - size : end]
+            tensors.append(
+                torch.frombuffer(own, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+            )
         self._held.update((id(tensor), tensor) for tensor in tensors)
         return tensors
 
@@ -124,6 +138,28 @@ class PinnedMemory:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._held.values())
+
+
+def _page_locked(nbytes: int) -> NDArray[np.uint8]:
+    """Zeros in pages of their own, which are unlocked when no array or tensor refers to them.
+
+    Raises:
+        OSError, RuntimeError: there is no memory, or the limit of page-locked memory is reached.
+    """
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(pages, dtype=np.uint8)
+    address: int = memory.ctypes.data
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(address, len(memory), 0))
+    if status:
+        raise RuntimeError(f"cudaHostRegister returned error {status}")
+    weakref.finalize(memory, _unlock, cudart, pages, address).atexit = False
+    return memory
+
+
+def _unlock(cudart: Any, pages: mmap.mmap, address: int) -> None:
+    """Has the pages, which are unmapped after it."""
+    cudart.cudaHostUnregister(address)
 
 
 def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:

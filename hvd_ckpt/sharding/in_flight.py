@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -97,6 +98,7 @@ class InFlight:
         self._format = format
         self._scale = scale
         self._launches: deque[_Launch] = deque()
+        self._copied: Any = None  # on a CUDA device: the end of the copies to that memory so far
 
     def launch(self, group: Group, flat: torch.Tensor, position: int, number: int) -> None:
         """Sends a group's buffer at a position of the schedule, its launch ``number`` in this step."""
@@ -140,6 +142,7 @@ class InFlight:
             if launch.group.position == group.position:
                 launch.without.add(index)
         if group.position in self.shards:
+            self._wait_for_copies()
             self._clear_part(group, index, self.shards[group.position])
 
     def _clear_part(self, group: Group, index: int, shard: torch.Tensor) -> None:
@@ -148,9 +151,15 @@ class InFlight:
                 part.of(shard).zero_()
 
     def wait_all(self) -> None:
-        """Waits for everything."""
+        """Waits for everything; the host may read shards then."""
         while self._launches:
             self._wait()
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def _wait(self) -> None:
         launch = self._launches.popleft()
@@ -162,7 +171,9 @@ class InFlight:
             if position in self.shards:
                 self.shards[position].add_(result.to(self.shards[position].device))
             elif position in self._room:
-                self.shards[position] = self._room[position].copy_(result)
+                self.shards[position] = self._room[position].copy_(result, non_blocking=True)
+                if result.is_cuda:
+                    self._copied = torch.cuda.current_stream(result.device).record_event()
             else:
                 self.shards[position] = result
         self._release(position)

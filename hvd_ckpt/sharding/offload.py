@@ -8,7 +8,7 @@ gradients, as in ZeRO-Infinity (Rajbhandari et al., 2021): memory holds the unit
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,7 +117,7 @@ class Offload:
         """
         self.reserve(optimizer)
         for parameter in self._buffers:
-            self._store(optimizer, parameter)
+            self._store(optimizer, parameter, non_blocking=False)
 
     def step(self, optimizer: torch.optim.Optimizer, local_step: Callable[[], Any]) -> None:
         """One step, parameter by parameter.
@@ -146,16 +146,21 @@ class Offload:
                     self._memory.advise(buffer, soon=True)
                 with _alone(optimizer, group, parameter):
                     local_step()
-                self._store(optimizer, parameter)
+                self._store(optimizer, parameter, non_blocking=False)
 
-    def _store(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        """Copies state that is not there yet to its buffers, which may leave memory then."""
+    def _store(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, non_blocking: bool
+    ) -> list[torch.Tensor]:
+        """Copies state that is not there yet to its buffers, which may leave memory then; returns where it was."""
         state = optimizer.state.get(parameter, {})
+        copied = []
         for name, buffer in self._buffers[parameter].items():
             value = state.get(name)
             if value is not None and value is not buffer:
-                state[name] = buffer.copy_(value, non_blocking=True)
+                state[name] = buffer.copy_(value, non_blocking=non_blocking)
+                copied.append(value)
             self._memory.advise(buffer, soon=False)
+        return copied
 
     def _state_dtypes(
         self, optimizer: torch.optim.Optimizer, number: int, parameter: torch.Tensor
@@ -226,35 +231,48 @@ class Offload:
         local_step: Callable[[], Any],
         stepped: Sequence[tuple[dict[str, Any], torch.Tensor]],
     ) -> None:
-        """State is copied to the device before a parameter is stepped and back after it, on a second stream: while one is stepped,
-        the state of the next arrives and that of the last leaves."""
+        """State is copied to the device before a parameter is stepped, and back after it, on a stream for each direction:
+
+            arriving   load 1, load 2, load 3 .....
+            current            step 1, step 2 .....
+            leaving                    store 1 ....
+
+        The device has the state of three parameters at most. All of it is memory of the current stream, since the allocator keeps
+        that of each stream apart. It is given back once the current stream has waited for the copy that leaves, so it can be used
+        again at once, however far ahead of the device the host is."""
         current = torch.cuda.current_stream(self._device)
-        beside: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(current)
+        arriving, leaving = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stored: deque[tuple[Any, list[torch.Tensor]]] = (
+            deque()
+        )  # ends of copies, and the memory that they read
         arrived = None
         for (group, parameter), following in zip(stepped, [*stepped[1:], None]):
             if arrived is None:
-                arrived = self._load(optimizer, parameter, beside)
+                arrived = self._load(optimizer, parameter, arriving)
             current.wait_event(arrived)
+            if len(stored) == 2:
+                current.wait_event(stored[0][0])
+                stored.popleft()
             if following is not None:
-                arrived = self._load(optimizer, following[1], beside)
-            _used_on(current, optimizer.state.get(parameter, {}))
+                arrived = self._load(optimizer, following[1], arriving)
             with _alone(optimizer, group, parameter):
                 local_step()
-            done = current.record_event()
-            with torch.cuda.stream(beside):
-                beside.wait_event(done)
-                _used_on(beside, optimizer.state.get(parameter, {}))
-                self._store(optimizer, parameter)
-        beside.synchronize()
+            leaving.wait_stream(current)
+            with torch.cuda.stream(leaving):
+                copied = self._store(optimizer, parameter, non_blocking=True)
+            stored.append((leaving.record_event(), copied))
+            del copied
+        leaving.synchronize()
 
     def _load(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stream: Any) -> Any:
         """Begins to copy the state of a parameter to the device; returns the event that tells the end."""
         state = optimizer.state.get(parameter, {})
+        loaded = {name: buffer for name, buffer in self._buffers[parameter].items() if name in state}
+        state.update((name, torch.empty_like(buffer, device=self._device)) for name, buffer in loaded.items())
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory
         with torch.cuda.stream(stream):
-            for name, buffer in self._buffers[parameter].items():
-                if name in state:
-                    state[name] = buffer.to(self._device, non_blocking=True)
+            for name, buffer in loaded.items():
+                state[name].copy_(buffer, non_blocking=True)
             return stream.record_event()
 
 
@@ -291,10 +309,3 @@ def _hooks_once(optimizer: torch.optim.Optimizer, run: bool = True) -> Iterator[
             setattr(optimizer, name, hooks)
     for hook in list(after.values()) if run else ():
         hook(optimizer, (optimizer,), {})
-
-
-def _used_on(stream: Any, state: dict[str, Any]) -> None:
-    """The memory of these tensors is not given to others before the stream has done with it."""
-    for value in state.values():
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            value.record_stream(stream)

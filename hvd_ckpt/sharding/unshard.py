@@ -92,7 +92,8 @@ class _Flat:
 
     def keep(self, rank: int, format: WireFormat) -> None:
         """The shard gets its part of what ``whole`` has; exact values stay where it has what the format makes of them."""
-        own, exact = self.group.shard_of(self.whole, rank), self.shard.to(self.whole.device)
+        own = self.group.shard_of(self.whole, rank)
+        exact = self.shard.to(self.whole.device, non_blocking=True)
         if format.changes(self.group.dtype):
             own = torch.where(own == format.rounded(exact), exact, own)
         self.shard.copy_(own)
@@ -193,7 +194,9 @@ class UnitParameters:
             if not exactly and flat.source is not shard:  # what was gathered, rounded if the format does so
                 assert exchange.within is not None
                 exchange, shard, format = exchange.within, flat.source, FP32
-            shard = shard.to(flat.whole.device)
+            if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
+                place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
+                shard = place.copy_(shard, non_blocking=True)
             self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
         self._exact = exactly
 
@@ -270,7 +273,7 @@ class UnitParameters:
             flat.keep(rank, self._format)
             if within is not None and flat.current:
                 assert flat.secondary is not None
-                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
+                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank], non_blocking=True)
         self._release_shards()
         self._note(changed)
 
@@ -307,7 +310,7 @@ class UnitParameters:
         for flat in self._flats:
             if not flat.current:
                 assert flat.secondary is not None
-                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank])
+                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank], non_blocking=True)
                 flat.current = True
         self._release_shards()
 

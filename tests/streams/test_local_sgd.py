@@ -1,0 +1,59 @@
+"""Averages of local SGD on a device, with what is kept between them on the device or offloaded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from alike_ranks import AlikeRanks
+from streams import DEVICE, Simulation, check, own_stream, run
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.local_sgd.exchange import PeerExchange
+from hvd_ckpt.local_sgd.runs import Place, Segment
+from hvd_ckpt.local_sgd.weights import WeightRun
+from hvd_ckpt.sharding.exchange import Traffic
+from hvd_ckpt.sharding.formats import WIRE_FORMATS
+from hvd_ckpt.sharding.offload import Offload
+
+
+def average(simulation: Simulation, offload: bool, wire: str) -> None:
+    """Periods of steps, each with an average that the host reads, as a snapshot does."""
+    with AlikeRanks(simulation).running() as ranks:
+        parameter = nn.Parameter(torch.ones(500, device=DEVICE))
+        segment = Segment("weight", parameter, parameter, lambda: parameter)
+        place = Place(PeerExchange(ranks.process_set, [0, 1], "local", Traffic()))
+        make = (lambda device: Offload(None, device, parameters=True)) if offload else None
+        outer: Any = hc.Nesterov(lr=0.7)
+        averaged = WeightRun("weights", [segment], place, outer, WIRE_FORMATS[wire], make)
+        with own_stream(), torch.no_grad():
+            averaged.begin()
+            for _ in range(3):
+                parameter.add_(1)
+                averaged.send()
+                parameter.mul_(1.5)
+                averaged.combine([0.5, 0.5])
+                averaged.apply(delayed=True)
+                state = averaged.state_dict()
+                for name in ("anchor", "exact", "rest"):
+                    if state[name] is not None:
+                        float(state[name].sum())
+
+
+SCENARIOS = [
+    functools.partial(average, offload=offload, wire=wire)
+    for offload in (False, True)
+    for wire in ("fp32", "int8")
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_averages_have_no_race(scenario: Any) -> None:
+    assert not run(scenario).races
+
+
+def test_every_synchronization_is_needed() -> None:
+    assert check(*SCENARIOS)

@@ -1,0 +1,65 @@
+"""Messages between pipeline stages on a device."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from streams import DEVICE, Simulation, check
+
+from hvd_ckpt.pipeline.transport import Transport
+
+THREAD, TAG = "the network", 1
+
+
+class Loopback:
+    """A link to this process itself. It reads and writes the host's memory at any time until a request has been waited for."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._sent: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def send(self, memory: torch.Tensor, to: int, tag: int) -> list[Any]:
+        self._use(memory, write=False)
+        self._sent[tag].append(memory)
+        return [None]
+
+    def receive(self, memory: torch.Tensor, source: int, tag: int) -> list[Any]:
+        self._use(memory, write=True)
+        return [(memory, tag)]
+
+    def wait(self, request: Any, awaited: str, peer: int) -> None:
+        if request is not None:
+            memory, tag = request
+            sent = self._sent[tag].pop(0)
+            ctypes.memmove(memory.data_ptr(), sent.data_ptr(), memory.nbytes)
+        self._simulation.wait_for_thread(THREAD)
+
+    def is_sent(self, request: Any) -> bool:
+        return False
+
+    def _use(self, memory: torch.Tensor, write: bool) -> None:
+        with self._simulation.thread(THREAD):
+            time = self._simulation.launch(THREAD)
+            self._simulation.access(memory, THREAD, time, "a message", write)
+
+
+def messages(simulation: Simulation) -> None:
+    """The fourth is expected before it comes, and the last has another shape."""
+    grid: Any = SimpleNamespace(link=Loopback(simulation), name=str)
+    transport = Transport(grid)
+    for number in range(5):
+        value = torch.ones(64 if number < 4 else 32, device=DEVICE).mul_(number)
+        if number > 2:
+            transport.expect(0, TAG)
+        transport.send(value, 0, TAG)
+        (received,) = transport.receive(0, TAG, "the input").tensors
+        assert torch.equal(received.add_(1), value + 1)
+        transport.flush()
+
+
+def test_every_synchronization_is_needed() -> None:
+    assert len(check(messages)) == 1

@@ -1,0 +1,227 @@
+"""Sharded training on a device: shards and gradients in flight, wire formats, and loops on a stream of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from alike_ranks import AlikeRanks
+from horovod.torch.mpi_ops import Average
+from streams import DEVICE, Scenario, Simulation, check, own_stream, run, simulated
+from torch import nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flat import FlatParameters
+from hvd_ckpt.sharding.formats import FP32, WIRE_FORMATS, WireFormat
+from hvd_ckpt.sharding.layout import Layout
+from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.parameters import ShardedParameters
+from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.sharding import Masters, Sharding
+from hvd_ckpt.sharding.units import find_units
+
+_number = itertools.count(1)
+
+
+class Clamped(nn.Linear):
+    """Writes to its weight in its forward pass."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(input)
+
+
+def make_model(width: int = 32, layers: int = 4, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+    blocks = [nn.Sequential(kind(width, width), nn.Tanh()) for _ in range(layers)]
+    return nn.Sequential(*blocks)
+
+
+class Job:
+    """A model whose parameters are split, with the parts of ``DistributedOptimizer``.
+
+    Args:
+        ranks: all alike.
+        offload: as of ``DistributedOptimizer``.
+        gradients, weights: wire formats.
+        within: the ranks are also a group that keeps a second copy.
+    """
+
+    def __init__(
+        self,
+        ranks: AlikeRanks,
+        model: nn.Sequential,
+        offload: str | None = None,
+        gradients: WireFormat = FP32,
+        weights: WireFormat = FP32,
+        within: bool = False,
+    ) -> None:
+        identity = next(_number)
+        self.model = model
+        size = ranks.process_set.size()
+        exchange, layout = Exchange(ranks.process_set, f"streams.{identity}"), Layout(size)
+        if within:
+            exchange.divide(ranks.process_set)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        units = [
+            (unit.modules, layout.add([(names[id(one)], one) for one in unit.parameters]))
+            for unit in find_units(model, list(model))
+        ]
+        state = Offload(None, DEVICE, offload == "parameters") if offload else None
+        shards = state if offload == "parameters" else None
+        store = ShardedParameters(model, layout, units, exchange, weights, shards)
+        self.sharding = Sharding(3, layout, exchange, store, state, Masters(False, None), float("inf"))
+        pieces = self.sharding.add_param_group(layout.parameters)
+        self.optimizer = torch.optim.AdamW(pieces, lr=0.01)
+        self.reducer = ShardReducer(layout, exchange, gradients, 1 / size, 1.0, 1, Average, shards, store)
+        self.reducer.begin(self.optimizer)
+        self.reducer.rename(identity, 0)
+
+    def step(self, batch: torch.Tensor, passes: int = 1) -> None:
+        for number in range(passes):
+            if number:  # a gradient is dropped by hand after it has left
+                self.model[-1][0].weight.grad = None
+            self.model(batch).square().mean().backward()
+        self.reducer.synchronize()
+        self.sharding.take_gradient_shards(self.reducer)
+        take = functools.partial(type(self.optimizer).step, self.optimizer)
+        offload = self.sharding.offload
+        take() if offload is None else offload.step(self.optimizer, take)
+        used = list(self.reducer.used)
+        self.reducer.consume()
+        self.sharding.drop_gradients()
+        self.sharding.shards_changed(used)
+
+    def read(self) -> list[float]:
+        """The weights as the host reads them: whole ones, and before and after that the shards, as a snapshot does."""
+        found = []
+        for own in (False, True, False):
+            with self.sharding.store.gathered() if own else contextlib.nullcontext():
+                read = self.model.parameters() if own else self.sharding.store.shards
+                found += [float(tensor.detach().sum()) for tensor in read]
+        return found
+
+
+@contextlib.contextmanager
+def alike_ranks(simulation: Simulation, ranks: int = 2, looks: int = 0) -> Iterator[AlikeRanks]:
+    """Within it the simulation sees what hooks do, which hide it from modes."""
+    with (
+        AlikeRanks(simulation, ranks, looks).running() as alike,
+        mock.patch("hvd_ckpt.sharding.passes._quietly", torch.no_grad),
+    ):
+        yield alike
+
+
+def train(
+    simulation: Simulation,
+    ranks: int = 2,
+    steps: int = 3,
+    passes: int = 1,
+    kind: type[nn.Linear] = nn.Linear,
+    **options: Any,
+) -> list[float]:
+    """Steps, before each of which the host reads weights, on a stream of their own."""
+    torch.manual_seed(0)
+    with alike_ranks(simulation, ranks) as alike:
+        job = Job(alike, make_model(kind=kind).to(DEVICE), **options)
+        batch = torch.ones(8, 32, device=DEVICE)
+        with own_stream():
+            for _ in range(steps):
+                job.read()
+                job.step(batch, passes)
+            return job.read()
+
+
+def training(**options: Any) -> Scenario:
+    return functools.partial(train, **options)
+
+
+SCENARIOS = {
+    "stage 3": training(),
+    "one rank": training(ranks=1),
+    "offload of state": training(offload="optimizer"),
+    "offload of parameters": training(offload="parameters"),
+    "offload of parameters on one rank": training(offload="parameters", ranks=1),
+    "two backward passes": training(passes=2),
+    "two backward passes and offload of parameters": training(passes=2, offload="parameters"),
+    "second copy": training(within=True),
+    "second copy and offload of parameters": training(within=True, offload="parameters"),
+    "written weights": training(kind=Clamped, within=True, offload="parameters"),
+    "int8": training(gradients=WIRE_FORMATS["int8"], weights=WIRE_FORMATS["int8"]),
+    "int4 and bf16": training(gradients=WIRE_FORMATS["int4"], weights=WIRE_FORMATS["bf16"]),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_training_has_no_race(name: str) -> None:
+    assert not run(SCENARIOS[name]).races
+
+
+def test_every_synchronization_is_needed() -> None:
+    assert check(*SCENARIOS.values())
+
+
+def test_offload_changes_no_result() -> None:
+    with simulated() as simulation:
+        expected = train(simulation)
+        for offload in ("optimizer", "parameters"):
+            assert train(simulation, offload=offload) == pytest.approx(expected, rel=1e-5)
+
+
+def flat(simulation: Simulation, format: WireFormat) -> None:
+    """Weights of stage 1, which are gathered on a stream of its own after each step."""
+    with AlikeRanks(simulation).running() as ranks:
+        model, exchange, layout = make_model().to(DEVICE), Exchange(ranks.process_set, "flat"), Layout(2)
+        layout.add(list(model.named_parameters()), 1 << 13)
+        store = FlatParameters(layout, exchange, format)
+        with own_stream(), torch.no_grad():
+            for _ in range(3):
+                for shard in store.shards:
+                    shard.add_(1)
+                store.shards_changed()
+                model(torch.ones(2, 32, device=DEVICE)).sum().item()
+
+
+@pytest.mark.parametrize("format", WIRE_FORMATS.values(), ids=WIRE_FORMATS)
+def test_flat_parameters_have_no_race(format: WireFormat) -> None:
+    assert not run(functools.partial(flat, format=format)).races
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer", "parameters"])
+def test_the_host_does_not_wait_in_passes(offload: str | None) -> None:
+    with simulated() as simulation, alike_ranks(simulation) as ranks:
+        job, batch = Job(ranks, make_model().to(DEVICE), offload), torch.ones(8, 32, device=DEVICE)
+        job.step(batch)
+        simulation.waits.clear()
+        job.model(batch).square().mean().backward()
+        assert not simulation.waits
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer", "parameters"])
+def test_the_device_takes_what_is_estimated(offload: str | None) -> None:
+    """Where communication takes long, so that as much is in flight as may be."""
+    width = 1024
+    with simulated() as simulation, alike_ranks(simulation, looks=50) as ranks:
+        model, batch = make_model(width).to(DEVICE), torch.ones(32, width, device=DEVICE)
+        estimate = hc.estimate_memory(
+            model,
+            2,
+            "parameters",
+            offload,
+            sample=batch,
+            loss=lambda output: output.square().mean(),
+            units=list(model),
+        )
+        before = simulation.allocator.allocated - sum(one.nbytes for one in model.parameters())
+        job = Job(ranks, model, offload)
+        for _ in range(3):
+            simulation.allocator.restart()
+            job.step(batch)
+        assert simulation.allocator.reserved - before == pytest.approx(estimate.peak, rel=0.1)
