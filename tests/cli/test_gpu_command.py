@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvd_ckpt.bench.gpu import command, machine
-from hvd_ckpt.bench.gpu.command import CHECKS, Check
+from hvd_ckpt.bench.gpu.command import CHECKS, Check, Session
 from hvd_ckpt.bench.gpu.job import Outcome
+from hvd_ckpt.bench.gpu.machine import Builds
 from hvd_ckpt.cli.main import main
 from hvd_ckpt.install import offline
 
@@ -65,22 +66,21 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_that_fails_or_hangs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fast(session: Any, seconds: float) -> Outcome:
+    def look(session: Session, seconds: float) -> Outcome:
+        session.builds = Builds({"gpus": 0}, {"gloo": True})
         return Outcome("fine")
 
+    def hang(session: Session, seconds: float) -> Outcome:
+        command.run_command(session, "hanging", ["sleep", "99"], seconds)
+        return Outcome("never")
+
     checks = (
-        Check("machine", fast, 9, ()),
+        Check("machine", look, 9, ()),
         Check("unknown", "checks.unknown", 60, ()),
-        Check(
-            "hanging",
-            lambda session, seconds: command.run_command(session, "hang", ["sleep", "99"], 1),
-            9,
-            (),
-        ),  # type: ignore[arg-type,return-value]
-        Check("after", fast, 9, ()),
+        Check("hanging", hang, 1, ()),
+        Check("after", look, 9, ()),
     )
     monkeypatch.setattr(command, "CHECKS", checks)
-    monkeypatch.setattr(command.Session, "builds", machine.Builds({"gpus": 0}, {"gloo": True}), raising=False)
     result = doctor("--gpu", "--device", "cpu", "--output", str(tmp_path / "report"))
     assert result.exit_code == 1, result.output
     rows = rows_of(tmp_path / "report")

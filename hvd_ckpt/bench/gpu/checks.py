@@ -199,7 +199,7 @@ def planner(job: CheckJob) -> Outcome:
         model.zero_grad()
         loss(model(inputs)).backward()  # type: ignore[no-untyped-call]
         return {
-            name: parameter.grad.cpu()
+            name: parameter.grad.cpu().clone()
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         }

@@ -273,7 +273,7 @@ def _row(check: Check, session: Session, end: float, rows: Sequence[Row]) -> Row
     begun = time.monotonic()
     seconds = min(check.seconds, end - begun)
     row.text = next(filter(None, (NEEDS[name](session) for name in check.needs)), "")
-    if not row.text and seconds < LEAST_SECONDS:
+    if not row.text and end - begun < LEAST_SECONDS:
         row.text = "the time is over: give more --minutes, or name checks with --only"
     if row.text:
         return row
@@ -302,7 +302,7 @@ def _outcome(check: Check, session: Session, ranks: int, seconds: float) -> Outc
     staged = session.builds.staged if check.several and session.gpus == 1 else None
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(staged or {}), **check.environment}
     controller = "gloo" if session.builds.horovod["gloo"] else "mpi"
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // session.ranks())  # the same for all checks, as bits depend on it
     return run_job(job, Outcome, controller, seconds, threads=threads, environment=environment)[0]
 
 

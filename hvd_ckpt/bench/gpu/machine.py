@@ -59,7 +59,8 @@ def answer(
 
 def gpus() -> list[str]:
     """A line for each GPU that the driver shows: name, memory, compute capability, driver, MIG mode."""
-    return (answer(["nvidia-smi", *QUERY]) or "").splitlines()
+    found = answer(["nvidia-smi", *QUERY]) or answer(["nvidia-smi", "-L"])  # an old driver knows fewer facts
+    return (found or "").splitlines()
 
 
 def system_facts(device: str) -> dict[str, str]:
