@@ -27,7 +27,7 @@ __all__ = [
     "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
-OLDEST = (2, 13)  # 2.12 frees saved tensors that the replay of a tape reads; setup.cfg asks for the same
+OLDEST = (2, 6)  # setup.cfg asks for the same
 
 ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
     (torch.Tensor, ("_version", "_backward_hooks")),

@@ -17,6 +17,7 @@ from hvd_ckpt.recompute.tape import Policy
 
 _EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
 _PRICES = 20
+_LOOKS = 200_000  # calls that the estimates of a descent look at: a second, whatever the block
 _COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried
 _MATMULS = frozenset(
     {
@@ -84,19 +85,21 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
     }
     seconds = sum(own.values())
     again = {number: _closure(trace, number, dropped) for number in breaks if number in groups}
-    for group in {id(group): group for group in groups.values()}.values():
+    distinct = {id(group): group for group in groups.values()}.values()
+    for group in distinct:
         entered = {source for number in group for source, _ in calls[number].reads if source in breaks}
         seconds += sum(calls[one].seconds for source in entered - group for one in again.get(source, ()))
-    working = max((_retained(trace, group) for group in groups.values()), default=0)
+    working = max((_retained(trace, group) for group in distinct), default=0)
     return Estimate(sum(trace.memory[place] for place in kept), seconds, working)
 
 
 def _join(groups: dict[int, set[int]], one: int, other: int) -> None:
     """Makes one group of the groups of two calls."""
     if groups[one] is not groups[other]:
-        merged = groups[one] | groups[other]
-        for member in merged:
-            groups[member] = merged
+        fewer, more = sorted((groups[one], groups[other]), key=len)
+        more |= fewer
+        for member in fewer:
+            groups[member] = more
 
 
 def _only_inner(trace: Trace, number: int, read: set[int]) -> bool:
@@ -180,7 +183,8 @@ def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
 
 
 def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
-    """For many prices of a byte: change one node or two neighbours for as long as that makes the sum smaller."""
+    """For many prices of a byte: change one node or two neighbours for as long as that makes the sum smaller. In large blocks the
+    descent ends early."""
     pool: dict[frozenset[int], Estimate] = {}
 
     def look(dropped: frozenset[int]) -> Estimate:
@@ -194,14 +198,17 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
     rate = max(drop.seconds, 1e-9) / max(keep.kept - drop.kept, 1)
     for start in (frozenset[int](), everything):
         current = start
+        most = len(pool) + _LOOKS // len(trace.calls)
         for step in range(_PRICES):
             power = step - _PRICES / 2 if start == frozenset() else _PRICES / 2 - step
             price = rate * 2.0 ** (power / 2)
             better = True
-            while better:
+            while better and len(pool) < most:
                 better = False
                 for move in moves:
                     for changed in (current | move, current - move):
+                        if changed == current:
+                            continue
                         cost, now = look(changed), look(current)
                         if cost.seconds + price * cost.kept < now.seconds + price * now.kept - 1e-15:
                             current, better = changed, True

@@ -62,14 +62,14 @@ class Keeper:
 class _Slot:
     """One collected tensor. It goes when the last one who was promised it goes."""
 
-    __slots__ = ("changed", "node", "stride", "tensor", "version")
+    __slots__ = ("changed", "saved", "stride", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, stride: tuple[int, ...] | None) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.changed = version
         self.stride = stride
-        self.node: Any = None
+        self.saved: Any = None  # an output whose graph holds the tensor
 
     def elsewhere(self, tensor: Tensor) -> bool:
         """Whether the memory is that of another tensor by now, because a split parameter has left it."""
@@ -78,17 +78,18 @@ class _Slot:
     def save(self, root: Tensor) -> None:
         assert self.tensor is not None
         self.changed = version_of(self.tensor)
-        self.node = _Save.apply(root, self.tensor).grad_fn  # type: ignore[no-untyped-call]
+        # The output is kept beside its node: PyTorch before 2.13 frees what a node has saved together with its output.
+        self.saved = _Save.apply(root, self.tensor)  # type: ignore[no-untyped-call]
         self.tensor = None
 
     def get(self) -> Tensor:
         if self.tensor is None:
-            (saved,) = self.node.saved_tensors
-            self.tensor = _in_layout(saved, self.stride)
+            (saved,) = self.saved.grad_fn.saved_tensors
+            self.tensor = in_layout(saved, self.stride)
         return self.tensor
 
 
-def _in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+def in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """The tensor with those strides, which decide on what a call saves; hooks may have given back others."""
     if stride is None or tensor.stride() == stride:
         return tensor

@@ -52,7 +52,7 @@ class Report:
 
     Attributes:
         wanted: this rank asks for the resynchronization.
-        error: a sentence that must be raised on every rank.
+        error: must be raised on every rank.
         void: parameters whose bucket was sent empty, because the model was converted.
         replaced: parameters whose gradient was replaced or dropped by hand while its bucket was in flight.
         sent: parameters whose gradient has left with its bucket, and is not kept here.
@@ -61,7 +61,7 @@ class Report:
     """
 
     wanted: bool = False
-    error: str | None = None
+    error: Exception | None = None
     void: list[int] = field(default_factory=list)
     replaced: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -79,6 +79,17 @@ def sent_in_buckets(assignment: BucketAssignment) -> list[int]:
     ]
 
 
+def raise_first(errors: Sequence[Exception | None]) -> None:
+    """Raises the error of the first rank that has one, with its number.
+
+    Args:
+        errors: of all ranks, in rank order.
+    """
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise type(error)(f"rank {rank}: {error}")
+
+
 def check_reports(reports: Sequence[Report]) -> None:
     """Raises, the same on every rank, if the ranks cannot continue together.
 
@@ -86,12 +97,11 @@ def check_reports(reports: Sequence[Report]) -> None:
         reports: of all ranks, in rank order.
 
     Raises:
+        RecomputationMismatch: a rank has recomputed other values.
         RuntimeError: gradients in flight were changed in place, or only on some ranks replaced, dropped or converted.
         ValueError: the ranks' parameters differ.
     """
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise RuntimeError(f"rank {rank}: {report.error}")
+    raise_first([report.error for report in reports])
     check_parameters([report.table for report in reports])
     names = [facts.name for facts in reports[0].table]
     for rank, report in enumerate(reports):

@@ -97,6 +97,10 @@ class Reducer(OwningReducer):
                 self.own([index])
         self._watch_sums()
 
+    @property
+    def _process_set(self) -> Any:
+        return self._communicator.process_set
+
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
@@ -200,7 +204,8 @@ class Reducer(OwningReducer):
         assignment = self.assignment
         self.hook_parameters()
         replaced = self._modified.find_replaced(assignment)
-        error = self._report.error = self._modified.error
+        modified = RuntimeError(self._modified.error) if self._modified.error else None
+        error = self._report.error = self._mismatch or modified
         self._report.wanted |= bool(replaced or error) or len(assignment.parameters) != self._known
         values, scale = self._reduce_buckets()
         flags = ControlFlags.of(values[: -self.weights.size])
@@ -388,6 +393,7 @@ class Reducer(OwningReducer):
             self.stats.close_step(self._step)
         self._step = StepStats()
         self._report = Report()
+        self._mismatch = None
         self._modified.clear()
         self._in_flight.clear()
         self._watched.clear()

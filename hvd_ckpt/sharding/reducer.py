@@ -23,6 +23,8 @@ import torch
 from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.late import raise_first
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
@@ -50,6 +52,7 @@ class ControlFlags(NamedTuple):
         converted: 1 + the number of a parameter that was converted, or 0.
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
+        failed: a rank has recomputed other values.
         written, unwritten: stand for what the rank has written to weights; one is the other times -1.
     """
 
@@ -61,11 +64,12 @@ class ControlFlags(NamedTuple):
     converted: float
     position: float
     unsteady: float
+    failed: float
     written: float
     unwritten: float
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 6]."""
+        """The flags, float32 [2 * parameters + 2 * groups + 7]."""
         values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 
@@ -155,6 +159,10 @@ class ShardReducer(OwningReducer):
     def used(self) -> list[bool]:
         """Of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`."""
         return self._sent.held
+
+    @property
+    def _process_set(self) -> Any:
+        return self._exchange.process_set
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -265,6 +273,7 @@ class ShardReducer(OwningReducer):
         """Reduces what is left of this step's gradients. Collective; afterwards :attr:`used` and :meth:`shard` tell the result.
 
         Raises:
+            RecomputationMismatch: a rank has recomputed other values; the same on every rank.
             RuntimeError: a parameter was converted after it was laid out; the same on every rank.
             horovod.common.exceptions.HorovodInternalError: a rank has gone.
         """
@@ -282,6 +291,8 @@ class ShardReducer(OwningReducer):
         self._launch_up_to(self._agreed)
         flags, values = self._exchange_flags(unsteady)
         self.noticed, self.notice = flags.notice > 0, False
+        if flags.failed:
+            raise_first(allgather_objects(self._mismatch, self._process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
         if self._store is not None:
@@ -365,6 +376,7 @@ class ShardReducer(OwningReducer):
             converted=float(max(converted, default=0)),
             position=float(schedule.position),
             unsteady=float(unsteady),
+            failed=float(self._mismatch is not None),
             written=written,
             unwritten=-written,
         )
@@ -418,6 +430,7 @@ class ShardReducer(OwningReducer):
             self.stats.close_step(self._step)
         self._step = StepStats()
         self._sent.clear()
+        self._mismatch = None
         self.active = False
 
     def forget_step(self) -> None:

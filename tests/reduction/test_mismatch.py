@@ -1,0 +1,69 @@
+"""A recomputation that gives other values on one rank alone is an error on every rank, and names the module."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_ckpt as hc
+
+pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
+
+WAYS: dict[str, dict[str, Any]] = {
+    "buckets": {},
+    "passes": {"backward_passes_per_step": 2},
+    "replicas": {"replicas": 4},
+    "stage 1": {"shard": "optimizer"},
+    "stage 2": {"shard": "gradients"},
+    "stage 3": {"shard": "parameters"},
+}
+
+
+class Forgetful(nn.Module):
+    """Counts its passes, recomputations too, and scales by the count on some ranks."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.broken = broken
+        self.count = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        out: torch.Tensor = self.linear(x) * (self.count if self.broken else 1)
+        return out.sin()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_mismatch_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> None:
+    if way == "replicas" and hc.size() not in (2, 4):
+        pytest.skip("replicas are a power of two")
+    torch.manual_seed(0)
+    last = hc.size() - 1
+    model = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == last), nn.Linear(4, 1))
+    options = {"model": model, **WAYS[way]} if way == "replicas" else WAYS[way]
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
+    )
+
+    def backward() -> None:
+        passes = options.get("backward_passes_per_step", 1)
+        contexts = optimizer.local_replicas() if way == "replicas" else [nullcontext()] * passes
+        for context in contexts:
+            with context:
+                hidden = hc.checkpoint(model[1], model[0](torch.randn(3, 4)), use_reentrant=reentrant)
+                model[2](hidden).sum().backward()
+
+    backward()
+    with pytest.raises(hc.RecomputationMismatch, match=f"rank {last}: .*Forgetful"):
+        optimizer.step()
+    model[1].broken = False
+    for _ in range(2):  # training may go on
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
