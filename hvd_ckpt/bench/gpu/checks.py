@@ -180,7 +180,8 @@ def offload(job: CheckJob) -> Outcome:
     expect(same_bits(*ended), "a run with offload ends in other bits")
     saved = (kept - offloaded) / state_bytes
     text = f"state {mebibytes(state_bytes)} MiB; peak {mebibytes(kept)} MiB, with offload {mebibytes(offloaded)} MiB"
-    expect(saved >= 0.5, f"{text}: offload saves {saved:.0%} of the state")
+    # On the CPU the state is in memory-mapped files, which count as allocated.
+    expect(device.type == "cpu" or saved >= 0.5, f"{text}: offload saves {saved:.0%} of the state")
     return Outcome(f"{text}; same bits", {"state": state_bytes, "peak": kept, "offloaded_peak": offloaded})
 
 
@@ -207,7 +208,8 @@ def planner(job: CheckJob) -> Outcome:
     kept = gradients()
     peak = hc.measure_peak(lambda: loss(model(inputs)).backward(), device).peak_bytes  # type: ignore[no-untyped-call]
     exact = hc.plan(model, inputs, loss=loss, budget="min", chunk_head=False)
-    half = hc.plan(model, inputs, loss=loss, budget=None if job.tiny else "0.5x")
+    budget = "0.8x" if job.tiny else "0.5x"
+    half = hc.plan(model, inputs, loss=loss, budget=budget)
     exact.apply(model)
     expect(same_bits(kept, gradients()), "gradients with a plan have other bits than without")
     half.apply(model)
@@ -218,7 +220,7 @@ def planner(job: CheckJob) -> Outcome:
     ).peak_bytes
     predicted = half.predicted.peak_bytes if half.predicted is not None else 0
     text = (
-        f"without a plan {mebibytes(peak)} MiB; at 0.5x predicted {mebibytes(predicted)}, measured {mebibytes(measured)} MiB; "
+        f"without a plan {mebibytes(peak)} MiB; at {budget} predicted {mebibytes(predicted)}, measured {mebibytes(measured)} MiB; "
         "same bits without a chunked head"
     )
     expect(

@@ -302,7 +302,9 @@ def _outcome(check: Check, session: Session, ranks: int, seconds: float) -> Outc
     staged = session.builds.staged if check.several and session.gpus == 1 else None
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(staged or {}), **check.environment}
     controller = "gloo" if session.builds.horovod["gloo"] else "mpi"
-    threads = max(1, len(os.sched_getaffinity(0)) // session.ranks())  # the same for all checks, as bits depend on it
+    threads = max(
+        1, len(os.sched_getaffinity(0)) // session.ranks()
+    )  # the same for all checks, as bits depend on it
     return run_job(job, Outcome, controller, seconds, threads=threads, environment=environment)[0]
 
 
