@@ -82,7 +82,7 @@ def optimizer(job: CheckJob) -> Outcome:
     error = expect_close(first, sizes, hc.size(), "DistributedOptimizer")
     expect(same_bits(first, train(sizes, device)), "the same run twice ends in different bits")
     if device.type == "cuda":
-        stream = torch.cuda.Stream(device)
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             beside = train(sizes, device)

@@ -206,6 +206,7 @@ CHECKS = (
     Check("compare", compare, 300),
 )
 
+STAGED = f"several ranks on one GPU need a Horovod that stages through the host: {machine.BUILD_STAGED}"
 NEEDS: dict[str, Callable[[Session], str]] = {
     "torch": lambda session: "PyTorch does not load" if "error" in session.builds.torch else "",
     "horovod": lambda session: (
@@ -218,8 +219,6 @@ NEEDS: dict[str, Callable[[Session], str]] = {
     "ranks": lambda session: "" if session.gpus != 1 or session.builds.staged is not None else STAGED,
 }
 """Why a check cannot run, or an empty text."""
-
-STAGED = f"several ranks on one GPU need a Horovod that stages through the host: {machine.BUILD_STAGED}"
 
 
 def _of_device(session: Session) -> str:

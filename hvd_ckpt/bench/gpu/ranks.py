@@ -79,7 +79,8 @@ def batchnorm(job: CheckJob) -> Outcome:
         for step in range(STEPS):
             inputs, targets = whole_batch(step)
             optimizer.zero_grad()
-            functional.cross_entropy(model(inputs[part].to(like)), targets[part].to(like.device)).backward()
+            loss = functional.cross_entropy(model(inputs[part].to(like)), targets[part].to(like.device))
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     expected, model = make().double(), make()

@@ -118,7 +118,7 @@ def reference(sizes: Gpt, ranks: int, steps: int = STEPS) -> State:
         optimizer.zero_grad()
         for rank in range(ranks):
             inputs, targets = batch_of(sizes, step, rank)
-            (sizes.loss(model(inputs), targets) / ranks).backward()
+            (sizes.loss(model(inputs), targets) / ranks).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model.state_dict()
 
