@@ -126,18 +126,19 @@ install_requirements() {
 
 install_offline() {
     # PyTorch and what else is missing in the folder are those of the Python that .venv is made with; wheels in it come first.
-    local folder="$1" python packages
-    local wheels=("$folder"/*.whl)
-    [[ -f "${wheels[0]}" ]] || die "--offline: '$folder' holds no wheels; hvd-ckpt doctor --fill FOLDER fills a folder elsewhere."
+    local folder="$1" python hash
+    local wheels=("$folder"/*.whl) packages=("$venv"/lib/python*/site-packages)
+    hash="$(hash_of "${wheels[@]}")"
+    if is_done offline "$hash"; then return; fi
     python="$(find_python)"
-    packages="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     "$python" -c '
 import site
-print(*site.getsitepackages(), site.getusersitepackages(), sep="\n")' >"$packages/machine.pth"
+print(*site.getsitepackages(), site.getusersitepackages(), sep="\n")' >"${packages[0]}/machine.pth"
     "$venv/bin/python" -c 'import torch' >&2 ||
         die "PyTorch is not there for $python: name the Python that has it with PYTHON=/path/to/python3."
-    install_with_pip --quiet --no-index --find-links "$folder" "${wheels[@]}" ||
+    install_with_pip --quiet --no-index --no-deps --ignore-installed "${wheels[@]}" ||
         die "the wheels in '$folder' could not be installed; the reason is above."
+    mark_done offline "$hash"
 }
 
 install_package() {
@@ -202,10 +203,14 @@ fi
 offline=""
 if [[ "${1:-}" == gpu ]]; then
     for ((i = 2; i <= $#; i++)); do
+        next=$((i + 1))
         case "${!i}" in
-            --offline) next=$((i + 1)); offline="${!next:-}" ;;
+            --offline) offline="${!next:-}" ;;
             --offline=*) offline="${!i#*=}" ;;
+            *) continue ;;
         esac
+        compgen -G "$offline/*.whl" >/dev/null ||
+            die "--offline: the folder '$offline' holds no wheels; hvd-ckpt doctor --fill FOLDER fills one elsewhere."
     done
 fi
 set_up "${1:-}"

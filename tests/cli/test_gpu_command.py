@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from hvd_ckpt.bench.gpu import command, machine
@@ -63,6 +64,19 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         len(result.output.splitlines()) == 1 and "nvcc" in result.output and "--device cpu" in result.output
     )
+
+
+def test_a_pytorch_for_the_cpu_on_a_machine_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch finds a GPU")
+    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H100"])
+    result = doctor("--gpu", "--only", "optimizer", "--output", str(tmp_path / "report"))
+    assert result.exit_code == 1, result.output
+    rows = rows_of(tmp_path / "report")
+    assert rows["machine"]["verdict"] == "FAILED" and torch.__version__ in rows["machine"]["text"]
+    assert rows["optimizer"]["verdict"] == "skipped" and rows["optimizer"]["text"]
 
 
 def test_a_check_that_fails_or_hangs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
