@@ -115,10 +115,9 @@ def look_at_machine(session: Session, seconds: float) -> Outcome:
         raise JobError(
             f"PyTorch {torch['version']} {why}: install one for this machine's driver, as pytorch.org says"
         )
-    missing = [name for name, found in session.facts.items() if not found and name != "topology"]
-    if missing:
-        raise JobError(f"not found: {', '.join(missing)}")
-    return Outcome(session.facts["GPUs"] if session.device == "cuda" else session.facts["system"])
+    found = session.facts["GPUs"] if session.device == "cuda" else session.facts["system"]
+    missing = [name for name, text in session.facts.items() if not text and name != "topology"]
+    return Outcome(f"{found}; not found: {', '.join(missing)}" if missing else found)
 
 
 def build(session: Session, seconds: float) -> Outcome:

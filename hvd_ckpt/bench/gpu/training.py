@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
@@ -110,6 +111,7 @@ def train(
     return state
 
 
+@functools.cache
 def reference(sizes: Gpt, ranks: int, steps: int = STEPS) -> State:
     """The weights that :func:`train` should reach over so many ranks: one process on the CPU, in float64, without this library."""
     model = start(sizes).double()
