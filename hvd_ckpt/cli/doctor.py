@@ -325,7 +325,7 @@ def fill_folder(folder: Path, python: str) -> None:
     """
     try:
         files, left_out = fill(folder, python)
-    except (BuildError, OSError) as error:
+    except (BuildError, OSError, ValueError) as error:
         raise BadArgument(f"--fill: {error}") from None
     size = sum(file.stat().st_size for file in files) / 2**20
     click.echo(f"{folder}: {len(files)} files, {size:.1f} MiB, for Python {python}")

@@ -16,7 +16,6 @@ from pathlib import Path
 from hvd_ckpt.folders import cache_folder
 from hvd_ckpt.install.build_horovod import obtain_sdist
 from hvd_ckpt.install.prerequisites import first_error
-from hvd_ckpt.install.recipe import BuildError
 
 LIMIT = 40 * 2**20
 THERE = ("torch",)  # on that machine
@@ -45,12 +44,13 @@ def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
         python: version of the Python that the wheels are for, such as ``3.12``.
 
     Raises:
-        BuildError: something could not be downloaded, or the folder is not empty.
+        ValueError: wheels could not be downloaded, or an argument is wrong.
+        BuildError: Horovod's source archive could not be downloaded.
     """
     if not all(part.isdecimal() for part in python.split(".")) or python.count(".") != 1:
-        raise BuildError(f"--python {python}: give two numbers, such as 3.12")
+        raise ValueError(f"--python {python}: give two numbers, such as 3.12")
     if folder.exists() and any(folder.iterdir()):
-        raise BuildError(f"the folder {folder} is not empty: give a new one")
+        raise ValueError(f"the folder {folder} is not empty: give a new one")
     folder.mkdir(parents=True, exist_ok=True)
     cache, _ = cache_folder()
     log = cache / "logs" / "offline.log"
@@ -71,7 +71,7 @@ def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
                 for file in files:
                     shutil.move(file, folder)
     if _size(folder) > LIMIT:
-        raise BuildError(f"the files in {folder} are more than {LIMIT >> 20} MiB")
+        raise ValueError(f"the files in {folder} are more than {LIMIT >> 20} MiB")
     return sorted(folder.iterdir()), left_out
 
 
@@ -87,7 +87,7 @@ def _download(requirements: list[str], folder: Path, python: str) -> None:
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         why = first_error(lines) or (lines or ["no reason was given"])[-1]
-        raise BuildError(f"wheels for Python {python} could not be downloaded: {why}")
+        raise ValueError(f"wheels for Python {python} could not be downloaded: {why}")
 
 
 def _size(folder: Path) -> int:
