@@ -186,6 +186,7 @@ class Region:
         self._verification = self._pass.verification
         self._saves = saves
         self._observed: list[Observation] = []
+        self._watched: Watch | None = None  # while the first pass is running
         self._filled_late: list[torch.Tensor] = []  # for what the last operation saves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +210,11 @@ class Region:
         return result
 
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_middle = self._state.note_written()
+        if self._watched is not None:
+            self._watched.finish()
+        if self._verification is not None:
+            self._verification.is_over = not is_middle
         if self._state.lost:
             raise RecomputationMismatch(
                 f"'{self._state.lost[0]}', which earlier forward passes of {title_of(self.function)} did not write, was written in "
@@ -231,7 +237,7 @@ class Region:
             synchronized_once(self._synchronized),
             watched as watch,
         ):
-            if self._pass.verification is None:
+            if self._pass.verification is None and not is_middle:
                 self._pass.recomputed()
             result = self.function(*args, **kwargs)
             if watch is not None:
@@ -252,6 +258,8 @@ class Region:
             yield functools.partial(self._note_results, note)
             return
         watch = Watch(note, is_first)
+        if is_first:
+            self._watched = watch
         try:
             with watch.hooks(*hooks):
                 yield lambda result: None
@@ -265,6 +273,8 @@ class Region:
             raise
         finally:
             watch.finish()
+            if is_first:
+                self._watched = None
 
     def _note_results(self, note: Callable[..., None], result: Any) -> None:
         if not self._saves:

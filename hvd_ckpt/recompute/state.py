@@ -24,7 +24,7 @@ from torch.nn.attention import sdpa_kernel
 
 from hvd_ckpt.frames import aside
 from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
-from hvd_ckpt.recompute.written import Written, namespaces_of
+from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
 from hvd_ckpt.torch_private import DisableTorchFunction
 
 
@@ -54,6 +54,7 @@ class ForwardState:
         self._learn = learn
         self._preserve_random, self._generators = preserve_random, generators
         self._random: list[_Source] = []
+        self._spaces: list[Namespace] | None = None  # while the pass is running
         self._written: list[Written] = []
         self.lost: list[str] = []
         """Names of written tensors whose values from before the pass are not known."""
@@ -64,19 +65,32 @@ class ForwardState:
     def first_pass(self) -> Iterator[None]:
         """Around the first run of the function."""
         with DisableTorchFunction():
-            spaces = namespaces_of(self._modules, self._tensors, self._learn)
+            self._spaces = namespaces_of(self._modules, self._tensors, self._learn)
         generators = {id(one): one for one in self._generators}
-        generators.update((id(one), one) for space in spaces for one in space.generators)
+        generators.update((id(one), one) for space in self._spaces for one in space.generators)
         if self._preserve_random:
             self._random = [*_global_sources(), *map(_source, generators.values())]
         try:
             yield
         finally:
-            with DisableTorchFunction():
-                self._written = [one for space in spaces for one in space.written()]
-            self.lost = [one.name for one in self._written if one.lost]
-            self.initialized = any(one.initialized for one in self._written)
+            self.note_written()
+            self._spaces = None
             self._random = [source for source in self._random if source.moved()]
+
+    def note_written(self) -> bool:
+        """Finds what the pass has written so far. To be called before each recomputation: one may come in the middle of the pass,
+        for gradients that the function asks for.
+
+        Returns:
+            Whether the pass is still running.
+        """
+        if self._spaces is None:
+            return False
+        with DisableTorchFunction():
+            self._written = [one for space in self._spaces for one in space.written()]
+        self.lost = [one.name for one in self._written if one.lost]
+        self.initialized = any(one.initialized for one in self._written)
+        return True
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:

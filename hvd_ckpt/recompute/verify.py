@@ -104,7 +104,7 @@ class Pass:
     _counts: _Passes
 
     def recomputed(self) -> None:
-        """Called after a recomputation that is not verified."""
+        """Called after a recomputation that is not verified, and not in the middle of the first pass."""
         self._counts.verified = True
 
 
@@ -185,9 +185,9 @@ def observe_all(
             if like is not None and like.facts == facts and like.strides:
                 tensor = in_layout(tensor, like.strides)
             row = _row(tensor)
-            sample = row[:: _step(row)].clone()
-            found.append((facts, strides, len(rows), sample, module, only_sample))
-            rows.append(sample if only_sample else row if strides else tensor)
+            few = _sample(row)
+            found.append((facts, strides, len(rows), few, module, only_sample))
+            rows.append(few if only_sample else row if strides else tensor)
         bits = fingerprints(rows)
     return [
         Observation(facts, strides, None if index is None else bits[index], *rest)
@@ -221,16 +221,15 @@ def _row(tensor: Tensor) -> Tensor:
     return tensor.permute(order).contiguous().view(-1)
 
 
-def _step(row: Tensor) -> int:
-    return max(1, -(-row.numel() // _SAMPLE))
+def _sample(row: Tensor) -> Tensor:
+    return row[:: max(1, -(-row.numel() // _SAMPLE))].clone()
 
 
-def glimpse(tensor: Tensor) -> Tensor:
-    """A view of some elements of a tensor; of none if it is not contiguous."""
+def sample(tensor: Tensor) -> Tensor:
+    """Some elements of a tensor as they are now; none of one that has no values, or is not contiguous."""
     if not _has_values(tensor) or not tensor.is_contiguous():
         return torch.empty(0, dtype=torch.uint8)
-    row = tensor.detach().view(-1)
-    return row[:: _step(row)]
+    return _sample(tensor.view(-1))
 
 
 def running_module() -> nn.Module | None:
@@ -249,6 +248,7 @@ class Verification:
 
     _title: Callable[[], str]
     _counts: _Passes
+    is_over: bool = True  # the first pass; a recomputation in the middle of it proves nothing about the rest
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
 
     def compare(self, tensors: Iterable[tuple[Observation, Tensor]], what: str) -> None:
@@ -291,7 +291,7 @@ class Verification:
                 "chooses others.",
                 stacklevel=2,
             )
-        self._counts.verified = self._counts.verified or not found
+        self._counts.verified = self._counts.verified or (self.is_over and not found)
         return found
 
     def error(self, differences: list[str]) -> RecomputationMismatch:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.frames import aside
-from hvd_ckpt.recompute.verify import glimpse, running_module
+from hvd_ckpt.recompute.verify import running_module, sample
 from hvd_ckpt.torch_private import sequence_number
 
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
@@ -32,15 +32,17 @@ class Watch:
         self._recent: list[tuple[Tensor, nn.Module | None]] = []
         self._bytes = 0  # of the recent ones
         self._operation = -1
-        self._glimpses: list[Tensor] = []  # of what the last operation saves, in the tensors' own memory
-        self._copies: list[Tensor] = []  # of those, when the latest of them was saved
+        # What the last operation saves, as far as it needs no gradients: noise, statistics, masks. And samples of that, from when
+        # the latest was saved.
+        self._last: list[Tensor] = []
+        self._samples: list[Tensor] = []
 
     def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """A context that watches, around the hooks that are in use."""
 
         def watch_and_pack(tensor: Tensor) -> Any:
             if self._is_first:
-                self._glimpse_at(tensor)
+                self._sample_last(tensor)
             self._recent.append((tensor, running_module() if self._is_first else None))
             self._bytes += tensor.nbytes
             if len(self._recent) > _MANY or (self._bytes > _BYTES and len(self._recent) > _RECENT):
@@ -49,16 +51,16 @@ class Watch:
 
         return torch.autograd.graph.saved_tensors_hooks(watch_and_pack, unpack)
 
-    def _glimpse_at(self, tensor: Tensor) -> None:
+    def _sample_last(self, tensor: Tensor) -> None:
         operation = sequence_number()
         if operation != self._operation:
             self._operation = operation
-            self._glimpses = []
-        if not tensor.requires_grad:  # noise, statistics, masks
-            self._glimpses.append(glimpse(tensor))
-        if self._glimpses:
+            self._last = []
+        if not tensor.requires_grad:
+            self._last.append(tensor.detach())
+        if self._last:
             with aside():
-                self._copies = [one.clone() for one in self._glimpses]
+                self._samples = [sample(one) for one in self._last]
 
     def finish(self) -> None:
         """Hands on the last tensors."""
@@ -73,4 +75,7 @@ class Watch:
     def filled_late(self) -> list[Tensor]:
         """Of each tensor that the last operation saves: whether it was filled after all of them were saved."""
         with aside():
-            return [fingerprint(now) != fingerprint(then) for now, then in zip(self._glimpses, self._copies)]
+            pairs = [(sample(one), before) for one, before in zip(self._last, self._samples)]
+            return [
+                fingerprint(now) != fingerprint(before) for now, before in pairs if len(now) == len(before)
+            ]

@@ -152,11 +152,14 @@ class UnbucketedGradients:
             parameter = self.assignment.parameters[index]
             part = parts.get(index)
             reduced = self._reduced(index, torch.zeros_like(parameter) if part is None else part)
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 parameter.grad = reduced
+            elif gradient.layout is not torch.strided:
+                parameter.grad = gradient + reduced.to_sparse(gradient.sparse_dim())
             else:
                 with torch.no_grad():
-                    parameter.grad.add_(reduced)
+                    gradient.add_(reduced)
 
     def reduce_again(
         self, again: Sequence[int], here: Set[int], used: Set[int], parts: Mapping[int, torch.Tensor]

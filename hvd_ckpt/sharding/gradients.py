@@ -67,11 +67,7 @@ def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return gradient is not None and not isinstance(gradient, ShardedGradient)
 
 
-DROPPED, REPLACED, RELEASED = (
-    1.0,
-    2.0,
-    3.0,
-)  # RELEASED: dropped after a synchronization, before another one has come
+DROPPED, REPLACED = 1.0, 2.0
 
 
 class SentGradients:
@@ -83,11 +79,13 @@ class SentGradients:
     Attributes:
         rounds: by parameter whose gradient left since the last synchronization, in which round last.
         held: of each parameter, whether the shards of the last synchronization have its gradient.
+        begun_anew: by parameter that was dropped before another gradient came, what had left until then; ranks must have the same.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.rounds: dict[int, int] = {}
         self.held = [False] * len(layout.parameters)
+        self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
         self._arriving: set[int] = (
             set()
@@ -110,15 +108,25 @@ class SentGradients:
         self.rounds[index] = number
         self.note(index)
 
-    def make_room(self, index: int) -> None:
-        """A gradient of the parameter is about to be accumulated."""
+    def make_room(self, index: int) -> bool:
+        """A gradient of the parameter is about to be accumulated.
+
+        Returns:
+            Whether the one before was dropped after it had left.
+        """
         parameter = self._layout.parameters[index]
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
             self._arriving.add(index)
-        elif done := self.done_by_hand(index):
-            released = done == DROPPED and index not in self.rounds
-            self._replaced[index] = RELEASED if released else REPLACED
+            return False
+        done = self.done_by_hand(index)
+        if done == DROPPED:
+            until = self.rounds.pop(index, -1), self.held[index]
+            self.begun_anew.setdefault(index, []).append(until)
+            self.held[index] = False
+        elif done:
+            self._replaced[index] = REPLACED
+        return done == DROPPED
 
     def note_arrived(self, index: int) -> None:
         """A gradient of the parameter has been accumulated."""
@@ -127,7 +135,7 @@ class SentGradients:
             self._arrived.add(index)
 
     def done_by_hand(self, index: int) -> float:
-        """What was done to a gradient that has left: DROPPED, REPLACED, RELEASED or 0."""
+        """What was done to a gradient that has left: DROPPED, REPLACED or 0."""
         if index in self._replaced:
             return self._replaced[index]
         gradient = self._layout.parameters[index].grad
@@ -144,6 +152,7 @@ class SentGradients:
         self._arriving.clear()
         self._arrived.clear()
         self._replaced.clear()
+        self.begun_anew.clear()
 
     def drop(self, indices: Iterable[int]) -> None:
         """Leaves nothing in the place of these gradients."""
@@ -160,14 +169,15 @@ def check_by_hand(names: Sequence[str], states: Sequence[float], by_hand: Sequen
         by_hand: of each parameter, what was done to it: the greatest over the ranks.
     """
     for name, state, done in zip(names, states, by_hand):
-        if done == RELEASED:
-            raise RuntimeError(
-                f"the gradient of parameter '{name}' was set to None after optimizer.synchronize(), and another one has come, but "
-                "the shards still have the first: call optimizer.zero_grad(), which clears them, in place of model.zero_grad()"
-            )
         if done == REPLACED or (done and state):
-            what = "set by hand" if done == REPLACED else "dropped on some rank but not on all"
-            raise RuntimeError(
-                f"the gradient of parameter '{name}' was {what} after the ranks had begun to add it up; to drop gradients, call "
-                f"optimizer.synchronize() and then optimizer.zero_grad(); otherwise it {IN_SHARDS}"
+            raise changed_by_hand(
+                name, "set by hand" if done == REPLACED else "dropped on some rank but not on all"
             )
+
+
+def changed_by_hand(name: str, what: str) -> RuntimeError:
+    """The error for a gradient that was changed after it had left."""
+    return RuntimeError(
+        f"the gradient of parameter '{name}' was {what} after the ranks had begun to add it up; to drop gradients, call "
+        f"optimizer.synchronize() and then optimizer.zero_grad(); otherwise it {IN_SHARDS}"
+    )

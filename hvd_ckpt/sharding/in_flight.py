@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -57,6 +57,9 @@ class _Launch:
     work: Work
     nbytes: int
     position: int
+    without: set[int] = field(
+        default_factory=set
+    )  # parameters whose gradients were dropped after they had left
 
 
 class InFlight:
@@ -131,6 +134,19 @@ class InFlight:
             self._wait()
         return True
 
+    def take_out(self, group: Group, index: int) -> None:
+        """Leaves out what has left so far of a parameter's gradient, whether it has arrived or not."""
+        for launch in self._launches:
+            if launch.group.position == group.position:
+                launch.without.add(index)
+        if group.position in self.shards:
+            self._clear_part(group, index, self.shards[group.position])
+
+    def _clear_part(self, group: Group, index: int, shard: torch.Tensor) -> None:
+        for part in group.spans(self._exchange.rank):
+            if part.parameter == index:
+                part.of(shard).zero_()
+
     def wait_all(self) -> None:
         """Waits for everything."""
         while self._launches:
@@ -141,6 +157,8 @@ class InFlight:
         result = launch.work.wait(GRADIENTS)
         position = launch.group.position
         with torch.no_grad():
+            for index in launch.without:
+                self._clear_part(launch.group, index, result)
             if position in self.shards:
                 self.shards[position].add_(result.to(self.shards[position].device))
             elif position in self._room:

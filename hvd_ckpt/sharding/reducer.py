@@ -23,14 +23,14 @@ import torch
 from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
-from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.agreement import allgather_objects, flag_of
 from hvd_ckpt.reduction.late import raise_first
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, check_by_hand, has_values
+from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, changed_by_hand, check_by_hand, has_values
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
@@ -53,6 +53,7 @@ class ControlFlags(NamedTuple):
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
         failed: a rank has recomputed other values.
+        anew, not_anew: stand for the gradients that were dropped before others came; one is the other times -1.
         written, unwritten: stand for what the rank has written to weights; one is the other times -1.
     """
 
@@ -65,11 +66,13 @@ class ControlFlags(NamedTuple):
     position: float
     unsteady: float
     failed: float
+    anew: float
+    not_anew: float
     written: float
     unwritten: float
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 7]."""
+        """The flags, float32 [2 * parameters + 2 * groups + 9]."""
         values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 
@@ -225,7 +228,8 @@ class ShardReducer(OwningReducer):
 
     def before_accumulation(self, index: int) -> None:
         """Makes room for a gradient, and keeps what is summed already."""
-        self._sent.make_room(index)
+        if self._sent.make_room(index):
+            self._in_flight.take_out(self._layout.group_of[index], index)
         gradient = self._layout.parameters[index].grad
         if gradient is not None and self._keeps_sums:
             keep_sum(gradient)
@@ -295,6 +299,8 @@ class ShardReducer(OwningReducer):
             raise_first(allgather_objects(self._mismatch, self._process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
+        if flags.anew != -flags.not_anew:
+            self._check_begun_anew()
         if self._store is not None:
             if flags.written != -flags.unwritten:
                 self._store.check_written()
@@ -319,16 +325,17 @@ class ShardReducer(OwningReducer):
         """Notes which gradients the shards have now; those that were dropped are taken out."""
         for index, (now, dropped) in enumerate(zip(used, by_hand)):
             if dropped:
-                self._drop_part(index)
+                self._in_flight.take_out(self._layout.group_of[index], index)
             self.used[index] = now or (self.used[index] and not dropped)
             if self.used[index]:
                 self._sent.note(index)
 
-    def _drop_part(self, index: int) -> None:
-        group = self._layout.group_of[index]
-        for span in group.spans(self._exchange.rank):
-            if span.parameter == index and group.position in self._in_flight.shards:
-                span.of(self._in_flight.shards[group.position]).zero_()
+    def _check_begun_anew(self) -> None:
+        """Raises RuntimeError for the first gradient that was dropped on some ranks only, or between other passes."""
+        tables = allgather_objects(self._sent.begun_anew, self._process_set, "gradients begun anew")
+        for index, name in enumerate(self._layout.names):
+            if any(table.get(index) != tables[0].get(index) for table in tables):
+                raise changed_by_hand(name, "dropped on some rank but not on all")
 
     def _compare(self, used: Sequence[bool]) -> None:
         """Has the weights verified of all that has been used, where they are whole."""
@@ -367,6 +374,7 @@ class ShardReducer(OwningReducer):
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
         written = 0.0 if self._store is None else self._store.written.digest
+        anew = flag_of(self._sent.begun_anew)
         flags = ControlFlags(
             states,
             by_hand,
@@ -377,6 +385,8 @@ class ShardReducer(OwningReducer):
             position=float(schedule.position),
             unsteady=float(unsteady),
             failed=float(self._mismatch is not None),
+            anew=anew,
+            not_anew=-anew,
             written=written,
             unwritten=-written,
         )

@@ -8,13 +8,13 @@ compared then. A rank keeps its shard of what was written. That all ranks wrote 
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hvd_ckpt.fingerprint import fingerprint
+from hvd_ckpt.reduction.agreement import flag_of
 
 _BEFORE = "_before_hvd_ckpt"  # of a parameter whose data was taken: its fingerprint then
 _DATA: Any = torch.Tensor.data
@@ -70,10 +70,8 @@ class WrittenWeights:
 
     @property
     def digest(self) -> float:
-        """A number below 2**24 that stands for all of it; 0 where there is nothing."""
-        if not self._fingerprints:
-            return 0.0
-        return float(1 + zlib.crc32(repr(sorted(self._fingerprints.items())).encode()) % ((1 << 24) - 1))
+        """A number that stands for all of it."""
+        return flag_of(self._fingerprints)
 
     def __contains__(self, index: int) -> bool:
         return index in self._fingerprints

@@ -18,6 +18,7 @@ from stateful import VOCABULARY, WIDTH
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.sharding.gradients import has_values
 
 CLIP = 0.3
 
@@ -358,7 +359,8 @@ class Run:
         state["optimizers"] = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
         state["scaler"] = None if self._scaler is None else dict(self._scaler.state_dict())
         if not self.alone:
-            state["gradients"] = [copy.deepcopy(p.grad) for p in self.parameters]
+            gradients = [parameter.grad for parameter in self.parameters]
+            state["gradients"] = [copy.deepcopy(one) if has_values(one) else None for one in gradients]
             state["reduction"] = [copy.deepcopy(one.reduction_state_dict()) for one in self.optimizers]
             if self.stage:
                 pieces = [one.weight_pieces() for one in self.optimizers]

@@ -127,7 +127,8 @@ class Net(nn.Module):
         for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
             if kind == "planned":
                 sample = pack(carrier, torch.randn(4, WIDTH, requires_grad=True))
-                hc.plan(chain, sample, loss=_loss, budget="min", verbose=False).apply(chain)
+                if len(set(chain)) > 1 or len(chain) == 1:  # a module that is used again is no chain
+                    hc.plan(chain, sample, loss=_loss, budget="min", verbose=False).apply(chain)
 
     @property
     def parts(self) -> list[Part]:

@@ -119,10 +119,10 @@ def test_reading_values_is_an_error_that_says_what_to_do(stage: int) -> None:
     same_weights(model, optimizer, wanted, plain)
 
 
-def same_weights(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any) -> None:
+def same_weights(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any, exact: bool = True) -> None:
     theirs = whole_weights(wanted, plain)
     for name, value in whole_weights(model, optimizer).items():
-        if hc.size() <= 2:
+        if exact and hc.size() <= 2:
             assert torch.equal(value, theirs[name]), name
         else:
             torch.testing.assert_close(value, theirs[name])
@@ -208,15 +208,33 @@ def test_a_late_gradient_that_is_dropped_takes_what_has_left_with_it(stage: int)
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_the_model_clears_after_a_synchronization(stage: int) -> None:
     model, optimizer = build(stage)
-    backward(model, 0)
-    optimizer.synchronize()
-    model.zero_grad()
-    backward(model, 1)
-    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\)"):
-        optimizer.step()
-    optimizer.zero_grad()
-    backward(model, 2)
-    optimizer.step()
+    wanted, plain = build(0)
+    for one, other in ((model, optimizer), (wanted, plain)):
+        for number in range(4):
+            backward(one, number)
+            if number < 2:
+                other.synchronize()
+            else:
+                other.step()
+            one.zero_grad()
+    same_weights(model, optimizer, wanted, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_the_model_clears_after_they_have_left(stage: int) -> None:
+    model, optimizer = build(stage)
+    wanted, plain = build(0)
+    for one, other in ((model, optimizer), (wanted, plain)):
+        for number in range(3):
+            for part in range(3):
+                if part == number:
+                    one.zero_grad()
+                if part == 2:
+                    one.last.weight.grad = None
+                backward(one, 10 * number + part)
+            other.step()
+            other.zero_grad()
+    same_weights(model, optimizer, wanted, plain, exact=False)  # passes are added up in another order
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -239,14 +257,17 @@ BY_HAND: dict[str, Callable[[Model], Any]] = {
         setattr(model.last.weight, "grad", torch.zeros(1, 6)) if hc.rank() == 0 else None
     ),
     "dropped on one rank": lambda model: setattr(model.last.weight, "grad", None) if hc.rank() == 0 else None,
-    "dropped and accumulated again": lambda model: (model.zero_grad(), backward(model, 5)),
+    "dropped on one rank and accumulated again": lambda model: (
+        setattr(model.last.weight, "grad", None) if hc.rank() == 0 else None,
+        backward(model, 5),
+    ),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", BY_HAND)
 def test_what_cannot_be_taken_back_is_an_error_on_every_rank(stage: int, case: str) -> None:
-    if hc.size() == 1 and case == "dropped on one rank":
+    if hc.size() == 1 and "one rank" in case:
         pytest.skip("one rank is all")
     model, optimizer = build(stage)
     for number in range(2):

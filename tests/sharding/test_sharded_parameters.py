@@ -542,3 +542,20 @@ def test_what_holds_modules_and_never_runs_is_opened_or_refused() -> None:
         model = Nested()
         with pytest.raises(ValueError, match=rf"units\[\d\] has '{name} without a forward"):
             find_units(model, refused(model))
+
+
+@pytest.mark.parametrize("width", [8, 300])
+def test_a_frozen_layer_at_the_end_of_a_recomputed_block(width: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Sequential(nn.Linear(width, 8), nn.Conv1d(1, 2, 3)))
+    model[1].requires_grad_(False)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        model=model,
+        shard="parameters",
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        hc.checkpoint(model[1], model[0](torch.randn(3, 1, 8))).sum().backward()
+        optimizer.step()
