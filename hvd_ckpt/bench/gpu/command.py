@@ -191,9 +191,9 @@ CHECKS = (
     Check("replicas of ranks", "ranks.replicas", 120, ("horovod", "ranks"), several=True, bits_of="replicas"),
     Check("batchnorm of ranks", "ranks.batchnorm", 120, ("horovod", "ranks"), several=True),
     Check("pipeline of ranks", "ranks.pipeline", 180, ("horovod", "ranks"), several=True),
-    Check("ddp of ranks", "checks.ddp", 180, ("horovod", "GPUs"), several=True),
+    Check("ddp of ranks", "checks.ddp", 180, ("horovod", "NCCL"), several=True),
     Check("overlap", "ranks.overlap", 180, ("horovod", "GPUs"), several=True),
-    Check("sums", "ranks.repeated_sums", 120, ("horovod", "GPUs"), several=True),
+    Check("sums", "ranks.repeated_sums", 120, ("horovod", "NCCL"), several=True),
     Check(
         "sums with NVLS",
         "ranks.repeated_sums",
@@ -215,6 +215,7 @@ NEEDS: dict[str, Callable[[Session], str]] = {
     "GPUs": lambda session: (
         "" if session.gpus > 1 and session.builds.horovod["nccl"] else "it needs several GPUs and NCCL"
     ),
+    "NCCL": lambda session: "" if session.device == "cpu" else NEEDS["GPUs"](session),
     "ranks": lambda session: "" if session.gpus != 1 or session.builds.staged is not None else STAGED,
 }
 """Why a check cannot run, or an empty text."""

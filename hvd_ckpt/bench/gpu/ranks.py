@@ -148,8 +148,9 @@ def overlap(job: CheckJob) -> Outcome:
     gradients = torch.zeros(sum(one.numel() for one in alone.parameters()), device=device)
     computation = median(lambda step: take_steps(alone, plain, sizes, device, [step]))
     communication = median(lambda step: hc.allreduce_(gradients, name="overlap"))
-    reduced = hc.DistributedOptimizer(plain, named_parameters=alone.named_parameters())
-    together = median(lambda step: take_steps(alone, reduced, sizes, device, [step]))
+    model = make_model(sizes).to(device)  # since the ranks' weights differ by now
+    reduced = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+    together = median(lambda step: take_steps(model, reduced, sizes, device, [step]))
     hidden = (computation + communication - together) / communication
     text = (
         f"computation {computation:.1f} ms, communication {communication:.1f} ms, together {together:.1f} ms"
