@@ -5,6 +5,8 @@
 #   bash main.sh setup             set up only
 #   bash main.sh test [ARGS]       set up, then the tests (ARGS go to pytest)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
+#   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU: hvd-ckpt doctor --gpu ARGS
+#   bash main.sh gpu --offline FOLDER   the same without a network; hvd-ckpt doctor --fill FOLDER fills the folder elsewhere
 #   bash main.sh COMMAND [ARGS]    set up, then hvd-ckpt COMMAND: compare, doctor, ...
 #
 # NP=4 bash main.sh runs 4 ranks; PYTHON=/path/to/python3 chooses the Python for .venv, and TORCH=2.14.1 another
@@ -122,6 +124,23 @@ install_requirements() {
     mark_done requirements "$hash"
 }
 
+install_offline() {
+    # PyTorch and what else is missing in the folder are those of the Python that .venv is made with; wheels in it come first.
+    local folder="$1" python hash
+    local wheels=("$folder"/*.whl) packages=("$venv"/lib/python*/site-packages)
+    hash="$(hash_of "${wheels[@]}")"
+    if is_done offline "$hash"; then return; fi
+    python="$(find_python)"
+    "$python" -c '
+import site
+print(*site.getsitepackages(), site.getusersitepackages(), sep="\n")' >"${packages[0]}/machine.pth"
+    "$venv/bin/python" -c 'import torch' >&2 ||
+        die "PyTorch is not there for $python: name the Python that has it with PYTHON=/path/to/python3."
+    install_with_pip --quiet --no-index --no-deps --ignore-installed "${wheels[@]}" ||
+        die "the wheels in '$folder' could not be installed; the reason is above."
+    mark_done offline "$hash"
+}
+
 install_package() {
     local hash
     hash="$(hash_of "$root/setup.cfg" "$root/pyproject.toml")"
@@ -161,9 +180,10 @@ import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; t
 
 set_up() {
     make_venv
-    install_requirements
+    if [[ -n "$offline" ]]; then install_offline "$offline"; else install_requirements; fi
     install_package
     rm -f "$busy"
+    if [[ "$1" == gpu ]]; then return; fi   # it builds Horovod itself
     if ! build_horovod; then
         rm -f "$busy"
         [[ "$1" == doctor ]] || die "Horovod is missing; all else is there: $venv/bin/hvd-ckpt doctor says what works."
@@ -180,6 +200,19 @@ if [[ "${1:-}" == docs ]]; then
     build_docs
     exit 0
 fi
+offline=""
+if [[ "${1:-}" == gpu ]]; then
+    for ((i = 2; i <= $#; i++)); do
+        next=$((i + 1))
+        case "${!i}" in
+            --offline) offline="${!next:-}" ;;
+            --offline=*) offline="${!i#*=}" ;;
+            *) continue ;;
+        esac
+        compgen -G "$offline/*.whl" >/dev/null ||
+            die "--offline: the folder '$offline' holds no wheels; hvd-ckpt doctor --fill FOLDER fills one elsewhere."
+    done
+fi
 set_up "${1:-}"
 export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
 
@@ -187,5 +220,6 @@ case "${1:-compare}" in
     setup) say "Ready: $venv" ;;
     test) shift; exec "$venv/bin/python" "$root/tests/run.py" "$@" ;;
     compare) exec "$venv/bin/hvd-ckpt" compare "${@:2}" ;;
+    gpu) exec "$venv/bin/hvd-ckpt" doctor --gpu "${@:2}" ;;
     *) exec "$venv/bin/hvd-ckpt" "$@" ;;
 esac

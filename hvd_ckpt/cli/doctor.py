@@ -21,9 +21,11 @@ from typing import Any
 
 import click
 
+from hvd_ckpt.command_line import BadArgument
 from hvd_ckpt.folders import cache_folder, make_writable
 from hvd_ckpt.install.build_horovod import failure_of_last_build, missing_prerequisites
 from hvd_ckpt.install.extras import BUILD_HOROVOD, apex_unavailable, explain_import_error, first_line
+from hvd_ckpt.install.offline import LIMIT, fill
 from hvd_ckpt.install.recipe import BuildError, detect_target
 from hvd_ckpt.probe import OPERATIONS, probe
 
@@ -245,18 +247,91 @@ def _version_of(package: str) -> str | None:
     type=click.FloatRange(min=1),
     help="Seconds for each controller.",
 )
-def doctor(as_json: bool, timeout: float) -> None:
+@click.option("--gpu", is_flag=True, help="Instead, check everything that runs on a GPU, and write a report.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="With --gpu: 'cpu' runs the same checks with tiny sizes on the CPU.",
+)
+@click.option("--only", metavar="NAMES", help="With --gpu: these checks, separated by commas.")
+@click.option(
+    "--minutes",
+    default=25.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="With --gpu: checks that the time does not suffice for are skipped.",
+)
+@click.option(
+    "--offline",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="With --gpu: build Horovod from the files in this folder, without a package index.",
+)
+@click.option(
+    "--output",
+    metavar="FOLDER",
+    help="With --gpu: for the report.  [default: runs/doctor-<time>]",
+)
+@click.option(
+    "--fill",
+    "to_fill",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Instead, download into this folder what --offline needs, for a machine that has PyTorch and no network.",
+)
+@click.option(
+    "--python", metavar="VERSION", default="3.12", show_default=True, help="With --fill: of that machine."
+)
+def doctor(
+    as_json: bool,
+    timeout: float,
+    gpu: bool,
+    device: str,
+    only: str | None,
+    minutes: float,
+    offline: Path | None,
+    output: str | None,
+    to_fill: Path | None,
+    python: str,
+) -> None:
     """Say what is installed, what really works and what is missing.
 
     Two ranks are started over each controller and try every operation. The exit status is 1 where something
     essential is missing, and the output says what to do.
     """
+    if to_fill is not None:
+        fill_folder(to_fill, python)
+        return
+    if gpu:
+        from hvd_ckpt.bench.gpu.command import run_checks
+        from hvd_ckpt.bench.harness.options import BenchRun
+
+        run_checks(BenchRun("doctor", output, width=130), device, only, minutes, offline)
     facts = examine(timeout)
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:
         print_table(facts)
     sys.exit(1 if facts["problems"] else 0)
+
+
+def fill_folder(folder: Path, python: str) -> None:
+    """Downloads what a machine without a network needs, and says what it is.
+
+    Raises:
+        BadArgument: it could not be downloaded.
+    """
+    try:
+        files, left_out = fill(folder, python)
+    except (BuildError, OSError, ValueError) as error:
+        raise BadArgument(f"--fill: {error}") from None
+    size = sum(file.stat().st_size for file in files) / 2**20
+    click.echo(f"{folder}: {len(files)} files, {size:.1f} MiB, for Python {python}")
+    if left_out:
+        click.echo(f"Left out, beyond {LIMIT >> 20} MiB; the machine must have: {', '.join(left_out)}")
+    click.echo(f"There: PYTHON=/path/to/the/python/with/torch bash main.sh gpu --offline {folder.name}")
 
 
 def print_table(facts: Facts) -> None:

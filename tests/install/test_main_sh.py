@@ -195,3 +195,24 @@ def test_help_needs_nothing(copy: Copy) -> None:
     for command in ("setup", "test", "compare", "doctor", "NP=4"):
         assert command in result.stdout
     assert not (copy.root / ".venv").exists()
+
+
+def test_a_folder_without_wheels(copy: Copy) -> None:
+    copy.add_python()
+    copy.assert_refused(copy.run("gpu", "--offline", "none"), "'none' holds no wheels", "--fill")
+
+
+def test_wheels_of_a_folder_are_installed_once_without_an_index(environment: Copy) -> None:
+    packages = environment.root / ".venv" / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    wheels = environment.root / "wheels"
+    wheels.mkdir()
+    (wheels / "a.whl").touch()
+    for _ in range(2):
+        result = environment.run("gpu", "--offline", str(wheels), "--device", "cpu", PYTHON=sys.executable)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == f"hvd-ckpt doctor --gpu --offline {wheels} --device cpu\n"
+    installed = (environment.root / "installed").read_text().splitlines()
+    assert [line for line in installed if "a.whl" in line and "--no-index" in line] == installed[:1]
+    assert len(installed) == 2 and "requirements" not in installed[1]  # then this package
+    assert (packages / "machine.pth").read_text().splitlines()

@@ -1,0 +1,300 @@
+"""Checks of one rank; the functions for several ranks are in ``ranks``, and some here serve both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
+from hvd_ckpt.bench.gpu.training import (
+    State,
+    batch_of,
+    begin,
+    digest,
+    expect,
+    expect_close,
+    gpt2_small,
+    make_model,
+    make_optimizer,
+    same_bits,
+    sizes_of,
+    take_steps,
+    train,
+)
+from hvd_ckpt.bench.harness.report import mebibytes
+from hvd_ckpt.measure import now
+
+ROUNDS = 10
+
+
+def operations(job: CheckJob) -> Outcome:
+    """The five operations of Horovod in three dtypes and sizes, against expected values."""
+    device = begin(job)
+    rank, size = hc.rank(), hc.size()
+    dtypes = (torch.float32, torch.float16, torch.int64)
+    lengths = (1, 1000, 1000 if job.tiny else 1 << 22)
+    total = size * (size + 1) // 2
+    for dtype in dtypes:
+        for length in lengths:
+            make = functools.partial(torch.full, dtype=dtype, device=device)
+            mine, each = (
+                make((size * length,), rank + 1),
+                [make((length,), other + 1) for other in range(size)],
+            )
+            tries: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+                "allreduce": (
+                    functools.partial(hc.allreduce, mine, op=hc.Sum),
+                    make((size * length,), total),
+                ),
+                "allgather": (functools.partial(hc.allgather, mine[:length]), torch.cat(each)),
+                "broadcast": (functools.partial(hc.broadcast, mine, size - 1), make((size * length,), size)),
+                "reducescatter": (
+                    functools.partial(hc.reducescatter, mine, op=hc.Sum),
+                    make((length,), total),
+                ),
+                "alltoall": (functools.partial(hc.alltoall, mine), torch.cat(each)),
+            }
+            for name, (operation, expected) in tries.items():
+                found = operation(name=f"{name}.{dtype}.{length}")
+                wrong = int((found != expected).sum()) if found.shape == expected.shape else -1
+                kind = f"{name} of {length} elements of {dtype}"
+                expect(
+                    wrong >= 0,
+                    f"{kind}: the result has shape {tuple(found.shape)}, not {tuple(expected.shape)}",
+                )
+                expect(wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong")
+    return Outcome(f"5 operations, {len(dtypes)} dtypes, up to {lengths[-1]} elements: right values")
+
+
+def optimizer(job: CheckJob) -> Outcome:
+    """``DistributedOptimizer`` against a CPU reference, the same run twice, and within a side stream."""
+    device = begin(job)
+    sizes = sizes_of(job)
+    first = train(sizes, device)
+    error = expect_close(first, sizes, hc.size(), "DistributedOptimizer")
+    expect(same_bits(first, train(sizes, device)), "the same run twice ends in different bits")
+    if device.type == "cuda":
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            beside = train(sizes, device)
+        expect(same_bits(first, beside), "the run within a side stream ends in other bits")
+    streams = "twice and in a side stream" if device.type == "cuda" else "twice"
+    return Outcome(
+        f"error {error:.0e} of the CPU reference; same bits {streams}",
+        {"error": error, "digest": digest(first)},
+    )
+
+
+def stages(job: CheckJob) -> Outcome:
+    """ZeRO stages 0 to 3 against a CPU reference, each twice for its bits."""
+    device = begin(job)
+    sizes = sizes_of(job)
+    errors, digests = [], []
+    for stage in range(4):
+        run = functools.partial(train, sizes, device, options={"shard": stage})
+        state = run()
+        errors.append(expect_close(state, sizes, hc.size(), f"shard={stage}"))
+        digests.append(digest(state))
+        expect(same_bits(state, run()), f"shard={stage}: the same run twice ends in different bits")
+    same = sum(one == digests[0] for one in digests[1:])
+    text = (
+        f"error up to {max(errors):.0e} of the CPU reference; {same} of stages 1 to 3 in the bits of stage 0"
+    )
+    return Outcome(text, {"errors": errors, "digests": digests})
+
+
+def snapshot(job: CheckJob) -> Outcome:
+    """A snapshot that is copied during a backward pass, and a run that resumes from it, bit for bit."""
+    device = begin(job)
+    sizes = sizes_of(job) if job.tiny else dataclasses.replace(sizes_of(job), width=1024, layers=12)
+    folder = job.folder / "run"
+
+    def make(seed: int) -> tuple[nn.Module, Any]:
+        model = make_model(sizes, seed).to(device)
+        return model, hc.DistributedOptimizer(
+            make_optimizer(model), named_parameters=model.named_parameters()
+        )
+
+    model, optimizer = make(1)
+    with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
+        expect(snapshots.resume() == 0, "a new folder has a snapshot")
+        take_steps(model, optimizer, sizes, device, range(2))
+        saved = copied(model)
+        snapshots.save(2)
+        take_steps(model, optimizer, sizes, device, range(2, 4))
+        snapshots.wait()
+    ended = copied(model)
+    model, optimizer = make(2)
+    with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
+        expect(snapshots.resume() == 2, "the snapshot of step 2 is not found")
+        expect(
+            same_bits(saved, copied(model)), "the snapshot has other bits than the weights when it was saved"
+        )
+        take_steps(model, optimizer, sizes, device, range(2, 4))
+    expect(same_bits(ended, copied(model)), "the resumed run ends in other bits")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Outcome(f"{mebibytes(size)} MiB; resumed in the same bits", {"bytes": size})
+
+
+def copied(model: nn.Module) -> State:
+    """Copies of the weights on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def offload(job: CheckJob) -> Outcome:
+    """Adam's state of 1 GB in host memory: the bits of a run without offload, and the memory that it saves."""
+    device = begin(job)
+    width, layers = (64, 8) if job.tiny else (2048, 32)
+    state_bytes = 2 * layers * width * width * torch.float32.itemsize
+    ended: list[State] = []
+
+    def run(where: str | None) -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
+        optimizer = hc.DistributedOptimizer(
+            make_optimizer(model),
+            named_parameters=model.named_parameters(),
+            shard="optimizer",
+            offload=where,
+            offload_folder=job.folder if where and device.type == "cpu" else None,
+        )
+        for step in range(3):
+            inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(device)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        ended.append(copied(model))
+
+    kept, offloaded = (
+        hc.measure_peak(functools.partial(run, where), device).peak_bytes for where in (None, "optimizer")
+    )
+    expect(same_bits(*ended), "a run with offload ends in other bits")
+    saved = (kept - offloaded) / state_bytes
+    text = f"state {mebibytes(state_bytes)} MiB; peak {mebibytes(kept)} MiB, with offload {mebibytes(offloaded)} MiB"
+    # On the CPU the state is in memory-mapped files, which count as allocated.
+    expect(device.type == "cpu" or saved >= 0.5, f"{text}: offload saves {saved:.0%} of the state")
+    return Outcome(f"{text}; same bits", {"state": state_bytes, "peak": kept, "offloaded_peak": offloaded})
+
+
+def planner(job: CheckJob) -> Outcome:
+    """A plan for half the memory: predicted against measured peak, and gradients with and without it."""
+    device = begin(job)
+    sizes = gpt2_small(job)
+    torch.manual_seed(1)
+    model = sizes.model().to(device)
+    inputs, targets = (one.to(device) for one in batch_of(sizes, 0, 0))
+
+    def loss(output: Any) -> Tensor:
+        return sizes.loss(output, targets)
+
+    def gradients() -> State:
+        model.zero_grad()
+        loss(model(inputs)).backward()  # type: ignore[no-untyped-call]
+        return {
+            name: parameter.grad.cpu().clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    kept = gradients()
+    peak = hc.measure_peak(lambda: loss(model(inputs)).backward(), device).peak_bytes  # type: ignore[no-untyped-call]
+    exact = hc.plan(model, inputs, loss=loss, budget="min", chunk_head=False)
+    budget = "0.8x" if job.tiny else "0.5x"
+    half = hc.plan(model, inputs, loss=loss, budget=budget)
+    exact.apply(model)
+    expect(same_bits(kept, gradients()), "gradients with a plan have other bits than without")
+    half.apply(model)
+    gradients()
+    measured = hc.measure_peak(
+        lambda: sizes.loss(model(inputs), targets).backward(),  # type: ignore[no-untyped-call]
+        device,
+    ).peak_bytes
+    predicted = half.predicted.peak_bytes if half.predicted is not None else 0
+    text = (
+        f"without a plan {mebibytes(peak)} MiB; at {budget} predicted {mebibytes(predicted)}, measured {mebibytes(measured)} MiB; "
+        "same bits without a chunked head"
+    )
+    expect(
+        half.budget is None or measured <= 1.02 * half.budget,
+        f"{text}; the budget is {mebibytes(half.budget)} MiB",
+    )
+    return Outcome(text, {"peak": peak, "predicted": predicted, "measured": measured, "budget": half.budget})
+
+
+def overflow(job: CheckJob) -> Outcome:
+    """Training in fp16 with an overflow in the second of three steps: that step alone is skipped, and the scale halves."""
+    device = begin(job)
+    sizes = sizes_of(job)
+    model = make_model(sizes).to(device)
+    optimizer = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+    precision = hc.Precision("fp16", device.type, init_scale=2.0**10)
+    assert precision.scaler is not None
+    scales, states = [precision.scaler.get_scale()], [copied(model)]
+    for step in range(3):
+        inputs, targets = (one.to(device) for one in batch_of(sizes, step, hc.rank()))
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = sizes.loss(model(inputs), targets)
+        precision.backward(loss * float("inf") if step == 1 and hc.rank() == 0 else loss, optimizer)
+        precision.step(optimizer)
+        scales.append(precision.scaler.get_scale())
+        states.append(copied(model))
+    moved = [not same_bits(one, other) for one, other in itertools.pairwise(states)]
+    expect(
+        moved == [True, False, True],
+        f"the steps that changed weights are {moved}, not the first and the last",
+    )
+    expect(scales[2] == scales[0] / 2, f"the loss scale went {scales}, so the overflow did not halve it")
+    return Outcome(
+        f"the overflow skips its step; scales {', '.join(f'{one:g}' for one in scales)}", {"scales": scales}
+    )
+
+
+def sanitized(job: CheckJob) -> Outcome:
+    """Operations, optimizer, a snapshot and offload under ``TORCH_CUDA_SANITIZER``, which raises for a race of streams."""
+    for check in (operations, optimizer, snapshot, offload):
+        folder = job.folder / check.__name__
+        folder.mkdir(exist_ok=True)
+        check(dataclasses.replace(job, folder=folder, tiny=True))
+    return Outcome("no race of streams in operations, optimizer, snapshot and offload")
+
+
+def ddp(job: CheckJob) -> Outcome:
+    """Time and weights of ``DistributedOptimizer`` and PyTorch's DDP, in alternating rounds."""
+    device = begin(job)
+    sizes = gpt2_small(job)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(
+        backend, init_method=f"file://{job.folder / 'rendezvous'}", rank=hc.rank(), world_size=hc.size()
+    )
+    ours = make_model(sizes).to(device)
+    optimizer = hc.DistributedOptimizer(make_optimizer(ours), named_parameters=ours.named_parameters())
+    theirs: Any = nn.parallel.DistributedDataParallel(make_model(sizes).to(device))
+    contenders: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]] = {
+        "hvd_ckpt": (ours, optimizer),
+        "DDP": (theirs, make_optimizer(theirs)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in range(ROUNDS):
+        for name, (model, its_optimizer) in contenders.items():
+            begun = now(device)
+            take_steps(model, its_optimizer, sizes, device, [step])
+            seconds[name].append(now(device) - begun)
+    torch.distributed.destroy_process_group()
+    median = {name: 1000 * statistics.median(times[2:]) for name, times in seconds.items()}
+    same = same_bits(ours.state_dict(), theirs.module.state_dict())
+    worst = max(
+        float((one - other).abs().max()) for one, other in zip(ours.parameters(), theirs.parameters())
+    )
+    expect(worst <= 1e-4, f"weights of the two differ by {worst:.1e}")
+    text = f"step {median['hvd_ckpt']:.1f} ms, DDP {median['DDP']:.1f} ms; {'same bits' if same else f'weights within {worst:.0e}'}"
+    return Outcome(text, {"milliseconds": median, "same_bits": same})

@@ -1,0 +1,170 @@
+"""What the checks need to know of this machine, each question with a time limit: GPUs, libraries, PyTorch, builds of Horovod.
+
+Run as ``python -m hvd_ckpt.bench.gpu.machine`` it prints the answers of PyTorch and Horovod, whose import may fail or hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_ckpt.folders import cache_folder
+from hvd_ckpt.probe import launcher_environment
+
+SECONDS = 120.0  # for a question; the first import of PyTorch after a start of the machine takes long
+LIBRARY_FOLDERS = (
+    "/usr/lib*",
+    "/usr/lib/*-linux-gnu",
+    "/lib64",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/cuda/lib64",
+)
+QUERY = ("--query-gpu=name,memory.total,compute_cap,driver_version,mig.mode.current", "--format=csv,noheader")
+NEEDED = (
+    "--gpu: this machine has no NVIDIA GPU that its driver shows (nvidia-smi); the checks need a GPU with its driver, a PyTorch "
+    "built for CUDA, nvcc and a C++ compiler; `hvd-ckpt doctor --gpu --device cpu` runs them on the CPU"
+)
+BUILD_STAGED = "HOROVOD_GPU_OPERATIONS=HOST hvd-ckpt build-horovod --no-install"
+
+
+def answer(
+    command: Sequence[str], seconds: float = SECONDS, environment: Mapping[str, str] | None = None
+) -> str | None:
+    """The output of a command; None if it is missing, fails or takes longer."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            env=None if environment is None else dict(environment),
+            check=True,
+        )
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def gpus() -> list[str]:
+    """A line for each GPU that the driver shows: name, memory, compute capability, driver, MIG mode."""
+    found = answer(["nvidia-smi", *QUERY]) or answer(["nvidia-smi", "-L"])  # an old driver knows fewer facts
+    return (found or "").splitlines()
+
+
+def system_facts(device: str) -> dict[str, str]:
+    """The facts of the machine, as lines of a report; an empty text stands for what was not found."""
+    facts = {"system": f"{platform.platform()}, {len(os.sched_getaffinity(0))} CPUs, {_compiler()}"}
+    facts["Python.h"] = _existing(Path(sysconfig.get_path("include"), "Python.h"))
+    if device == "cpu":
+        return facts
+    nvcc = shutil.which("nvcc") or _existing(
+        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    )
+    release = re.search(r"release [\d.]+", answer([nvcc, "--version"]) or "") if nvcc else None
+    libraries = [
+        str(file) for folder in LIBRARY_FOLDERS for file in Path("/").glob(f"{folder[1:]}/libcuda.so*")
+    ]
+    nccl = [file for folder in map(Path, sys.path) for file in folder.glob("nvidia/nccl/lib/libnccl.so.2")]
+    nccl += [file for folder in LIBRARY_FOLDERS for file in Path("/").glob(f"{folder[1:]}/libnccl.so.2")]
+    return facts | {
+        "GPUs": "; ".join(gpus()),
+        "topology": answer(["nvidia-smi", "topo", "-m"]) or "",
+        "libcuda": ", ".join(sorted(set(libraries))),
+        "nvcc": f"{nvcc} {release.group() if release else ''}".strip() if nvcc else "",
+        "libnccl.so.2": str(nccl[0]) if nccl else "",
+    }
+
+
+@dataclass(frozen=True)
+class Builds:
+    """PyTorch and Horovod as they load, and what else was built of Horovod.
+
+    Attributes:
+        torch: version, CUDA version, NCCL version, number of GPUs, or ``error``.
+        horovod: of :func:`hvd_ckpt.runtime.horovod_build`, or ``error``.
+        staged: variables of the environment in which Horovod copies the tensors of GPUs to the host; None without such a build.
+    """
+
+    torch: dict[str, Any] = field(default_factory=dict)
+    horovod: dict[str, Any] = field(default_factory=dict)
+    staged: dict[str, str] | None = None
+
+
+def builds(folder: Path) -> Builds:
+    """The builds of this environment; a wheel of Horovod that stages through the host is unpacked into the folder."""
+    text = answer([sys.executable, "-m", __spec__.name], environment=launcher_environment())
+    if text is None:
+        missing = {"error": f"it does not load within {SECONDS:.0f} s: run `hvd-ckpt doctor`"}
+        return Builds(missing, missing)
+    found = json.loads(text.splitlines()[-1])
+    torch, horovod = found["torch"], found["horovod"]
+    if horovod.get("cuda") and not horovod.get("nccl"):
+        return Builds(torch, horovod, {})
+    return Builds(torch, horovod, _staged_environment(folder) if torch.get("gpus") else None)
+
+
+def _staged_environment(folder: Path) -> dict[str, str] | None:
+    environment = {**os.environ, "HOROVOD_GPU_OPERATIONS": "HOST"}
+    key = (
+        answer(
+            [sys.executable, "-m", "hvd_ckpt.install.build_horovod", "--print-key"], environment=environment
+        )
+        or ""
+    )
+    wheels = list((cache_folder()[0] / key).glob("*.whl")) if "-host-" in key else []
+    if not wheels:
+        return None
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extractall(folder)
+    # The extension looks for MPI relative to site-packages.
+    added = {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(Path(sys.prefix, "lib"))}
+    return {name: os.pathsep.join(filter(None, [path, os.environ.get(name)])) for name, path in added.items()}
+
+
+def _existing(path: Path) -> str:
+    return str(path) if path.exists() else ""
+
+
+def _compiler() -> str:
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    return (answer([found, "--version"]) or found).split("\n")[0] if found else "no C++ compiler"
+
+
+def _loaded() -> dict[str, dict[str, Any]]:
+    facts: dict[str, dict[str, Any]] = {}
+    try:
+        import torch
+
+        cuda = torch.version.cuda
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
+        facts["torch"] = {
+            "version": torch.__version__,
+            "cuda": cuda,
+            "nccl": nccl,
+            "gpus": torch.cuda.device_count(),
+        }
+    except Exception as error:
+        facts["torch"] = {"error": str(error).split("\n")[0]}
+    try:
+        from hvd_ckpt import runtime
+
+        facts["horovod"] = runtime.horovod_build()
+    except Exception as error:
+        facts["horovod"] = {"error": str(error).split("\n")[0]}
+    return facts
+
+
+if __name__ == "__main__":
+    print(json.dumps(_loaded()))

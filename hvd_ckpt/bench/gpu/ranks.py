@@ -1,0 +1,182 @@
+"""Checks of several ranks, on one GPU each, or on one GPU together where Horovod stages through the host."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
+from hvd_ckpt.bench.gpu.training import (
+    STEPS,
+    TOLERANCE,
+    batch_of,
+    begin,
+    digest,
+    error_of,
+    expect,
+    expect_close,
+    gpt2_small,
+    make_model,
+    make_optimizer,
+    reference,
+    sizes_of,
+    start,
+    take_steps,
+)
+from hvd_ckpt.measure import now
+
+REPLICAS = 8
+CHUNKS = 2
+ROUNDS = 10
+
+
+def replicas(job: CheckJob) -> Outcome:
+    """Logical replicas against a CPU reference; any number of ranks ends in the same bits."""
+    device = begin(job)
+    sizes = sizes_of(job)
+    if REPLICAS % hc.size():
+        return Outcome(
+            f"{REPLICAS} replicas need a number of ranks that is a power of two up to {REPLICAS}",
+            skipped=True,
+        )
+    model = make_model(sizes).to(device)
+    optimizer: Any = hc.DistributedOptimizer(
+        make_optimizer(model), named_parameters=model.named_parameters(), model=model, replicas=REPLICAS
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in optimizer.local_replicas():
+            with replica:
+                inputs, targets = (one.to(device) for one in batch_of(sizes, step, replica.index))
+                sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    state = optimizer.full_model_state_dict(model, all_ranks=True)
+    error = expect_close(state, sizes, REPLICAS, f"{REPLICAS} replicas")
+    return Outcome(f"error {error:.0e} of the CPU reference", {"error": error, "digest": digest(state)})
+
+
+def batchnorm(job: CheckJob) -> Outcome:
+    """``SyncBatchNorm`` over the ranks against plain batch norm of the whole batch on the CPU."""
+    device = begin(job)
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 4 * 4, 10))
+
+    def whole_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(4 * hc.size(), 8, 10, 10, generator=generator), torch.arange(4 * hc.size()) % 10
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice, like: torch.Tensor) -> None:
+        for step in range(STEPS):
+            inputs, targets = whole_batch(step)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(inputs[part].to(like)), targets[part].to(like.device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    expected, model = make().double(), make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run(
+        expected,
+        torch.optim.SGD(expected.parameters(), lr=0.1),
+        slice(None),
+        torch.zeros((), dtype=torch.float64),
+    )
+    hc.SyncBatchNorm.convert(model).to(device)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    run(model, optimizer, slice(4 * hc.rank(), 4 * hc.rank() + 4), torch.zeros((), device=device))
+    error = error_of(model.state_dict(), expected.state_dict(), before)
+    expect(
+        error <= TOLERANCE,
+        f"weights and statistics differ from the whole batch's by {error:.1e} of their way",
+    )
+    return Outcome(f"error {error:.0e} of the whole batch on the CPU", {"error": error})
+
+
+def pipeline(job: CheckJob) -> Outcome:
+    """A pipeline with one stage on each rank against a CPU reference, in each schedule."""
+    device = begin(job, stages=job.size)
+    sizes = sizes_of(job)
+    expected, before = reference(sizes, 1), start(sizes).state_dict()
+    errors = []
+    for schedule in ("gpipe", "1f1b"):
+        model = hc.Pipeline(start(sizes).to(device), chunks=CHUNKS, schedule=schedule, checkpoint="always")
+        optimizer = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+        for step in range(STEPS):
+            inputs, targets = (one.to(device) for one in batch_of(sizes, step, 0))
+            optimizer.zero_grad()
+            model.accumulate((inputs, targets), sizes.loss)
+            optimizer.step()
+        own = {name: one for name, one in model.state_dict().items() if one.device.type != "meta"}
+        errors.append(error_of(own, expected, before))
+        expect(
+            errors[-1] <= TOLERANCE,
+            f"{schedule}: weights differ from the CPU reference's by {errors[-1]:.1e} of their way",
+        )
+    return Outcome(
+        f"{job.size} stages; error up to {max(errors):.0e} of the CPU reference", {"errors": errors}
+    )
+
+
+def overlap(job: CheckJob) -> Outcome:
+    """The part of the communication that runs beside the backward pass."""
+    device = begin(job)
+    sizes = gpt2_small(job)
+
+    def median(step: Callable[[int], object]) -> float:
+        times = []
+        for number in range(ROUNDS):
+            hc.barrier()
+            begun = now(device)
+            step(number)
+            times.append(now(device) - begun)
+        return 1000 * statistics.median(times[2:])
+
+    alone = make_model(sizes).to(device)
+    plain = make_optimizer(alone)
+    gradients = torch.zeros(sum(one.numel() for one in alone.parameters()), device=device)
+    computation = median(lambda step: take_steps(alone, plain, sizes, device, [step]))
+    communication = median(lambda step: hc.allreduce_(gradients, name="overlap"))
+    model = make_model(sizes).to(device)  # since the ranks' weights differ by now
+    reduced = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+    together = median(lambda step: take_steps(model, reduced, sizes, device, [step]))
+    hidden = (computation + communication - together) / communication
+    text = (
+        f"computation {computation:.1f} ms, communication {communication:.1f} ms, together {together:.1f} ms"
+    )
+    expect(hidden > 0, f"{text}: nothing overlaps")
+    values = {
+        "computation": computation,
+        "communication": communication,
+        "together": together,
+        "hidden": hidden,
+    }
+    return Outcome(f"{text}: {hidden:.0%} is hidden", values)
+
+
+def repeated_sums(job: CheckJob) -> Outcome:
+    """Whether an allreduce of the same values gives the same bits each time; with NVLS, which is off by default, it need not."""
+    device = begin(job)
+    generator = torch.Generator().manual_seed(hc.rank())
+    found = set()
+    for length in (1 << 10, 1 << 16, 1 << 22):
+        values = torch.randn(length, generator=generator).to(device)
+        sums = {digest({"sum": hc.allreduce(values, op=hc.Sum, name=f"sum.{length}")}) for _ in range(20)}
+        if len(sums) > 1:
+            found.add(length)
+    text = "20 sums of the same values have the same bits"
+    if found:
+        text = f"sums of the same values differ in bits, of {', '.join(map(str, sorted(found)))} elements"
+    expect(not found or os.environ.get("NCCL_NVLS_ENABLE") == "1", text)
+    return Outcome(text, {"repeatable": not found})
