@@ -11,6 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.devices import check_devices
 from hvd_ckpt.fingerprint import distinct
 from hvd_ckpt.reduction.agreement import (
     MESSAGE,
@@ -129,7 +130,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Raises:
         ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks, or a tensor is
-            not dense, or a parameter is split over the ranks (``shard="parameters"``); on every rank.
+            not dense, or is on a GPU and Horovod has no operations there, or a parameter is split over the ranks
+            (``shard="parameters"``); on every rank.
     """
     call = "broadcast_parameters()"
     error: Exception | None = None
@@ -169,7 +171,8 @@ def broadcast_optimizer_state(
         model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
 
     Raises:
-        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks; on every rank.
+        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks, or a parameter is
+            on a GPU with a Horovod that has no operations on GPUs; on every rank.
     """
     call = "broadcast_optimizer_state()"
     stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
@@ -185,8 +188,17 @@ def broadcast_optimizer_state(
     )
     options |= {f"the number of parameters in group {number}": len(own) for number, own in enumerate(names)}
     options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
-    gathered = allgather_objects((options, common_state(optimizer)), global_process_set, call)
-    check_described({rank: own for rank, (own, _) in enumerate(gathered)}, call)
+    error: Exception | None = None
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            check_devices((f"a parameter of group {number}", parameter) for parameter in group["params"])
+    except ValueError as exception:
+        error = exception
+    failure = None if error is None else Failure.of(error)
+    gathered = allgather_objects((options, common_state(optimizer), failure), global_process_set, call)
+    options_of, states, failures = zip(*gathered)
+    check_described(dict(enumerate(options_of)), call)
+    raise_first_failure(error, failures)
     tensors: list[torch.Tensor] = []
     outline = None
     if mpi_ops.rank() == root_rank:
@@ -202,7 +214,7 @@ def broadcast_optimizer_state(
                 else:
                     optimizer.state.pop(own[name], None)
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
-    level(optimizer, {rank: state for rank, (_, state) in enumerate(gathered)}, root_rank)
+    level(optimizer, dict(enumerate(states)), root_rank)
 
 
 def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
@@ -313,6 +325,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
                 f"broadcast_parameters: '{name}' is {kind}, and only dense tensors can be broadcast in place; leave it out, "
                 f"and use broadcast_object for it"
             )
+    check_devices(items)
     return sorted(items, key=lambda pair: pair[0])
 
 
