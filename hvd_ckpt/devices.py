@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable
 
@@ -23,12 +24,13 @@ def local_device() -> torch.device:
     """The device of this process: a GPU of its own, which becomes PyTorch's current device, or the CPU on a machine without GPUs.
 
     The processes of a job on one host take its GPUs in order, those of all pipeline stages together (``local_rank()`` counts one
-    stage alone). Where a process sees one GPU only, as when the launcher has given each its own, it takes that. With a Horovod
+    stage alone); without NCCL, several may share one. Where a process sees one GPU only, as when the launcher has given each its
+    own, it takes that. With a Horovod
     that is built without operations on GPUs it is the CPU, and process 0 says so. Call it after ``init()``, and before the model is
     built.
 
     Raises:
-        RuntimeError: there are more processes on this host than GPUs.
+        RuntimeError: there are more processes on this host than GPUs, and Horovod uses NCCL.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not visible:
@@ -38,14 +40,21 @@ def local_device() -> torch.device:
             warnings.warn(f"training on the CPU, since {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}", stacklevel=2)
         return torch.device("cpu")
     number = current().local_rank if visible > 1 else 0
-    if number >= visible:
+    if number >= visible and hvd.nccl_built():
         raise RuntimeError(
             f"process {number} of this host (from 0) has no GPU, since {visible} are visible: start at most {visible} processes on "
             f"a host, or give each a GPU of its own in CUDA_VISIBLE_DEVICES"
         )
-    device = torch.device("cuda", number)
+    device = torch.device("cuda", number % visible)
     torch.cuda.set_device(device)
     return device
+
+
+def use_deterministic_kernels() -> None:
+    """Has PyTorch compute with kernels that repeat bit for bit, or raise for an operation without one; before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def check_devices(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -69,3 +78,10 @@ def check_devices(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 stacklevel=2,
             )
         return
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device. The host does not wait for a copy to a GPU, which comes in the order of its stream."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -24,6 +24,7 @@ from hvd_ckpt.reduction.agreement import (
     meet_after_join,
     raise_first_failure,
 )
+from hvd_ckpt.reduction.communicator import most_columns
 from hvd_ckpt.reduction.leveling import common_state, level, level_after, level_all, live_states
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.torch_private import pytree
@@ -51,7 +52,7 @@ def broadcast_object(
         process_set: the ranks that take part.
 
     Returns:
-        The object itself on the root, a copy on the other ranks.
+        The object itself on the root, a copy on the other ranks; tensors of a GPU arrive on the CPU.
 
     Raises:
         Exception: the object cannot be stored; on every rank.
@@ -67,7 +68,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         name: of the message; to be given where several threads gather objects at the same time, with the same one on all ranks.
 
     Returns:
-        Copies of the objects, by rank.
+        Copies of the objects, by rank; tensors of a GPU arrive on the CPU.
 
     Raises:
         Exception: a rank's object cannot be stored; on every rank.
@@ -284,11 +285,16 @@ def broadcast_tensors(
             if given.numel():
                 tensor = distinct(given.detach())
                 contiguous = tensor.contiguous()
-                wire = contiguous.view(-1).view(torch.uint8)
-                handle = mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}", process_set)
-                pending.append((tensor, contiguous, handle))
-        for tensor, contiguous, handle in pending:
-            mpi_ops.synchronize(handle)
+                parts = torch.split(contiguous.view(-1).view(torch.uint8), most_columns(1, 1))
+                names = [f"{name}.{number}", *(f"{name}.{number}.{part}" for part in range(1, len(parts)))]
+                handles = [
+                    mpi_ops.broadcast_async_(part, root_rank, own, process_set)
+                    for part, own in zip(parts, names)
+                ]
+                pending.append((tensor, contiguous, handles))
+        for tensor, contiguous, handles in pending:
+            for handle in handles:
+                mpi_ops.synchronize(handle)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
 

@@ -62,7 +62,7 @@ def device_of(config: Config) -> torch.device:
             raise ConfigError(f"device '{name}': this machine has no such device, see `hvd-ckpt doctor`")
         if not has_gpu_operations():
             raise ConfigError(f"device '{name}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-    if device.index is not None:
+    if ":" in (name or ""):
         torch.cuda.set_device(device)
         return device
     try:

@@ -38,7 +38,9 @@ def test_a_horovod_without_operations_on_gpus_refuses_them(monkeypatch: pytest.M
             call()
 
 
-def test_parameters_on_another_gpu_than_the_current_one_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_on_another_gpu_than_the_current_one_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(devices.hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.warns(UserWarning, match=r"cuda:1.*cuda:0"):

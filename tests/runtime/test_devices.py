@@ -22,10 +22,11 @@ class Gpus:
         self._patch(devices.hvd, "rocm_built", lambda: False)
         self.show(0)
 
-    def show(self, visible: int, local_rank: int = 0, built: bool = True) -> None:
+    def show(self, visible: int, local_rank: int = 0, built: bool = True, nccl: bool = True) -> None:
         self._patch(torch.cuda, "is_available", lambda: visible > 0)
         self._patch(torch.cuda, "device_count", lambda: visible)
         self._patch(devices.hvd, "cuda_built", lambda: built)
+        self._patch(devices.hvd, "nccl_built", lambda: 22907 if built and nccl else 0)
         # Of two stages with two replicas; Horovod's local rank would be that within the stage.
         self._patch(devices, "current", lambda: Grid(2, 2, *divmod(local_rank, 2), local_rank, 4))
 
@@ -58,6 +59,8 @@ def test_more_processes_than_gpus_are_an_error(gpus: Gpus) -> None:
         device_of(Config("gpt-tiny"))
     with pytest.raises(ConfigError, match="cuda:2"):
         device_of(Config("gpt-tiny", device="cuda:2"))
+    gpus.show(2, 3, nccl=False)  # which alone wants one for each process
+    assert hc.local_device() == torch.device("cuda", 1)
 
 
 def test_the_cpu_is_used_without_gpus_or_without_operations_on_them(gpus: Gpus) -> None:
