@@ -197,7 +197,7 @@ def broadcast_optimizer_state(
         error = exception
     failure = None if error is None else Failure.of(error)
     gathered = allgather_objects((options, common_state(optimizer), failure), global_process_set, call)
-    options_of, states, failures = zip(*gathered)
+    options_of, replicated, failures = zip(*gathered)
     check_described(dict(enumerate(options_of)), call)
     raise_first_failure(error, failures)
     tensors: list[torch.Tensor] = []
@@ -215,7 +215,7 @@ def broadcast_optimizer_state(
                 else:
                     optimizer.state.pop(own[name], None)
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
-    level(optimizer, dict(enumerate(states)), root_rank)
+    level(optimizer, dict(enumerate(replicated)), root_rank)
 
 
 def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:

@@ -45,3 +45,13 @@ def test_parameters_on_another_gpu_than_the_current_one_are_a_warning(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.warns(UserWarning, match=r"cuda:1.*cuda:0"):
         devices.check_devices([("weight", OnGpu(torch.zeros(2)))])
+
+
+def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
+    """The receiver has another GPU, or none."""
+    value = [OnGpu(torch.full((2,), float(hc.rank()))), {"rank": hc.rank()}]
+    for rank, (tensor, rest) in enumerate(hc.allgather_object(value)):
+        assert isinstance(tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_cuda
+        assert tensor.requires_grad and tensor.tolist() == [rank, rank] and rest == {"rank": rank}
+    tensor, _ = hc.broadcast_object(value, root_rank=0)
+    assert tensor.tolist() == [0, 0] and (hc.rank() == 0 or tensor.device.type == "cpu")
