@@ -173,10 +173,11 @@ class Exchange:
     ) -> list[tuple[str, int]]:
         """Launches what fills ``whole`` with the shards, without a copy in between.
 
-        An output that has its final size already is what Horovod fills. MPI, unlike Gloo, wants no input inside the output.
+        An output that has its final size already is what Horovod fills. MPI, unlike Gloo and NCCL, wants no input inside the output.
         """
         whole, process_set = _carried(whole), self.process_set
-        if own.data_ptr() == shard.data_ptr() and controller() == "mpi":
+        over_mpi = controller() == "mpi" and not (whole.is_cuda and mpi_ops.nccl_built())
+        if own.data_ptr() == shard.data_ptr() and over_mpi:
             if self.ranks <= BROADCAST_RANKS and process_set.ranks:
                 parts = whole.view(self.ranks, -1)
                 names = [f"{name}.{root}" for root in process_set.ranks]
