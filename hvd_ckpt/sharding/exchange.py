@@ -173,7 +173,7 @@ class Exchange:
     ) -> list[tuple[str, int]]:
         """Launches what fills ``whole`` with the shards, without a copy in between.
 
-        An output that has its final size already is what Horovod fills. MPI, unlike Gloo and NCCL, wants no input inside the output.
+        An output that has its final size already is what Horovod fills. MPI alone wants no input inside the output.
         """
         whole, process_set = _carried(whole), self.process_set
         over_mpi = controller() == "mpi" and not (whole.is_cuda and mpi_ops.nccl_built())
