@@ -1,9 +1,10 @@
 # What `bash main.sh setup` makes, in an image without the tools it takes to make it.
 #
 #   docker build --tag hvd_ckpt .
-#   docker build --tag hvd_ckpt:cuda --build-arg BASE_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04 .
+#   docker build --tag hvd_ckpt:cuda --build-arg BASE_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04 \
+#       --build-arg HOROVOD_GPU_OPERATIONS=NCCL .
 #
-# Any Debian or Ubuntu base with Python 3.10 or newer will do; in one with nvcc, Horovod gets its NCCL operations.
+# Any Debian or Ubuntu base with Python 3.10 or newer will do; with nvcc in it, Horovod can have operations on GPUs.
 # run_docker_checkpoint_sequential.sh builds this image and runs commands of main.sh in it.
 ARG BASE_IMAGE=debian:bookworm-slim
 
@@ -13,6 +14,9 @@ FROM ${BASE_IMAGE} AS build
 # one, the image is several GB smaller: the default index has PyTorch with CUDA.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
+# Horovod's operations on GPUs, which a build does not see: NCCL, for all GPUs that nvcc knows or for those listed (80,90).
+ARG HOROVOD_GPU_OPERATIONS
+ARG HOROVOD_BUILD_CUDA_CC_LIST
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ python3-dev python3-venv \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
@@ -32,6 +36,8 @@ RUN .venv/bin/python -m pip uninstall --quiet --yes cmake ninja ruff mypy \
 # PyTorch hangs where it wants to describe a stack, as checkpoint(debug=True) does, and there is no addr2line (binutils).
 # The tests of main.sh want venv.
 FROM ${BASE_IMAGE}
+ARG HOROVOD_GPU_OPERATIONS
+ARG HOROVOD_BUILD_CUDA_CC_LIST
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends binutils openssh-client \
         python3-venv tini \
@@ -44,6 +50,8 @@ RUN chmod -R a+rX -- * && .venv/bin/python -m compileall -q hvd_ckpt && chmod 17
 # Open MPI refuses to run as root unless told twice that it may: here it may. Reading another process's memory, with
 # which it would save a copy, is what containers forbid: it would say so ("Read -1, expected ...") at every message.
 ENV HOME=/home/anyone \
+    HOROVOD_GPU_OPERATIONS=${HOROVOD_GPU_OPERATIONS} \
+    HOROVOD_BUILD_CUDA_CC_LIST=${HOROVOD_BUILD_CUDA_CC_LIST} \
     PATH=/hvd_ckpt/.venv/bin:$PATH \
     OMPI_ALLOW_RUN_AS_ROOT=1 \
     OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \

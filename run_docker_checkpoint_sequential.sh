@@ -21,8 +21,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 runs="$PWD/runs"
 base="${BASE_IMAGE:-debian:bookworm-slim}"
 case "$base" in
-    *cuda*) image="${DOCKER_IMAGE:-hvd_ckpt:cuda}" gpus="${DOCKER_GPUS-all}" ;;
-    *) image="${DOCKER_IMAGE:-hvd_ckpt}" gpus="${DOCKER_GPUS-}" ;;
+    *cuda*) image="${DOCKER_IMAGE:-hvd_ckpt:cuda}" gpus="${DOCKER_GPUS-all}" operations="${HOROVOD_GPU_OPERATIONS:-NCCL}" ;;
+    *) image="${DOCKER_IMAGE:-hvd_ckpt}" gpus="${DOCKER_GPUS-}" operations="${HOROVOD_GPU_OPERATIONS:-}" ;;
 esac
 
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -60,7 +60,8 @@ user_flags() {
 build() {
     # On standard error, so that standard output is the command's alone.
     # shellcheck disable=SC2086 # the flags are several words
-    docker build --tag "$image" --build-arg "BASE_IMAGE=$base" ${DOCKER_BUILD_FLAGS:-} "$root" >&2 ||
+    docker build --tag "$image" --build-arg "BASE_IMAGE=$base" \
+        ${operations:+--build-arg "HOROVOD_GPU_OPERATIONS=$operations"} ${DOCKER_BUILD_FLAGS:-} "$root" >&2 ||
         die "the image $image could not be built on $base; the reason is above."
 }
 

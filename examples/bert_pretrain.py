@@ -23,7 +23,7 @@ import hvd_ckpt as hc
 @click.option("--bf16", is_flag=True, help="Autocast to bfloat16.")
 def main(text, steps, batch, length, width, layers, budget, bf16):
     hc.init()
-    device = torch.device("cuda", hc.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = hc.local_device()
     sizes = {"width": width, "heads": 4, "layers": layers}
     config = hc.Config("bert-mini", model_options=sizes, text=text, sequence_length=length)
     model, objective, data, _ = hc.assemble(config)  # any model and loss of your own do as well

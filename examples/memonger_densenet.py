@@ -32,7 +32,7 @@ def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps
     options = {"efficient": efficient}
     config = hc.Config(f"densenet-{depth}", model_options=options, images=images, pixels=pixels)
     model, _, data, _ = hc.assemble(config)
-    device = torch.device("cuda", hc.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = hc.local_device()
     model = model if efficient else hc.CheckpointSequential(model, segments)
     model = hc.DeferredBatchNorm.convert(model).to(device)
 

@@ -27,7 +27,7 @@ BATCH = 8  # samples of each rank in a step
 @click.option("--bf16", is_flag=True, help="Autocast to bfloat16.")
 def main(text, steps, length, layers, width, segments, reentrant, bf16):
     hc.init()
-    device = f"cuda:{hc.local_rank()}" if torch.cuda.is_available() else "cpu"
+    device = hc.local_device()
     sizes = {"width": width, "layers": layers}
     config = hc.Config("xlnet-mini", model_options=sizes, text=text, sequence_length=length)
     model, objective, data, _ = hc.assemble(config)
@@ -38,12 +38,12 @@ def main(text, steps, length, layers, width, segments, reentrant, bf16):
     )
     torch.manual_seed(1 + hc.rank())
     for step, batch in zip(range(1, steps + 1), batches(data)):
-        batch = batch.to(torch.device(device))
+        batch = batch.to(device)
         inputs, shared = model.prepare(*batch.inputs, **batch.shared)
         if step == 1 and hc.rank() == 0:
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shared.items())
             print(f"shared by {len(model)} blocks: {shapes}")
-        with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             layers = model.to_layers()
             scores = hc.checkpoint_sequential(layers, segments, *inputs, use_reentrant=reentrant, **shared)
             loss = objective.loss(scores, batch)

@@ -199,6 +199,9 @@ from hvd_ckpt.data.sampler import (
 from hvd_ckpt.data.sampler import (
     DistributedSampler as DistributedSampler,
 )
+from hvd_ckpt.devices import (
+    local_device as local_device,
+)
 from hvd_ckpt.distributed import (
     DistributedOptimizer as DistributedOptimizer,
 )

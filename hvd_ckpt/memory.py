@@ -153,9 +153,10 @@ def recording_marks(device: torch.device | str = "cpu") -> Iterator[Marks]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a CUDA device, or for processes of this machine."""
+    """Bytes that this process can still have: of a CUDA device, with what its allocator keeps in reserve, or of the machine."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserve
     import psutil
 
     return int(psutil.virtual_memory().available)

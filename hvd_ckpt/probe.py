@@ -181,7 +181,8 @@ def main(folder: str) -> None:
 
     hvd.init()
     answers = {"cpu": _try_operations(hvd, torch, "cpu")}
-    if torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size():
+    built = hvd.cuda_built() or hvd.rocm_built()  # without, the first operation would never end
+    if built and torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size():
         torch.cuda.set_device(hvd.local_rank())
         answers["cuda"] = _try_operations(hvd, torch, "cuda")
     temporary = Path(folder, f".{hvd.rank()}")

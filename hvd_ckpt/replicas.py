@@ -207,7 +207,13 @@ class Replicas:
                 f"the state is that of {state['number']} replicas, and this job has {self.number}"
             )
         self.seed, self.step = state["seed"], state["step"]
-        self._buffers = {index: _clones(state["buffers"][index]) for index in self._buffers}
+        own = self._named_buffers()
+        self._buffers = {
+            index: {
+                name: value.to(own[name].device, copy=True) for name, value in state["buffers"][index].items()
+            }
+            for index in self._buffers
+        }
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return {

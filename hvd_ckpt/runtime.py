@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
+NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
 CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
@@ -65,6 +66,7 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
 
     * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With
       fusion on, results are right but not repeatable bit for bit; rank 0 says so once.
+    * ``NCCL_NVLS_ENABLE=0``: sums that NVLink's switches compute (NVLink SHARP, from the H100 on) differ from call to call.
     * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless
       ``OMP_NUM_THREADS`` is set.
     * Where the launcher starts more than one rank for two CPUs of a machine, so that Horovod's background thread has no CPU
@@ -133,6 +135,7 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     if launcher is not None:
         rendezvous.join_job(launcher, stall_timeout)
     _set_fusion_default()
+    os.environ.setdefault(NVLS_VARIABLE, "0")
     _set_crowded_defaults()
     _check_restart()
     _set_mpi_prefix()

@@ -10,23 +10,24 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, own_device, run_job, run_rank
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
     bench_command,
+    check_devices,
     count_option,
+    device_option,
     quick_option,
     timeout_option,
     whole_numbers,
 )
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, shown
+from hvd_ckpt.bench.harness.report import Report, Table, device_name, machine_facts, mebibytes, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.command_line import check_controller, split_names
 
@@ -53,7 +54,8 @@ NOTES = (
     "gradients MiB: bytes that the allocator holds after a step beyond parameters and buffers: gradients and the engine's buckets, "
     "not the communication threads' own buffers (such as Horovod's fusion buffer).",
     "Every rank of every engine has the same number of threads, and is started by horovodrun in the same way; stock Horovod and "
-    "DDP run with their defaults, this library with those of its init(). DDP's collectives are Gloo's under either controller.",
+    "DDP run with their defaults, this library with those of its init(). DDP's collectives are Gloo's under either controller, and "
+    "NCCL's on GPUs.",
 )
 
 
@@ -66,6 +68,7 @@ class Job(RankJob):
         workloads: in this order.
         steps: timed steps; None for each workload's own number.
         memory: also count the bytes held for gradients.
+        device: ``cpu`` or ``cuda``.
     """
 
     worker = "hvd_ckpt.bench.reduce"
@@ -74,6 +77,7 @@ class Job(RankJob):
     workloads: tuple[str, ...]
     steps: int | None
     memory: bool
+    device: str = "cpu"
 
 
 @dataclass
@@ -95,6 +99,7 @@ def measure(job: Job) -> RankResult:
     from hvd_ckpt.bench.harness.workloads import workload
 
     engine = find_engine(job.engine)()
+    engine.device = own_device(job.device)
     engine.start(job.folder)
     if engine.size != job.size:
         raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
@@ -115,12 +120,14 @@ def measure(job: Job) -> RankResult:
 
 def _time_steps(workload: Workload, engine: Engine, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of ``steps`` training steps, from ``zero_grad`` to ``step``, after the warm-up."""
+    from hvd_ckpt.measure import now
+
     _, step = _prepare(workload, engine, _batch(workload, engine))
     seconds = []
     for _ in range(warm_up + steps):
-        start = time.perf_counter()
+        start = now(engine.device)
         step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now(engine.device) - start)
     return seconds[warm_up:]
 
 
@@ -134,7 +141,7 @@ def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
 
     gc.collect()  # garbage of an earlier count must not be given back within this one
     batch = _batch(workload, engine)
-    with recording_peak() as memory:
+    with recording_peak(engine.device) as memory:
         model, step = _prepare(workload, engine, batch)
         for _ in range(STEPS_TO_SETTLE):
             step()
@@ -145,7 +152,8 @@ def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
 def _batch(workload: Workload, engine: Engine) -> tuple[Tensor, Tensor]:
     import torch
 
-    return workload.sample(torch.Generator().manual_seed(engine.rank))
+    inputs, targets = workload.sample(torch.Generator().manual_seed(engine.rank))
+    return inputs.to(engine.device), targets.to(engine.device)
 
 
 def _prepare(
@@ -155,7 +163,7 @@ def _prepare(
     import torch
 
     torch.manual_seed(1)
-    bare = workload.model()
+    bare = workload.model().to(engine.device)
     # Plain SGD is the optimizer whose own work hides least of the reduction.
     model, optimizer = engine.wrap(bare, torch.optim.SGD(bare.parameters(), lr=LEARNING_RATE))
     inputs, targets = batch
@@ -217,6 +225,7 @@ class Case:
 )
 @count_option("--pairs", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
 @click.option("--steps", type=click.IntRange(1), help="Timed steps per job.  [default: by workload]")
+@device_option
 @quick_option("Two ranks and fewer pairs.")
 @timeout_option(300)
 def reduce(
@@ -227,6 +236,7 @@ def reduce(
     engines: str,
     pairs: int,
     steps: int | None,
+    device: str,
     quick: bool,
     timeout: float,
 ) -> None:
@@ -241,10 +251,11 @@ def reduce(
 
     chosen = split_names("--engines", engines, find=find_engine)
     counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
+    check_devices(device, max(counts))
     carriers = [check_controller(name) for name in split_names("--controller", controllers, ("gloo", "mpi"))]
     names = split_names("--workloads", workloads, WORKLOADS)
     settings: dict[str, Any] = {"engines": chosen, "sizes": counts, "controllers": carriers}
-    settings |= {"workloads": names, "pairs": pairs, "steps": steps}
+    settings |= {"workloads": names, "pairs": pairs, "steps": steps, "device": device}
     cases: list[Case] = []
     with run.progress(len(chosen) * len(counts) * len(carriers) * pairs) as progress:
         for size, controller in itertools.product(counts, carriers):
@@ -255,7 +266,7 @@ def reduce(
                 if engine in group[0].failures:  # left out from its first failure on
                     continue
                 name = f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")
-                job = Job(run.jobs / name, size, engine, names, steps, memory=pair == 0)
+                job = Job(run.jobs / name, size, engine, names, steps, pair == 0, device)
                 try:
                     ranks = run_job(job, RankResult, controller, timeout, threads=threads_per_rank(size))
                     for case in group:
@@ -283,6 +294,7 @@ def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
         "threads per rank": ", ".join(
             f"{threads_per_rank(size)} at np={size}" for size in sorted(settings["sizes"])
         ),
+        "device": device_name(settings["device"]),
         "pairs": str(settings["pairs"]),
         **{name: WORKLOADS[name][1] for name in settings["workloads"]},
     }

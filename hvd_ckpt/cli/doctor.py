@@ -26,12 +26,20 @@ from hvd_ckpt.folders import cache_folder, make_writable
 from hvd_ckpt.install.build_horovod import failure_of_last_build, missing_prerequisites
 from hvd_ckpt.install.extras import BUILD_HOROVOD, apex_unavailable, explain_import_error, first_line
 from hvd_ckpt.install.offline import LIMIT, fill
-from hvd_ckpt.install.recipe import BuildError, detect_target
+from hvd_ckpt.install.prerequisites import BuildError
+from hvd_ckpt.install.recipe import detect_target
 from hvd_ckpt.probe import OPERATIONS, probe
 
 CONTROLLERS = ("gloo", "mpi")
 ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")
-ENVIRONMENT_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "OPAL_PREFIX")
+ENVIRONMENT_NAMES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "OPAL_PREFIX",
+)
 
 Facts = dict[str, Any]
 
@@ -199,6 +207,9 @@ def rows(facts: Facts) -> list[tuple[str, str, str]]:
             *(name.upper() for name in ("mpi", "gloo", "cuda", "nccl", "rocm") if horovod[name]),
         ]
         table.append(("Horovod", f"{horovod['version']}, built with {', '.join(built)}", "ok"))
+        if torch.get("cuda_available") and not (horovod["cuda"] or horovod["rocm"]):
+            text = f"none on GPUs, so that ranks train on the CPU: {BUILD_HOROVOD}"
+            table.append(("  operations", text, "!"))
     for name, controller in facts["controllers"].items():
         table.append((f"controller {name}", *_controller_cell(controller)))
         for device, answers in controller["operations"].items():

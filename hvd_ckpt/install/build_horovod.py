@@ -2,8 +2,8 @@
 
 No wheel of Horovod fits a current PyTorch: Horovod compiles against PyTorch's C++ headers, and its last
 release asks for C++14 where those headers need C++20. This script takes that release's source, checks its
-sha256, raises the standard, builds a wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch where nvcc is at
-hand) and keeps it in the user's cache folder under a key that names everything the build depends on. The
+sha256, raises the standard, builds a wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch on a machine with
+GPUs) and keeps it in the user's cache folder under a key that names everything the build depends on. The
 wheel finds MPI and PyTorch relative to itself, so it serves every environment with that key.
 
 A build happens in a folder with a temporary name, which is renamed when the wheel is complete: one that fails
@@ -34,11 +34,10 @@ import click
 
 from hvd_ckpt.folders import cache_folder
 from hvd_ckpt.install.extras import pip_command
-from hvd_ckpt.install.prerequisites import first_error, missing_for_build
+from hvd_ckpt.install.prerequisites import BuildError, first_error, missing_for_build
 from hvd_ckpt.install.recipe import (
     HOROVOD_VERSION,
     SDIST_SHA256,
-    BuildError,
     Target,
     build_environment,
     check_sdist,
@@ -182,7 +181,7 @@ def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
     print(
         f"Building Horovod {HOROVOD_VERSION} ({target.operations}) for torch {target.torch}: minutes, once."
     )
-    print(f"  log: {log}", flush=True)
+    print(f"  {target.gpu.described}\n  log: {log}", flush=True)
     # In the cache, where the next build finds what a killed one left; its tools want a path without a space.
     folder = Path(tempfile.mkdtemp(prefix=".building-", dir=None if " " in str(cache) else cache))
     finished = cache / f".building-{os.getpid()}"
@@ -264,6 +263,10 @@ def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, prin
     """Build Horovod for this environment's PyTorch and install it.
 
     The build takes minutes, once: its wheel is kept, and serves every environment with the same Python, PyTorch and MPI.
+
+    With PyTorch's CUDA build, Horovod's operations run on GPUs with NCCL where this machine has a GPU and nvcc, for the
+    architectures of its GPUs. HOROVOD_BUILD_CUDA_CC_LIST=80,90 names others. HOROVOD_GPU_OPERATIONS=NCCL builds for all that
+    nvcc knows, HOST copies tensors to the host and reduces them there, and CPU leaves GPUs out.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -280,6 +283,7 @@ def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, prin
         if no_install:
             print(wheel)
         elif not is_installed(wheel):
+            print(f"Installing Horovod {HOROVOD_VERSION} for torch {target.torch}: {target.gpu.described}")
             install(wheel, cache / "logs" / f"{target.key}.install.log")
     except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -25,6 +25,10 @@ PROGRAM = (
 BUILD_MODULES = ("setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml")
 
 
+class BuildError(Exception):
+    """A build that failed; its text is one sentence for the user."""
+
+
 def missing_for_environment() -> list[str]:
     """Missing prerequisites of ``main.sh`` besides Python (the venv module, a compiler, headers), each with the way to get it."""
     return [text for text in (_venv(), _compiler(), _headers()) if text]

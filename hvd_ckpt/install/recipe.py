@@ -11,16 +11,17 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvd_ckpt.install.cuda import GpuOperations, arrange_toolkit, choose_gpu_operations, find_nccl
+from hvd_ckpt.install.prerequisites import BuildError
 
 HOROVOD_VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -47,11 +48,12 @@ RPATH = (
 _FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 
 # (file, text, replacement): PyTorch's headers need C++20 and CUDA's C++17; relative library paths only; a
-# CUDA PyTorch without nvcc builds for the CPU instead of failing; Ninja instead of make, which a machine with
+# CUDA PyTorch gets a Horovod for the CPU where that is chosen; Ninja instead of make, which a machine with
 # a compiler need not have; no debug information, which makes the extension twenty times as large; no write through
 # a null pointer in a second start with HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME set, and a function by which
 # hvd_ckpt.runtime knows of that; a header that g++ 13 and newer no longer include by way of others; members that an
-# assignment changes are not const.
+# assignment changes are not const; CUDA's driver under the name that it has without a toolkit; an error where a Horovod for
+# the CPU is given a tensor of a GPU, which would end its thread in the middle of a collective.
 PATCHES = (
     (
         "CMakeLists.txt",
@@ -92,6 +94,20 @@ PATCHES = (
         'extern "C" int horovod_restarts_with_fixed_parameters() { return 1; }\n\n'
         "// ParameterManager\nParameterManager::ParameterManager() :",
     ),
+    (
+        "horovod/torch/cuda_util.cc",
+        'cudalib = dlopen("libcuda.so", RTLD_LAZY);',
+        'cudalib = dlopen("libcuda.so", RTLD_LAZY);\n'
+        '  if (!cudalib)\n    cudalib = dlopen("libcuda.so.1", RTLD_LAZY);',
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "  if (tensor.device().is_cuda()) {\n    return tensor.device().index();",
+        "  if (tensor.device().is_cuda()) {\n#if !HAVE_GPU\n"
+        '    throw std::logic_error("A tensor is on a GPU, and this Horovod is built without operations on GPUs. "\n'
+        '                           "Build it again with `hvd-ckpt build-horovod`.");\n#endif\n'
+        "    return tensor.device().index();",
+    ),
     ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
     (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),
     (_FLATBUFFERS, "const size_type count_;", "size_type count_;"),
@@ -99,28 +115,23 @@ PATCHES = (
 )
 
 
-class BuildError(Exception):
-    """A build that failed; its text is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class Target:
     """Target of a build: everything that makes one wheel differ from another."""
 
     torch: str
-    cuda_home: str | None
+    gpu: GpuOperations
     python: str
     platform: str
     mpi: str
-    architectures: str | None = None  # of GPUs: HOROVOD_BUILD_CUDA_CC_LIST, or all that nvcc knows
 
     @property
     def operations(self) -> str:
-        return "mpi-gloo-nccl" if self.cuda_home else "mpi-gloo"
+        return "-".join(["mpi", "gloo", *([self.gpu.kind.lower()] if self.gpu.kind else [])])
 
     @property
     def key(self) -> str:
-        recipe = [SDIST_SHA256, FLAGS, PATCHES, self.mpi, *filter(None, [self.architectures])]
+        recipe = [SDIST_SHA256, FLAGS, PATCHES, self.mpi, *filter(None, [self.gpu.architectures])]
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
         parts = ("horovod", HOROVOD_VERSION, "torch", self.torch, self.python, self.platform, self.operations)
         return "-".join((*parts, digest))
@@ -135,19 +146,17 @@ def detect_target() -> Target:
         )
     version = runpy.run_path(str(Path(torch_spec.origin).parent / "version.py"))
     torch = str(version["__version__"])
-    cuda_home = None
-    if version.get("cuda"):
-        torch += "" if "+" in torch else "+cu" + str(version["cuda"]).replace(".", "")
-        cuda_home = find_cuda_home()
+    cuda = version.get("cuda")
+    if cuda:
+        torch += "" if "+" in torch else "+cu" + str(cuda).replace(".", "")
     return Target(
         torch=torch,
-        cuda_home=cuda_home,
+        gpu=choose_gpu_operations(torch, str(cuda) if cuda else None),
         python=f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}",
         platform="-".join([sysconfig.get_platform(), "".join(platform.libc_ver())])
         .strip("-")
         .replace("/", "_"),
         mpi=_mpi_version(),
-        architectures=(os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST") or None) if cuda_home else None,
     )
 
 
@@ -161,22 +170,6 @@ def _mpi_version() -> str:
             return "system"
         flags = subprocess.run([wrapper, "-show"], capture_output=True, text=True, check=False).stdout
         return f"system-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
-
-
-def find_cuda_home() -> str | None:
-    """The CUDA toolkit of the nvcc on PATH (which may be a link or a wrapper script), or None without one."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "empty.cu")
-        source.touch()
-        dry_run = subprocess.run(
-            [nvcc, "--dryrun", "-c", str(source)], capture_output=True, text=True, cwd=folder, check=False
-        )
-    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
-    home = Path(top.group(1).strip()) if top else Path(nvcc).resolve().parent.parent
-    return str(home.resolve()) if (home / "bin" / "nvcc").exists() else None
 
 
 def sha256(path: Path) -> str:
@@ -244,21 +237,23 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
     environment.update(
         FLAGS, PATH=f"{tools}{os.pathsep}{path}", CMAKE_BUILD_PARALLEL_LEVEL=str(parallel_jobs())
     )
-    if target.cuda_home:
+    if target.gpu.home is not None:
+        cuda = str(arrange_toolkit(Path(target.gpu.home), folder / "cuda"))
+        environment.update(HOROVOD_GPU_OPERATIONS="", HOROVOD_CUDA_HOME=cuda, CUDA_HOME=cuda)
+        environment["PATH"] = os.pathsep.join([str(Path(cuda, "bin")), environment["PATH"]])
+        if target.gpu.architectures:
+            environment["HOROVOD_BUILD_CUDA_CC_LIST"] = target.gpu.architectures
+    if target.gpu.kind == "NCCL":
         include, library = find_nccl()
         (folder / "nccl").mkdir()
         (folder / "nccl" / "libnccl.so").symlink_to(library)
         (folder / "nccl" / "include").symlink_to(include)
         environment.update(
             HOROVOD_GPU_OPERATIONS="NCCL",
-            HOROVOD_CUDA_HOME=target.cuda_home,
-            CUDA_HOME=target.cuda_home,
             HOROVOD_NCCL_INCLUDE=str(folder / "nccl" / "include"),
             HOROVOD_NCCL_LIB=str(folder / "nccl"),
             HOROVOD_NCCL_LINK="SHARED",
         )
-        if target.architectures:
-            environment["HOROVOD_BUILD_CUDA_CC_LIST"] = target.architectures
     return environment
 
 
@@ -267,18 +262,3 @@ def parallel_jobs() -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cpus, memory // (3 * 2**30)))
-
-
-def find_nccl() -> tuple[Path, Path]:
-    """NCCL's header folder and shared library, from the wheel that a CUDA PyTorch brings.
-
-    That wheel has no ``libnccl.so`` for the linker to find, only ``libnccl.so.2``: the caller makes the link.
-    """
-    root = Path(sysconfig.get_path("platlib")) / "nvidia" / "nccl"
-    library = root / "lib" / "libnccl.so.2"
-    if not library.is_file() or not (root / "include" / "nccl.h").is_file():
-        raise BuildError(
-            f"NCCL's header and library are not in {root}, where PyTorch's CUDA wheels put them; reinstall "
-            "torch, or take nvcc off PATH to build for the CPU."
-        )
-    return root / "include", library

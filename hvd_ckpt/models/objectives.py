@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvd_ckpt.devices import to_device
+
 IGNORED = -100  # the target of positions that count nothing, as torch's cross_entropy has it
 
 
@@ -50,11 +52,11 @@ class Batch:
         ]
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
+        """The batch on a device; the host does not wait for the copy to a GPU."""
         return Batch(
-            tuple(tensor.to(device) for tensor in self.inputs),
-            self.targets.to(device),
-            {name: tensor.to(device) for name, tensor in self.shared.items()},
+            tuple(to_device(tensor, device) for tensor in self.inputs),
+            to_device(self.targets, device),
+            {name: to_device(tensor, device) for name, tensor in self.shared.items()},
         )
 
 

@@ -114,8 +114,10 @@ def device_budget(share: float, device: torch.device) -> int:
     if device.type == "cuda":
         import torch
 
-        free, total = torch.cuda.mem_get_info(device)
-        held = total - free - (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        from hvd_ckpt.memory import free_memory
+
+        total = torch.cuda.mem_get_info(device)[1]
+        held = total - free_memory(device)
     else:
         import psutil
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from hvd_ckpt.text import show_bytes, talking
 _CORRECTIONS = 5
 _TIMED = 3  # steps
 _SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
+_OUT_OF_MEMORY = 1 << 63  # peak of a step that the device has no room for: above every budget
 
 
 class _Tried(NamedTuple):
@@ -235,6 +237,8 @@ class Planner:
     def _unlimited(self) -> _Tried:
         """The faster one of the solver's fastest schedule and no recomputation: predictions do not tell close ones apart."""
         found, kept = self._try(self._solver.fastest), self._kept
+        if kept is None and found.peak == _OUT_OF_MEMORY:
+            return self._within(free_memory(self._step.device))
         if kept is None or found is kept:
             return found
         if found.peak > kept.peak:
@@ -267,11 +271,18 @@ class Planner:
             elif found is not None:
                 break
             else:
-                target = min(target, solution.peak) - max(tried.peak - limit, limit // 200)
+                over = solution.peak // 8 if tried.peak == _OUT_OF_MEMORY else tried.peak - limit
+                target = min(target, solution.peak) - max(over, limit // 200)
         if found is None:
             found = self._try(self._solver.smallest)
             if found.peak > limit:
                 place = self._place(bottleneck(self._chain, found.solution.items))
+                if found.peak == _OUT_OF_MEMORY:
+                    raise BudgetError(
+                        f"No plan stays within a budget of {show_bytes(limit)}: {self._step.device} has no room for the plan with "
+                        f"the smallest peak, {show_bytes(found.solution.peak)} as predicted, set by {place}. Give a smaller batch.",
+                        found.solution.peak,
+                    )
                 share = math.ceil(100 * found.peak / self.baseline.peak_bytes) / 100
                 raise BudgetError(
                     f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(found.peak)}, set by "
@@ -296,7 +307,9 @@ class Planner:
         if everything.peak_bytes > FITS * free_memory(self._step.device):
             return
         self._say("measuring a step without recomputation")
-        peak, timeline = self._step.peak()
+        peak, timeline = self._peak()
+        if peak == _OUT_OF_MEMORY:
+            return
         seconds = min(self._step.seconds() for _ in range(2))
         kept = sum(block.choices[0].kept for block in self._chain[1:-1])
         rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
@@ -312,8 +325,17 @@ class Planner:
         if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
             with applied(self._step.model, self._as_plan(solution.items)):
-                self._tried[solution.items] = _Tried(solution, *self._step.peak())
+                self._tried[solution.items] = _Tried(solution, *self._peak())
         return self._tried[solution.items]
+
+    def _peak(self) -> tuple[int, Timeline]:
+        """The measured peak of a step, and its memory over time; ``_OUT_OF_MEMORY`` where the device has no room for it."""
+        try:
+            return self._step.peak()
+        except torch.OutOfMemoryError:
+            pass
+        _free_what_failed()
+        return _OUT_OF_MEMORY, ()
 
     def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
         choices = [0] * len(self.profile.found)
@@ -393,8 +415,9 @@ def plan(
     Raises:
         ValueError: no blocks, a budget that cannot be read, a loss that is not a single number; stages of a model that is not a
             chain, or has too few blocks.
-        BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. A
-            budget in bytes that is below what runs around the blocks (embeddings, head, loss) is refused before they are measured.
+        BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. Or
+            the device has no room for the batch, whatever the budget. A budget in bytes that is below what runs around the blocks
+            (embeddings, head, loss) is refused before they are measured.
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
@@ -415,8 +438,9 @@ def plan(
             "budget": None if layout else limit,
             **settings,
         }
-        planner = Planner(model, *args, kwargs=kwargs, loss=loss, **given)
-        return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
+        with _out_of_memory_exceeds_budgets(device):
+            planner = Planner(model, *args, kwargs=kwargs, loss=loss, **given)
+            return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
 
     def find(limit: int | float | str | None) -> Plan:
         with _talking(verbose) as say:
@@ -481,6 +505,30 @@ def largest_batch(
         except BudgetError:
             too_large = guess
     return best, chosen
+
+
+@contextlib.contextmanager
+def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
+    """Turns an OutOfMemoryError of planning into a BudgetError."""
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError:
+        pass
+    _free_what_failed()
+    free = free_memory(device)
+    raise BudgetError(
+        f"No budget is enough for this batch: planning has run out of memory with {show_bytes(free)} free on {device}. Give a "
+        "smaller batch.",
+        free,
+    )
+
+
+def _free_what_failed() -> None:
+    """Gives back the memory of a step that has failed."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _cost(solution: Solution) -> Cost:

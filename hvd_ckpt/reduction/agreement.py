@@ -10,6 +10,7 @@ that names both, where they would wait for each other.
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import sys
 import zlib
@@ -104,7 +105,7 @@ def flag_of(table: Mapping[int, Any]) -> float:
 
 
 def allgather_objects(value: Any, process_set: Any, name: str, message: str = MESSAGE) -> list[Any]:
-    """Gathers one picklable value of each rank of ``process_set``, in rank order.
+    """Gathers one picklable value of each rank of ``process_set``, in rank order. Tensors of GPUs arrive on the CPU.
 
     (Horovod's ``allgather_object`` takes no process set.)
 
@@ -168,10 +169,24 @@ def _pickled(value: Any) -> tuple[torch.Tensor, Exception | None]:
     """The bytes of a value; for one that cannot be pickled those of a :class:`Failure`, and the error."""
     error = None
     try:
-        content = cloudpickle.dumps(value)
+        file = io.BytesIO()
+        _Pickler(file).dump(value)
+        content = file.getvalue()
     except Exception as exception:  # whatever it is, the other ranks must hear of it
         error, content = exception, pickle.dumps(Failure.of(exception))
     return torch.frombuffer(bytearray(content), dtype=torch.uint8), error
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Stores tensors of GPUs as tensors of the CPU: the receiver has another GPU, or none."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            copy = value.detach().cpu().requires_grad_(value.requires_grad)
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            whole = torch.nn.Parameter(copy, value.requires_grad) if is_parameter else copy
+            return whole.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return super().reducer_override(value)
 
 
 def digest(value: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.devices import check_devices
 from hvd_ckpt.fingerprint import distinct
 from hvd_ckpt.reduction.agreement import (
     MESSAGE,
@@ -23,6 +24,7 @@ from hvd_ckpt.reduction.agreement import (
     meet_after_join,
     raise_first_failure,
 )
+from hvd_ckpt.reduction.communicator import most_columns
 from hvd_ckpt.reduction.leveling import common_state, level, level_after, level_all, live_states
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.torch_private import pytree
@@ -50,7 +52,7 @@ def broadcast_object(
         process_set: the ranks that take part.
 
     Returns:
-        The object itself on the root, a copy on the other ranks.
+        The object itself on the root, a copy on the other ranks; tensors of a GPU arrive on the CPU.
 
     Raises:
         Exception: the object cannot be stored; on every rank.
@@ -66,7 +68,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         name: of the message; to be given where several threads gather objects at the same time, with the same one on all ranks.
 
     Returns:
-        Copies of the objects, by rank.
+        Copies of the objects, by rank; tensors of a GPU arrive on the CPU.
 
     Raises:
         Exception: a rank's object cannot be stored; on every rank.
@@ -129,7 +131,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Raises:
         ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks, or a tensor is
-            not dense, or a parameter is split over the ranks (``shard="parameters"``); on every rank.
+            not dense, or is on a GPU and Horovod has no operations there, or a parameter is split over the ranks
+            (``shard="parameters"``); on every rank.
     """
     call = "broadcast_parameters()"
     error: Exception | None = None
@@ -169,7 +172,8 @@ def broadcast_optimizer_state(
         model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
 
     Raises:
-        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks; on every rank.
+        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks, or a parameter is
+            on a GPU with a Horovod that has no operations on GPUs; on every rank.
     """
     call = "broadcast_optimizer_state()"
     stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
@@ -185,8 +189,17 @@ def broadcast_optimizer_state(
     )
     options |= {f"the number of parameters in group {number}": len(own) for number, own in enumerate(names)}
     options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
-    gathered = allgather_objects((options, common_state(optimizer)), global_process_set, call)
-    check_described({rank: own for rank, (own, _) in enumerate(gathered)}, call)
+    error: Exception | None = None
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            check_devices((f"a parameter of group {number}", parameter) for parameter in group["params"])
+    except ValueError as exception:
+        error = exception
+    failure = None if error is None else Failure.of(error)
+    gathered = allgather_objects((options, common_state(optimizer), failure), global_process_set, call)
+    options_of, replicated, failures = zip(*gathered)
+    check_described(dict(enumerate(options_of)), call)
+    raise_first_failure(error, failures)
     tensors: list[torch.Tensor] = []
     outline = None
     if mpi_ops.rank() == root_rank:
@@ -202,7 +215,7 @@ def broadcast_optimizer_state(
                 else:
                     optimizer.state.pop(own[name], None)
     broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
-    level(optimizer, {rank: state for rank, (_, state) in enumerate(gathered)}, root_rank)
+    level(optimizer, dict(enumerate(replicated)), root_rank)
 
 
 def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
@@ -272,11 +285,16 @@ def broadcast_tensors(
             if given.numel():
                 tensor = distinct(given.detach())
                 contiguous = tensor.contiguous()
-                wire = contiguous.view(-1).view(torch.uint8)
-                handle = mpi_ops.broadcast_async_(wire, root_rank, f"{name}.{number}", process_set)
-                pending.append((tensor, contiguous, handle))
-        for tensor, contiguous, handle in pending:
-            mpi_ops.synchronize(handle)
+                parts = torch.split(contiguous.view(-1).view(torch.uint8), most_columns(1, 1))
+                names = [f"{name}.{number}", *(f"{name}.{number}.{part}" for part in range(1, len(parts)))]
+                handles = [
+                    mpi_ops.broadcast_async_(part, root_rank, own, process_set)
+                    for part, own in zip(parts, names)
+                ]
+                pending.append((tensor, contiguous, handles))
+        for tensor, contiguous, handles in pending:
+            for handle in handles:
+                mpi_ops.synchronize(handle)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
 
@@ -313,6 +331,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
                 f"broadcast_parameters: '{name}' is {kind}, and only dense tensors can be broadcast in place; leave it out, "
                 f"and use broadcast_object for it"
             )
+    check_devices(items)
     return sorted(items, key=lambda pair: pair[0])
 
 

@@ -25,6 +25,9 @@ __all__ = ["Compression", "Compressor"]
 POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
 POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
 LONG_SECONDS = 10.0
+LARGEST = (
+    2**31 - 1
+)  # Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits
 long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 """Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
@@ -109,11 +112,30 @@ class Work:
         assert finish is not None
         return Work(self._pending, lambda results: change(finish(results)))
 
+    @classmethod
+    def joined(cls, works: Sequence[Work], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Work:
+        """One work of several, whose result ``join`` makes of theirs; wait for it instead of them."""
+
+        def finish(results: list[Any]) -> torch.Tensor:
+            found = []
+            for work in works:
+                assert work._finish is not None
+                own, results = results[: len(work._pending)], results[len(work._pending) :]
+                found.append(work._finish(own))
+            return join(found)
+
+        return cls([pair for work in works for pair in work._pending], finish)
+
     def forget(self) -> None:
         """Drops what is not waited for; it completes by itself."""
         for _, handle in self._pending:
             mpi_ops._handle_map.pop(handle, None)
         self._pending, self._finish = (), None
+
+
+def most_columns(rows: int, itemsize: int) -> int:
+    """The most columns of a message [rows, any] that Horovod can carry."""
+    return max(min(LARGEST // rows, LARGEST // itemsize), 1)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_regis
 from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_ckpt.devices import check_devices
 from hvd_ckpt.reduction.agreement import (
     Failure,
     ParameterFacts,
@@ -127,6 +128,7 @@ def name_parameters(
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {', '.join(unnamed)}"
         )
+    check_devices(named)
     for name, parameter in named:
         grad_dtype = getattr(parameter, "grad_dtype", None)
         if grad_dtype is not None and grad_dtype is not parameter.dtype:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.devices import to_device
 from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
@@ -251,7 +252,8 @@ class Reducer(OwningReducer):
 
     def _all_flags(self, device: torch.device) -> torch.Tensor:
         """This rank's flags, and those of its weights."""
-        return torch.cat([self._control_flags().tensor().to(device), self.weights.encode().to(device)])
+        parts = [self._control_flags().tensor(), self.weights.encode()]
+        return torch.cat([to_device(part, device) for part in parts])
 
     def _control_flags(self) -> ControlFlags:
         """This rank's flags."""

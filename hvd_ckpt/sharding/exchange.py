@@ -8,7 +8,7 @@ this and its allreduce 1 to 3. mpi4py saves a cycle of Horovod's on small messag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
-from hvd_ckpt.reduction.communicator import Work, wait
+from hvd_ckpt.reduction.communicator import Work, most_columns, wait
 from hvd_ckpt.runtime import controller
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
@@ -159,27 +159,25 @@ class Exchange:
                 own.copy_(shard)
             return Work((), lambda _: flat)
         name = self._name("all_gather", what, flat.numel())
-        if not format.changes(flat.dtype):
+        if not format.changes(flat.dtype) and numel <= most_columns(self.ranks, flat.itemsize):
             return Work(self._gather(shard.detach(), own, whole, name), lambda _: flat)
-        wire = format.encode(shard.detach())
-        message = _carried(wire.view(-1))
-        handle = mpi_ops.allgather_async(message, name=name, process_set=self.process_set)
 
-        def place(results: list[Any]) -> torch.Tensor:
-            format.decode(results[0].view(wire.dtype).view(self.ranks, -1), whole)
+        def place(rows: torch.Tensor) -> torch.Tensor:
+            format.decode(rows, whole)
             return flat
 
-        return Work([(name, handle)], place)
+        return gather_rows(format.encode(shard.detach()).view(-1), name, self.process_set).then(place)
 
     def _gather(
         self, shard: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, name: str
     ) -> list[tuple[str, int]]:
         """Launches what fills ``whole`` with the shards, without a copy in between.
 
-        An output that has its final size already is what Horovod fills. MPI, unlike Gloo, wants no input inside the output.
+        An output that has its final size already is what Horovod fills. MPI alone wants no input inside the output.
         """
         whole, process_set = _carried(whole), self.process_set
-        if own.data_ptr() == shard.data_ptr() and controller() == "mpi":
+        over_mpi = controller() == "mpi" and not (whole.is_cuda and mpi_ops.nccl_built())
+        if own.data_ptr() == shard.data_ptr() and over_mpi:
             if self.ranks <= BROADCAST_RANKS and process_set.ranks:
                 parts = whole.view(self.ranks, -1)
                 names = [f"{name}.{root}" for root in process_set.ranks]
@@ -228,11 +226,43 @@ def exchange_rows(
     Returns:
         Its result is of the same shape: the row that each peer has for this rank.
     """
-    message = _carried(wire.view(-1))
-    splits = torch.zeros(process_set.size(), dtype=torch.int32)
-    splits[peers] = message.numel() // len(wire)
-    handle = mpi_ops.alltoall_async(message, splits, name=name, process_set=process_set)
-    return Work([(name, handle)], lambda results: results[0][0].view(wire.dtype).view(wire.shape))
+
+    def begin(part: torch.Tensor, name: str) -> Work:
+        splits = torch.zeros(process_set.size(), dtype=torch.int32)
+        splits[peers] = part.shape[1]
+        handle = mpi_ops.alltoall_async(part.reshape(-1), splits, name=name, process_set=process_set)
+        return Work([(name, handle)], lambda results: results[0][0].view(part.shape))
+
+    message = _carried(wire.view(len(wire), -1))
+    return _in_parts(message, len(wire), name, begin).then(
+        lambda rows: rows.view(wire.dtype).view(wire.shape)
+    )
+
+
+def gather_rows(row: torch.Tensor, name: str, process_set: Any) -> Work:
+    """Starts to gather the ``row`` [m] of each rank.
+
+    Returns:
+        Its result is [ranks, m].
+    """
+    ranks = process_set.size()
+
+    def begin(part: torch.Tensor, name: str) -> Work:
+        handle = mpi_ops.allgather_async(part.reshape(-1), name=name, process_set=process_set)
+        return Work([(name, handle)], lambda results: results[0].view(ranks, -1))
+
+    return _in_parts(_carried(row).view(1, -1), ranks, name, begin).then(lambda rows: rows.view(row.dtype))
+
+
+def _in_parts(
+    message: torch.Tensor, rows: int, name: str, begin: Callable[[torch.Tensor, str], Work]
+) -> Work:
+    """A collective of a message [any, m] that becomes ``rows`` rows: in one call, or by columns where that is too much for one."""
+    parts = torch.split(message, most_columns(rows, message.itemsize), dim=1)
+    if len(parts) == 1:
+        return begin(message, name)
+    works = [begin(part, f"{name}.{number}") for number, part in enumerate(parts)]
+    return Work.joined(works, lambda found: torch.cat(found, dim=1))
 
 
 def _carried(message: torch.Tensor) -> torch.Tensor:

@@ -418,6 +418,7 @@ class Passes:
         if self._backward is not None and self._backward.differentiated:
             return
         unit.parameters.reshard()
+        torch.clear_autocast_cache()  # which keeps a copy of each whole parameter until autocast ends
 
 
 def _tell(missed: Callable[[], Callable[[int], None] | None], number: int) -> None:

@@ -1,4 +1,4 @@
-"""The random state of a process: PyTorch's on the CPU and on each CUDA device, NumPy's global one, and Python's."""
+"""The random state of a process: PyTorch's on the CPU and on its current CUDA device, NumPy's global one, and Python's."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def seed_of_rank(seed: int, step: int) -> int:
 
 
 def random_state() -> dict[str, Any]:
-    """All of this process's random states, as a state dict that a snapshot can hold."""
+    """All of this process's random states, as a state dict that a snapshot can hold.
+
+    Of CUDA devices it is the current one's, whatever its number: a rank may have another one when it resumes.
+    """
     name, table, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy": (name, torch.from_numpy(table), *rest),
         "python": random.getstate(),
     }
@@ -41,7 +44,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Any) -> None:
     """Restores what :func:`random_state` returned; all of it or, if it is invalid, nothing.
 
-    States of CUDA devices go to as many devices as there are.
+    That of a CUDA device goes to the current one, if there is any.
 
     Raises:
         SnapshotError: it is invalid.
@@ -64,6 +67,5 @@ def _set(state: Any) -> None:
     random.setstate(state["python"])
     np.random.set_state((name, table.numpy(), position, *rest))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for device, one in zip(range(torch.cuda.device_count()), state["cuda"]):
-            torch.cuda.set_rng_state(one, device)
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

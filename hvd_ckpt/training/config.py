@@ -201,6 +201,9 @@ class Config(Strict):
     precision: Annotated[str, _one_of("precision", *PRECISIONS)] = Field(
         "fp32", description=f"{', '.join(PRECISIONS)}."
     )
+    deterministic: bool = Field(
+        False, description="Use kernels that repeat bit for bit on GPUs, or end where an operation has none."
+    )
 
     budget: Annotated[str | int, AfterValidator(_budget)] | None = Field(
         None,

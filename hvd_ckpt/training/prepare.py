@@ -15,8 +15,10 @@ from hvd_ckpt import watchdog
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.batchnorm.synchronized import warn_of_unsynchronized
 from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.devices import NO_GPU_OPERATIONS, has_gpu_operations, local_device
 from hvd_ckpt.distributed import DistributedOptimizer
 from hvd_ckpt.grid import current
+from hvd_ckpt.install.extras import BUILD_HOROVOD
 from hvd_ckpt.models.chain import Chain
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.pipeline.pipeline import Pipeline
@@ -41,27 +43,32 @@ from hvd_ckpt.training.local import make_local
 
 
 def device_of(config: Config) -> torch.device:
-    """The configured device: by default the GPU with this rank's number on its machine, or the CPU on a machine without GPUs.
+    """The configured device: by default this process's own GPU, or the CPU where there is none that Horovod can use.
 
     Raises:
-        ConfigError: it does not exist, or is neither a CPU nor a CUDA device.
+        ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
     """
     name = config.device
-    if name is None:
-        name = f"cuda:{current().local_rank}" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(name or "cuda")
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N")
-    if device.type == "cuda":
-        number = current().local_rank if device.index is None else device.index
-        if number >= torch.cuda.device_count():
+    if device.type == "cpu":
+        return device
+    if name is not None:
+        if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device '{name}': this machine has no such device, see `hvd-ckpt doctor`")
-        device = torch.device("cuda", number)
+        if not has_gpu_operations():
+            raise ConfigError(f"device '{name}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
+    if ":" in (name or ""):
         torch.cuda.set_device(device)
-    return device
+        return device
+    try:
+        return local_device()
+    except RuntimeError as error:
+        raise ConfigError(f"device '{name or 'cuda'}': {error}") from None
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:

@@ -20,6 +20,7 @@ from torch import nn
 
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.sampler import DistributedSampler, Loader
+from hvd_ckpt.devices import use_deterministic_kernels
 from hvd_ckpt.grid import current
 from hvd_ckpt.models.objectives import Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated
@@ -118,6 +119,8 @@ class Trainer:
 
         # Model and optimizer of one rank
         with errors_everywhere("hvd_ckpt.train.settings"):
+            if config.deterministic:
+                use_deterministic_kernels()
             self.device = device_of(config)
             self.sampler = DistributedSampler(
                 train,

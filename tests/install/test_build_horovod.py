@@ -24,8 +24,11 @@ import pytest
 
 from hvd_ckpt.folders import cache_folder
 from hvd_ckpt.install import build_horovod, recipe
+from hvd_ckpt.install.cuda import GpuOperations
 
 pytestmark = pytest.mark.launch
+
+CPU = GpuOperations(None, None, None, "")
 
 SETUP = """
 import os, sys, time
@@ -123,7 +126,7 @@ def test_mpis_compiler_wrapper_names_no_path_with_a_space(
     wrapper.write_text(f'#!/bin/sh\necho "$1 -I{environment}/include"\nexit 3\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr(sys, "prefix", str(environment))
-    build = recipe.build_environment(recipe.Target("2.13.0", None, "cp311", "linux", "4.1.8"), folder)
+    build = recipe.build_environment(recipe.Target("2.13.0", CPU, "cp311", "linux", "4.1.8"), folder)
     found = shutil.which("mpicxx", path=build["PATH"])
     assert found is not None
     answer = subprocess.run([found, "-showme"], capture_output=True, text=True, check=False)
@@ -238,6 +241,7 @@ def test_the_patched_source_suits_newer_compilers(tmp_path: Path) -> None:
         pytest.skip("needs a C++ compiler, and Horovod's source in the user's cache")
     source = recipe.unpack_and_patch(sdist, tmp_path)
     assert "#include <string>" in (source / "horovod" / "common" / "group_table.h").read_text()
+    assert "libcuda.so.1" in (source / "horovod" / "torch" / "cuda_util.cc").read_text()
     command = [compiler, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only", "-x", "c++", "-"]
     command += ["-isystem", str(source / "third_party" / "flatbuffers" / "include")]
     result = subprocess.run(command, input=ASSIGNMENT, capture_output=True, text=True, check=False)
@@ -245,13 +249,16 @@ def test_the_patched_source_suits_newer_compilers(tmp_path: Path) -> None:
 
 
 def test_the_key_names_everything_a_wheel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = recipe.Target("2.13.0+cpu", None, "cp311", "linux-x86_64-glibc2.36", "4.1.8")
+    target = recipe.Target("2.13.0+cpu", CPU, "cp311", "linux-x86_64-glibc2.36", "4.1.8")
+    nccl = GpuOperations("NCCL", "/usr/local/cuda", None, "")
     others = [
         dataclasses.replace(target, torch="2.13.0+cu130"),
         dataclasses.replace(target, torch="2.12.0+cpu"),
         dataclasses.replace(target, python="cp312"),
         dataclasses.replace(target, platform="linux-aarch64-glibc2.36"),
-        dataclasses.replace(target, cuda_home="/usr/local/cuda"),
+        dataclasses.replace(target, gpu=nccl),
+        dataclasses.replace(target, gpu=dataclasses.replace(nccl, kind="HOST")),
+        dataclasses.replace(target, gpu=dataclasses.replace(nccl, architectures="90")),
         dataclasses.replace(target, mpi="5.0.0"),
     ]
     keys = [target.key, *(other.key for other in others)]
@@ -262,63 +269,6 @@ def test_the_key_names_everything_a_wheel_depends_on(monkeypatch: pytest.MonkeyP
     keys.append(target.key)
     assert len(set(keys)) == len(keys)
     assert target.key == dataclasses.replace(target).key
-
-
-def test_cuda_is_found_through_a_wrapper_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, bin_folder = tmp_path / "cuda 13", tmp_path / "bin"
-    (home / "bin").mkdir(parents=True)
-    bin_folder.mkdir()
-    real = home / "bin" / "nvcc"
-    real.write_text(f'#!/bin/sh\necho "#\\$ TOP={home}/bin/.." >&2\n')
-    real.chmod(0o755)
-    wrapper = bin_folder / "nvcc"
-    wrapper.write_text(f'#!/bin/sh\nexec "{real}" "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
-    assert recipe.find_cuda_home() == str(home)
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert recipe.find_cuda_home() is None
-
-
-def test_a_cuda_build_takes_nccl_from_torchs_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nccl = tmp_path / "site-packages" / "nvidia" / "nccl"
-    monkeypatch.setattr(recipe.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
-    target = recipe.Target("2.13.0+cu130", "/opt/cuda", "cp311", "linux-x86_64", "4.1.8")
-    with pytest.raises(recipe.BuildError, match="NCCL's header and library"):
-        recipe.find_nccl()
-    for name in ("include/nccl.h", "lib/libnccl.so.2"):
-        (nccl / name).parent.mkdir(parents=True, exist_ok=True)
-        (nccl / name).touch()
-    environment = recipe.build_environment(target, tmp_path)
-    assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert environment["HOROVOD_CUDA_HOME"] == "/opt/cuda"
-    assert Path(environment["HOROVOD_NCCL_INCLUDE"], "nccl.h").is_file()
-    assert (
-        Path(environment["HOROVOD_NCCL_LIB"], "libnccl.so").resolve()
-        == (nccl / "lib" / "libnccl.so.2").resolve()
-    )
-
-
-def test_the_gpu_architectures_that_were_asked_for_are_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Horovod's own variable; a wheel for all architectures is another wheel, and one for the CPU has none."""
-    cuda = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
-    monkeypatch.setattr(recipe.runpy, "run_path", lambda path: cuda)
-    monkeypatch.setattr(recipe, "find_cuda_home", lambda: "/opt/cuda")
-    monkeypatch.setattr(recipe, "find_nccl", lambda: (tmp_path / "include", tmp_path / "libnccl.so.2"))
-    keys = []
-    for number, architectures in enumerate(("", "80,90", "90")):
-        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", architectures)
-        target = recipe.detect_target()
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        environment = recipe.build_environment(target, folder)
-        assert environment.get("HOROVOD_BUILD_CUDA_CC_LIST", "") == architectures
-        keys.append(target.key)
-    assert len(set(keys)) == 3
-    monkeypatch.setattr(recipe, "find_cuda_home", lambda: None)
-    assert recipe.detect_target().architectures is None
 
 
 def test_the_built_extension_finds_its_libraries_relative_to_itself(tmp_path: Path) -> None:

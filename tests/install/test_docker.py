@@ -120,6 +120,8 @@ def test_gpus_are_for_a_cuda_image(desk: Desk) -> None:
     builds, runs = desk.asked("build"), desk.asked("run")
     images = [(value_after(build, "--build-arg"), value_after(build, "--tag")) for build in builds[2:]]
     assert images == [(f"BASE_IMAGE={base}", "hvd_ckpt:cuda"), ("BASE_IMAGE=debian:trixie-slim", "hvd_ckpt")]
+    nccl = ["HOROVOD_GPU_OPERATIONS=NCCL" in build for build in builds]
+    assert nccl == [True, True, True, False]  # a build sees no GPU
     assert [value_after(run, "--gpus") for run in runs[:2]] == ["all", "device=1"]
     assert "--gpus" not in runs[2] and "--gpus" not in runs[3]
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.planning.planner import Planner
+from hvd_ckpt.planning.step import Step
 
 
 @pytest.fixture(autouse=True)
@@ -400,3 +401,53 @@ def test_the_gradient_of_a_tied_weight_waits_for_its_first_use():
     for budget in ("min", "1x"):
         plan = hc.plan(model, tokens, loss=torch.sum, budget=budget)
         assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+
+
+class SmallDevice:
+    """A device on which a step that needs more than ``capacity`` bytes runs out of memory."""
+
+    def __init__(self, monkeypatch):
+        self.capacity, peak = float("inf"), Step.peak
+
+        def limited(step):
+            found = peak(step)
+            if found[0] > self.capacity:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return found
+
+        monkeypatch.setattr(Step, "peak", limited)
+
+
+@pytest.mark.parametrize("budget", [None, "2x", "1GiB", "min"])
+def test_a_step_that_runs_out_of_memory_is_one_that_does_not_fit(budget, monkeypatch):
+    device, (model, args, _) = SmallDevice(monkeypatch), sequential()
+    whole = hc.plan(model, *args).baseline.peak_bytes
+    device.capacity = 0.75 * whole
+    plan = hc.plan(model, *args, budget=budget)
+    assert plan.measured.peak_bytes <= device.capacity
+    device.capacity = 1
+    with pytest.raises(hc.BudgetError, match="smaller batch"):
+        hc.plan(model, *args, budget=budget)
+
+
+def test_out_of_memory_elsewhere_in_planning_is_a_budget_that_does_not_fit(monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, args, _ = sequential()
+    monkeypatch.setattr("hvd_ckpt.planning.block_runner.BlockRunner.memory", fail)
+    with pytest.raises(hc.BudgetError, match="out of memory"):
+        hc.plan(model, *args, budget="1GiB")
+
+
+def test_the_largest_batch_is_one_for_which_the_device_has_room(monkeypatch):
+    device, (model, _, _) = SmallDevice(monkeypatch), sequential()
+    device.capacity = 300_000
+
+    def sample(batch):
+        return torch.randn(batch * 64, 32)
+
+    batch, plan = hc.largest_batch(model, sample, "1GiB", most=64)
+    assert 1 <= batch < 64 and plan.measured.peak_bytes <= device.capacity
+    with pytest.raises(hc.BudgetError):
+        hc.plan(model, sample(batch + 1), budget="1GiB")

@@ -30,6 +30,7 @@ with warnings.catch_warnings(record=True) as caught:
     hc.init()
     hc.init()
 report["fusion"] = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+report["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
 report["repeatable"] = runtime.repeatable()
 report["warnings"] = [str(w.message) for w in caught if "bit for bit" in str(w.message)]
 report["threads"] = torch.get_num_threads()
@@ -47,13 +48,13 @@ OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 CASES = {
     "nothing set": {},
     "fusion off": {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "1"},
-    "fusion on": {"HOROVOD_FUSION_THRESHOLD": "67108864"},
+    "fusion on": {"HOROVOD_FUSION_THRESHOLD": "67108864", "NCCL_NVLS_ENABLE": "1"},
     "autotuned": {"HOROVOD_AUTOTUNE": "1"},
     "gloo": OVER_GLOO,
     "gloo, crowded": {"OMPI_COMM_WORLD_LOCAL_SIZE": "64", **OVER_GLOO},
     "gloo, both set": {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "3", **OVER_GLOO},
 }
-LEFT_OUT = ("HOROVOD_", "OMPI_", "OPAL_", "PMIX_", "OMP_")
+LEFT_OUT = ("HOROVOD_", "OMPI_", "OPAL_", "PMIX_", "OMP_", "NCCL_")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,7 @@ def test_a_first_start_with_nothing_set(reports: dict[str, Any]) -> None:
     assert len(report["errors"]) == 2
     assert all("call hvd_ckpt.init() first" in error for error in report["errors"])
     assert (report["fusion"], report["repeatable"], report["warnings"]) == ("0", True, [])
+    assert report["nvls"] == "0"
     assert report["threads"] == runtime.allowed_cpus()
     assert report["sizes"] == [1, 1]
     assert ("starts only once" in str(report["again"])) == (report["controller"] == "mpi")
@@ -99,6 +101,7 @@ def test_a_user_who_turns_fusion_on_is_told_once_what_is_lost(
     assert report["fusion"] == ("67108864" if case == "fusion on" else None)
     assert not report["repeatable"]
     assert len(report["warnings"]) == 1 and told in report["warnings"][0]
+    assert report["nvls"] == ("1" if case == "fusion on" else "0")
 
 
 def test_gloo_starts_again_after_shutdown(reports: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
+from hvd_ckpt.reduction import communicator
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat
 
@@ -145,3 +146,28 @@ def test_a_process_set_exchanges_among_its_own(all_but_rank_0: object) -> None:
     for format in (FP32, INT8):
         exchange.all_gather(whole[exchange.rank], whole.view(-1), "whole", format).wait()
         assert torch.allclose(whole[:, 0], torch.arange(1.0, hc.size()))
+
+
+@needs_others
+@pytest.mark.parametrize("format", [FP32, BF16, INT8], ids=lambda value: str(value))
+def test_what_is_too_large_for_one_message_goes_in_several(
+    exchange: Exchange, format: WireFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same bits."""
+
+    def moved() -> list[torch.Tensor]:
+        found = []
+        for dtype in DTYPES:
+            mine = flats(dtype)[exchange.rank]
+            found.append(exchange.reduce_scatter(mine, "sum", 0.5, format).wait())
+            whole = torch.empty_like(mine)
+            found.append(exchange.all_gather(own(mine, exchange), whole, "whole", format).wait())
+        weights = torch.full((SHARD, 3), float(hc.rank()))
+        hc.broadcast_parameters({"weight": weights.t()}, root_rank=1)
+        return [*found, weights]
+
+    expected = moved()
+    monkeypatch.setattr(communicator, "LARGEST", 500)
+    for one, other in zip(moved(), expected, strict=True):
+        assert torch.equal(one, other)
+    assert bool((expected[-1] == 1).all())

@@ -622,3 +622,23 @@ def test_a_parameter_without_elements_is_trained_with(wire: str) -> None:
     )
     (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()
     optimizer.step()
+
+
+def test_autocast_keeps_no_copies_of_whole_parameters() -> None:
+    """Its cache would: of every unit that has run, until autocast ends."""
+    width, count = 128, 16
+    blocks = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(count)]
+    model = hc.CheckpointSequential(nn.Sequential(*blocks), segments=count)
+    optimizer = wrapped(model, momentum, 3)
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(1, width))
+
+    forward()
+    cast = 2 * width * width
+    assert hc.measure_peak(forward).peak_bytes < count * cast
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.ones(1, width)).float().square().mean()
+    loss.backward()
+    optimizer.step()

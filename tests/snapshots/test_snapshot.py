@@ -507,3 +507,19 @@ def test_random_state_round_trips(tmp_path: Path) -> None:
         with pytest.raises(SnapshotError, match="random state cannot be restored"):
             set_random_state(broken)
     assert draws() == expected
+
+
+def test_the_random_state_of_a_gpu_is_that_of_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its number: a rank that resumes may have another one."""
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    state = reader.read(write(tmp_path, per_rank=random_state())).per_rank
+    set_random_state(state)
+    assert [one.tolist() for one in restored] == [list(range(16))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_random_state(state)
+    assert len(restored) == 1 and random_state()["cuda"] is None

@@ -41,6 +41,12 @@ class Callback:
         self.heard.append(f"end {outcome.steps}")
         self.names.write_text(chr(10).join(self.heard))
 
+class Kernels:
+    def on_begin(self, trainer):
+        import os, torch
+        found = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        Path("kernels.txt").write_text(f"{found} {os.environ.get('CUBLAS_WORKSPACE_CONFIG')}")
+
 class Misspelled:
     def on_log(self, record): pass
     def on_evaluate(self, record): pass
@@ -84,6 +90,14 @@ def test_the_first_rank_tells_a_callback_of_all_that_happens(folder: Path) -> No
     ]  # fmt: skip
     assert [one for one in heard if one.startswith("snapshot")] == ["snapshot 2", "snapshot 4"]
     assert heard.index("snapshot 2") > heard.index("evaluation 2") and heard[-2:] == ["snapshot 4", "end 4"]
+
+
+def test_deterministic_kernels_are_chosen_and_kept_by_a_resumed_run(folder: Path) -> None:
+    for arguments in ("--deterministic --steps 1 --output run", "--resume run --steps 2"):
+        (folder / "kernels.txt").unlink(missing_ok=True)
+        done = train(*SMALL.split(), *arguments.split(), "--callback", "own_callback:Kernels")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (folder / "kernels.txt").read_text() == "(True, False) :4096:8"
 
 
 def test_an_exception_of_a_callback_ends_all_ranks_with_one_traceback(folder: Path) -> None:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, whole_numbers
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    check_devices,
+    device_option,
+    whole_numbers,
+)
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.install.extras import explain_import_error
 
@@ -81,7 +87,7 @@ PRESETS = {
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@device_option
 @click.option(
     "--stages",
     type=click.IntRange(2, 8),
@@ -137,6 +143,8 @@ def compare(
     scale = "quick" if quick else "full" if full else "default"
     preset = PRESETS[scale]
     if stages is not None:
+        if device != "cpu":
+            raise BadArgument(f"--device {device}: --stages compares on CPUs: leave it out")
         _compare_stages(
             run, stages, controller, scenarios, steps or preset.steps, seed, timeout or STAGES_SECONDS
         )
@@ -152,7 +160,8 @@ def compare(
             text = str(Path(text).resolve())
     except ValueError as error:
         raise BadArgument(f"--text: {error}") from None
-    _check_precision(precision, device)
+    check_devices(device, size)
+    _check_precision(precision)
     ways = split_names("--variants", variants, VARIANTS.split(","))
     if budget is not None:
         _check_budget(budget, chosen)
@@ -236,14 +245,10 @@ def _check_packages(workload: str, packages: tuple[str, ...]) -> None:
             raise BadArgument(f"{workload}: {text or f'{package} is not installed'}")
 
 
-def _check_precision(precision: str, device: str) -> None:
+def _check_precision(precision: str) -> None:
     """Refuse what this machine cannot do."""
-    import torch
-
     from hvd_ckpt.precision import apex_unavailable
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadArgument("--device cuda: PyTorch finds no CUDA GPU here; see `hvd-ckpt doctor`")
     if precision.startswith("apex"):
         reason = apex_unavailable()
         if reason is not None:

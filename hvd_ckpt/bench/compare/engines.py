@@ -41,6 +41,7 @@ class Engine(ABC):
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
         plans: it has :meth:`plan`.
+        device: of this process; set before :meth:`start`.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
     """
@@ -49,6 +50,7 @@ class Engine(ABC):
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
     plans: ClassVar[bool] = False
+    device = torch.device("cpu")
     rank: int
     size: int
 
@@ -339,14 +341,14 @@ class HorovodGrouped(Horovod):
 
 
 class DDP(Engine):
-    """PyTorch's DistributedDataParallel over Gloo, each rank with its own batch-norm statistics as in Horovod."""
+    """PyTorch's DistributedDataParallel over Gloo, or NCCL on GPUs, each rank with its own batch-norm statistics as in Horovod."""
 
     title = "PyTorch DDP"
     options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
         self.rank, self.size = launched_rank_and_size()
-        join_torch(folder, self.rank, self.size)
+        join_torch(folder, self.rank, self.size, device=self.device)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **self.options)
@@ -383,7 +385,7 @@ class DDPStatic(DDP):
 
 
 class ApexDDP(DDP):
-    """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over Gloo."""
+    """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over NCCL."""
 
     title = "Apex DDP"
 

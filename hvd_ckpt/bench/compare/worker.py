@@ -31,8 +31,9 @@ from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make
 from hvd_ckpt.bench.compare.scenarios import make_workload
 from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
-from hvd_ckpt.bench.harness.jobs import RankJob
+from hvd_ckpt.bench.harness.jobs import RankJob, own_device
 from hvd_ckpt.bench.harness.report import plain
+from hvd_ckpt.devices import use_deterministic_kernels
 from hvd_ckpt.install.extras import first_line
 from hvd_ckpt.memory import recording_peak
 from hvd_ckpt.planning.plan import Plan
@@ -228,8 +229,9 @@ def work(job: Job) -> int:
     with EventWriter(job.folder, rank) as events:
         events.write("born", pid=os.getpid())
         try:
-            torch.use_deterministic_algorithms(True)
+            use_deterministic_kernels()
             engine = find_engine(job.engine)()
+            engine.device = own_device(job.settings.device)
             engine.start(job.folder)
             if engine.size != job.size:
                 raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
@@ -258,7 +260,7 @@ def run_reference(job_file: str) -> None:
     """Computes the references of every workload in a job, in a process of the fork server."""
     job = Job.load(Path(job_file))
     _begin(job)
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_kernels()
     with EventWriter(job.folder, rank=0) as events:
         events.write("born", pid=os.getpid())
         workloads = {name: make_workload(name, job.settings) for name in job.workloads}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import psutil
 from pydantic import TypeAdapter
@@ -27,6 +27,9 @@ from hvd_ckpt.install.extras import explain_import_error
 from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.probe import launcher_environment
 from hvd_ckpt.schema import write_text
+
+if TYPE_CHECKING:
+    import torch
 
 GRACE_SECONDS = 10.0  # for a launcher to end its ranks after SIGTERM
 LONGEST_REASON = 300
@@ -159,12 +162,34 @@ def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
         os._exit(1)
 
 
-def join_torch(folder: Path, rank: int, size: int, timeout: timedelta | None = None) -> None:
-    """Makes this process a rank of ``torch.distributed`` over Gloo; ``folder`` is that of the job."""
+def own_device(kind: str) -> torch.device:
+    """The device of this rank: the CPU, or for ``cuda`` the GPU of its number, which becomes PyTorch's current one."""
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", (launched_rank() or 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_torch(
+    folder: Path, rank: int, size: int, timeout: timedelta | None = None, device: torch.device | None = None
+) -> None:
+    """Makes this process a rank of ``torch.distributed``, over Gloo, and over NCCL for tensors of a GPU.
+
+    Args:
+        folder: of the job.
+        device: of this rank, if that is a GPU.
+    """
     import torch
 
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size, timeout=timeout
+        "gloo" if device is None or device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
     )
 
 

@@ -25,6 +25,7 @@ from hvd_ckpt.command_line import (
     progress_bar,
     split_names,
 )
+from hvd_ckpt.install.extras import BUILD_HOROVOD
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -135,6 +136,34 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     text = "Controller that starts the ranks."
     controller = click.option("--controller", type=controllers, default="auto", show_default=True, help=text)
     return controller(timeout_option()(command))
+
+
+def device_option(command: Callable[..., None]) -> Callable[..., None]:
+    """The option ``--device`` of a command that starts jobs."""
+    kinds = click.Choice(["cpu", "cuda"])
+    return click.option(
+        "--device", type=kinds, default="cpu", show_default=True, help="Of the ranks, each of which has one."
+    )(command)
+
+
+def check_devices(kind: str, ranks: int) -> None:
+    """Raises BadArgument if jobs of so many ranks cannot train on such devices of this machine."""
+    if kind == "cpu":
+        return
+    import horovod.torch as hvd
+    import torch
+
+    from hvd_ckpt.devices import NO_GPU_OPERATIONS, has_gpu_operations
+
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not visible:
+        raise BadArgument(f"--device {kind}: PyTorch finds no GPU here: see `hvd-ckpt doctor`")
+    if not has_gpu_operations():
+        raise BadArgument(f"--device {kind}: {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}")
+    if ranks > visible and hvd.nccl_built():
+        raise BadArgument(
+            f"--device {kind}: {ranks} ranks need a GPU each, and {visible} are visible: give a smaller --np"
+        )
 
 
 def quick_option(help: str) -> Decorator:

@@ -221,6 +221,13 @@ def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None
     }
 
 
+def device_name(kind: str) -> str:
+    """The kind of device in words, for a report."""
+    import torch
+
+    return "CPU" if kind == "cpu" else torch.cuda.get_device_name()
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

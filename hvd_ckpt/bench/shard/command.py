@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, count_option, job_options, quick_option
-from hvd_ckpt.bench.harness.report import Report, machine_facts
+from hvd_ckpt.bench.harness.options import (
+    BenchRun,
+    bench_command,
+    check_devices,
+    count_option,
+    device_option,
+    job_options,
+    quick_option,
+)
+from hvd_ckpt.bench.harness.report import Report, device_name, machine_facts
 from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
@@ -60,6 +68,7 @@ FOR_WIRE = ({"width": 96, "layers": 3, "heads": 4, "length": 64, "batch": 8}, 1,
     type=click.Path(path_type=Path, dir_okay=False),
     help="For the picture, beside the report's own.",
 )
+@device_option
 @quick_option("A tiny model, and everything in one job: shows that it runs, measures little.")
 @job_options
 def shard(
@@ -74,6 +83,7 @@ def shard(
     steps: int,
     seeds: int,
     chart: Path | None,
+    device: str,
     quick: bool,
     controller: str,
     timeout: float,
@@ -92,8 +102,9 @@ def shard(
     beside = () if peers == NOBODY else split_names("--peers", peers, PEERS.split(","))
     sizes, passes, bucket_mb = QUICK if quick else FOR_WIRE if wire else FULL
     training = Training(
-        Gpt(vocabulary=VOCABULARY, **{"batch": 1, **sizes}), accumulate or passes, bucket_mb, text
+        Gpt(vocabulary=VOCABULARY, **{"batch": 1, **sizes}), accumulate or passes, bucket_mb, text, device
     )
+    check_devices(device, ranks)
     if chart is not None and not chart.parent.is_dir():
         raise BadArgument(f"--chart: there is no folder '{chart.parent}'")
     carrier = check_controller(controller)
@@ -104,6 +115,7 @@ def shard(
     facts = {
         **machine_facts(),
         "ranks": f"{ranks} over {carrier}",
+        "device": device_name(device),
         "sizes": ", ".join(f"{name} {value}" for name, value in sizes.items()),
         "step": f"{training.passes} micro-batches of {training.model.batch} samples on each rank; buckets of {bucket_mb:g} MiB",
     }
@@ -125,11 +137,10 @@ def _stages(
     how: dict[str, Any],
 ) -> None:
     """Measure the memory of each engine in a job of its own, then time all that have not failed; ``quick``: in one job."""
-    from hvd_ckpt.bench.shard.engines import build
     from hvd_ckpt.bench.shard.job import ENGINES, Findings, ShardJob
     from hvd_ckpt.bench.shard.results import NOTES, PICTURE, Result, Results
 
-    elements = sum(parameter.numel() for parameter in build(training).parameters())
+    elements = sum(parameter.numel() for parameter in training.model.chain().parameters())
     results = Results(size, training.passes, elements, [Result(configuration) for configuration in everyone])
 
     def measure(chosen: list[Result], name: str, *, memory: bool, rounds: int) -> None:

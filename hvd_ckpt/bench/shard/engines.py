@@ -29,7 +29,7 @@ Adam = torch.optim.Adam
 def build(training: Training, seed: int = SEED) -> Chain:
     """The model at the start, the same on every rank and for every configuration."""
     torch.manual_seed(seed)
-    return training.model.chain()
+    return training.model.chain().to(training.device)
 
 
 def loss(model: nn.Module, sample: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ class Samples:
     def __init__(self, training: Training, rank: int, ranks: int, seed: int = SEED) -> None:
         self._array, self._seed = Tokens(training.text).array, seed
         self._length, self._passes, self._batch = training.model.length, training.passes, training.model.batch
+        self._device = training.device
         self._rank, self._ranks = rank, ranks
         self._windows = (len(self._array) - 1) // self._length
         if self._windows < 1:
@@ -65,7 +66,7 @@ class Samples:
         numbers = range(number * self._batch, (number + 1) * self._batch)
         starts = [(self._seed + each * STRIDE) % self._windows * self._length for each in numbers]
         windows = [self._array[start : start + self._length + 1].astype("int64") for start in starts]
-        return torch.stack([torch.from_numpy(window) for window in windows])
+        return torch.stack([torch.from_numpy(window) for window in windows]).to(self._device)
 
 
 class Tensors(NamedTuple):
@@ -185,11 +186,11 @@ class Ours(Session):
 # ------------------------------------------------------------------------------------ PyTorch's and DeepSpeed's
 
 
-def join(folder: Path, rank: int, size: int) -> None:
-    """Initialize ``torch.distributed`` over Gloo, beside Horovod; DeepSpeed uses it, too."""
+def join(folder: Path, rank: int, size: int, device: torch.device) -> None:
+    """Initialize ``torch.distributed`` over Gloo, or NCCL on GPUs, beside Horovod; DeepSpeed uses it, too."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    join_torch(folder, rank, size)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    join_torch(folder, rank, size, device=device)
 
 
 class DDP(Session):

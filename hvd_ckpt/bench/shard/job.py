@@ -77,12 +77,14 @@ class Training:
         passes: micro-batches of a step on each rank.
         bucket_mb: largest bucket of gradients, in MiB.
         text: a file; None for the source text of the Python standard library.
+        device: ``cpu`` or ``cuda``.
     """
 
     model: Gpt
     passes: int
     bucket_mb: float
     text: str | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

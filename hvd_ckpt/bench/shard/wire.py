@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob, own_device, run_rank
 from hvd_ckpt.bench.harness.report import Table, mebibytes
 from hvd_ckpt.bench.shard.engines import Ours, Samples, build, loss
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
@@ -96,6 +96,7 @@ def _spread(values: Sequence[float], sign: str) -> str:
 def measure(job: WireJob) -> list[Run]:
     """One rank's part of a job."""
     hc.init()
+    own_device(job.training.device)
     runs = []
     for stage in STAGES:
         for name in FORMATS:

@@ -9,7 +9,6 @@ import gc
 import importlib
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable
 
@@ -18,10 +17,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import reason, run_rank
+from hvd_ckpt.bench.harness.jobs import own_device, reason, run_rank
 from hvd_ckpt.bench.harness.stats import alternating
 from hvd_ckpt.bench.shard.engines import SESSIONS, Samples, Session, build, join, loss
 from hvd_ckpt.bench.shard.job import Configuration, Findings, ShardJob
+from hvd_ckpt.measure import now
 from hvd_ckpt.memory import measure_peak, recording_marks
 
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
@@ -32,7 +32,7 @@ class Bench:
     """One rank's model, samples and findings."""
 
     def __init__(self, job: ShardJob) -> None:
-        self.job = job
+        self.job, self.device = job, own_device(job.training.device)
         self.samples = Samples(job.training, hc.rank(), hc.size())
         self.findings = {configuration.name: Findings() for configuration in job.configurations}
         self._activations: dict[bool, int] = {}
@@ -50,7 +50,10 @@ class Bench:
             model.checkpoint_interval = int(recompute)
             sample = self.samples.micro_batch(0)
             loss(model, sample).backward()  # type: ignore[no-untyped-call]
-            memory = measure_peak(lambda: loss(model, sample).backward())  # type: ignore[no-untyped-call]
+            memory = measure_peak(
+                lambda: loss(model, sample).backward(),  # type: ignore[no-untyped-call]
+                self.device,
+            )
             self._activations[recompute] = memory.peak_bytes
         return self._activations[recompute]
 
@@ -61,7 +64,7 @@ class Bench:
         found = self.findings[configuration.name]
         found.activations = self.activations(configuration.recompute)
         gc.collect()
-        with recording_marks() as memory:
+        with recording_marks(self.device) as memory:
             session = self.session(configuration)
             for number in range(SETTLE):
                 found.losses.append(session.step(self.samples.step(number)))
@@ -101,9 +104,9 @@ class Bench:
         for turn, name in alternating(list(sessions), self.job.rounds):
             samples = self.samples.step(SETTLE + turn)
             hc.barrier()
-            start = time.perf_counter()
+            start = now(self.device)
             self.findings[name].losses.append(sessions[name].step(samples))
-            self.findings[name].seconds.append(time.perf_counter() - start)
+            self.findings[name].seconds.append(now(self.device) - start)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> tuple[int, int]:
@@ -122,7 +125,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> tuple[int,
         address = storage.data_ptr()
         if address not in seen:
             seen.add(address)
-            if any(start <= address < end for start, end in mapped):
+            if not tensor.is_cuda and any(start <= address < end for start, end in mapped):
                 files += storage.nbytes()
             else:
                 memory += storage.nbytes()
@@ -130,7 +133,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> tuple[int,
 
 
 def requested_bytes(work: Callable[[], object], ranks: int) -> int:
-    """Bytes that each rank must send for the collectives of ``torch.distributed`` over Gloo that ``work`` calls, on average.
+    """Bytes that each rank must send for the collectives of ``torch.distributed`` that ``work`` calls, on average.
 
     Of n ranks an allreduce must send 2 (n - 1) / n of what is reduced, a reduce-scatter, allgather, broadcast or reduce (n - 1) / n
     of the whole. Gloo does a reduce-scatter as an allreduce; it is counted as the reduce-scatter that was asked for.
@@ -139,14 +142,17 @@ def requested_bytes(work: Callable[[], object], ranks: int) -> int:
         work()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     part = (ranks - 1) / ranks
-    total = 0.0
-    for event in profiler.profiler.kineto_results.events():
-        name = event.name()
-        if name == "c10d::_reduce_scatter_base_":  # what follows is one allreduce of the same bytes
+    factors = {"all_reduce": 2 * part, "all_gather": ranks - 1, "_all_gather_base": ranks - 1}
+    total, events = 0.0, profiler.profiler.kineto_results.events()
+    over_gloo = not any(event.name().startswith("nccl:") for event in events)
+    for event in events:
+        carrier, _, name = event.name().partition(":")
+        if (
+            over_gloo and event.name() == "c10d::_reduce_scatter_base_"
+        ):  # then comes one allreduce of the same bytes
             total -= part * _bytes(event.shapes()[1:2], event.dtypes()[1:2])
-        elif name.startswith("gloo:"):
-            sent = _bytes(event.shapes(), event.dtypes())
-            total += sent * {"gloo:all_reduce": 2 * part, "gloo:all_gather": ranks - 1}.get(name, part)
+        elif carrier in ("gloo", "nccl"):
+            total += factors.get(name, part) * _bytes(event.shapes(), event.dtypes())
     return round(total)
 
 
@@ -161,7 +167,7 @@ def measure(job: ShardJob) -> dict[str, Findings]:
     bench = Bench(job)
     running = list(job.configurations)
     if not all(configuration.ours for configuration in running):
-        join(job.folder, hc.rank(), hc.size())
+        join(job.folder, hc.rank(), hc.size(), bench.device)
     for configuration in job.configurations if job.memory else ():
         print(configuration.name, flush=True)
         try:

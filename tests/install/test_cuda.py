@@ -1,0 +1,215 @@
+"""What a build of Horovod finds of CUDA: GPUs, a toolkit that fits PyTorch, NCCL; programs of a few lines stand in for NVIDIA's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_ckpt.install import cuda, recipe
+from hvd_ckpt.install.prerequisites import BuildError
+
+pytestmark = pytest.mark.launch
+
+TORCH = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+SHELL_PATH = "/usr/bin:/bin"
+
+
+def add_program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def add_toolkit(home: Path, release: str = "13.0") -> Path:
+    """A folder of a toolkit, whose nvcc tells its release and where it is; returns nvcc."""
+    dry_run = f'echo "#\\$ TOP={home}/bin/.." >&2'
+    said = f'echo "Cuda compilation tools, release {release}, V{release}.88"'
+    return add_program(home / "bin" / "nvcc", f'[ "$1" = --version ] && {said} || {dry_run}')
+
+
+class Machine:
+    """A machine without CUDA, but for what a test adds: programs on ``PATH``, and packages beside PyTorch."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.bin, self.packages = folder, folder / "bin", folder / "site-packages"
+        monkeypatch.setattr(cuda, "_site_packages", lambda: [self.packages])
+        monkeypatch.setattr(cuda, "SYSTEM_TOOLKIT", folder / "usr" / "local" / "cuda")
+        monkeypatch.setattr(cuda.sys, "prefix", str(folder / "no environment"))
+        monkeypatch.setattr(recipe.runpy, "run_path", lambda path: TORCH)
+        monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{SHELL_PATH}")
+        for name in (
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "NCCL_HOME",
+            cuda.OPERATIONS_VARIABLE,
+            cuda.ARCHITECTURES_VARIABLE,
+        ):
+            monkeypatch.delenv(name, raising=False)
+
+    def add_gpus(self, *capabilities: str) -> None:
+        lines = "\\n".join(capabilities)
+        add_program(self.bin / "nvidia-smi", f"printf '{lines}\\n'")
+
+    def add_nccl(self, home: Path) -> None:
+        for name in ("include/nccl.h", "lib/libnccl.so.2"):
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).touch()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_a_build_is_for_the_gpus_at_hand(machine: Machine) -> None:
+    machine.add_gpus("9.0", "8.0", "9.0", "[N/A]", "12.0")
+    add_toolkit(machine.packages / "nvidia" / "cu13")
+    target = recipe.detect_target()
+    assert (target.gpu.kind, target.gpu.architectures) == ("NCCL", "80,90,120")
+    assert target.gpu.home == str(machine.packages / "nvidia" / "cu13")
+    assert "80,90,120" in target.gpu.described and "mpi-gloo-nccl" in target.key
+    assert "\n" not in target.gpu.described
+
+
+def test_without_a_gpu_or_nvcc_a_build_is_for_the_cpu_unless_it_is_asked_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_toolkit(machine.folder / "usr" / "local" / "cuda")
+    for variable, value, kind, architectures in (
+        ("HOROVOD_GPU_OPERATIONS", "", None, None),
+        ("HOROVOD_GPU_OPERATIONS", "CPU", None, None),
+        ("HOROVOD_GPU_OPERATIONS", "NCCL", "NCCL", None),
+        ("HOROVOD_GPU_OPERATIONS", "HOST", "HOST", None),
+        ("HOROVOD_BUILD_CUDA_CC_LIST", "80, 90", "NCCL", "80,90"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            gpu = recipe.detect_target().gpu
+        assert (gpu.kind, gpu.architectures) == (kind, architectures)
+        assert "HOROVOD_GPU_OPERATIONS" in gpu.described  # the way to another build
+
+    monkeypatch.setattr(cuda, "SYSTEM_TOOLKIT", machine.folder / "nothing")
+    machine.add_gpus("9.0")
+    gpu = recipe.detect_target().gpu
+    assert gpu.kind is None and "nvcc of CUDA 13" in gpu.described
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    with pytest.raises(BuildError, match=r"HOROVOD_GPU_OPERATIONS=NCCL.*nvcc of CUDA 13"):
+        recipe.detect_target()
+
+
+@pytest.mark.parametrize(
+    "variable, value",
+    [("HOROVOD_GPU_OPERATIONS", "MPI"), ("HOROVOD_BUILD_CUDA_CC_LIST", "9.0")],
+)
+def test_what_is_not_supported_is_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(BuildError, match=f"{variable}={value}"):
+        recipe.detect_target()
+
+
+def test_gpus_need_pytorchs_cuda_build(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe.runpy, "run_path", lambda path: {"__version__": "2.13.0+cpu", "cuda": None})
+    machine.add_gpus("9.0")
+    add_toolkit(machine.packages / "nvidia" / "cu13")
+    assert recipe.detect_target().gpu.kind is None
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
+    with pytest.raises(BuildError, match=r"HOROVOD_BUILD_CUDA_CC_LIST=90.*2\.13\.0\+cpu"):
+        recipe.detect_target()
+
+
+def test_a_toolkit_is_found_through_a_wrapper_script(machine: Machine) -> None:
+    home = machine.folder / "cuda 13"
+    real = add_toolkit(home)
+    add_program(machine.bin / "nvcc", f'exec "{real}" "$@"')
+    assert cuda.find_toolkit("13.0") == home
+
+
+def test_a_toolkit_is_of_pytorchs_major_version(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of those on PATH, in CUDA_HOME, on the system and in pip's wheels."""
+    add_program(machine.bin / "nvcc", f'exec "{add_toolkit(machine.folder / "path", "12.8")}" "$@"')
+    homes = {
+        "13.0": machine.packages / "nvidia" / "cu13",
+        "12.9": machine.packages / "nvidia" / "cuda_nvcc",
+        "11.8": machine.folder / "usr" / "local" / "cuda",
+        "14.0": machine.folder / "home",
+    }
+    for release, home in homes.items():
+        add_toolkit(home, release)
+    monkeypatch.setenv("CUDA_HOME", str(homes["14.0"]))
+    assert cuda.find_toolkit("12.6") == machine.folder / "path"
+    for release in ("13.2", "11.1", "14.0"):
+        assert cuda.find_toolkit(release) == homes[f"{release[:2]}.{'8' if release[:2] == '11' else '0'}"]
+    assert cuda.find_toolkit("15.0") is None
+    (machine.bin / "nvcc").unlink()
+    assert cuda.find_toolkit("12.6") == homes["12.9"]
+
+
+def test_the_parts_of_wheels_are_put_together(machine: Machine) -> None:
+    """CUDA 12 has a wheel for each part, and none has the names and folders that CMake and the linker look for."""
+    nvidia = machine.packages / "nvidia"
+    add_toolkit(nvidia / "cuda_nvcc", "12.8")
+    for name in ("cuda_nvcc/nvvm/bin/cicc", "cuda_nvcc/bin/ptxas", "cuda_nvcc/include/fatbinary_section.h",
+                 "cuda_runtime/include/cuda_runtime.h", "cuda_runtime/lib/libcudart.so.12"):  # fmt: skip
+        (nvidia / name).parent.mkdir(parents=True, exist_ok=True)
+        (nvidia / name).touch()
+    home = cuda.arrange_toolkit(nvidia / "cuda_nvcc", machine.folder / "toolkit")
+    for name in ("bin/ptxas", "nvvm/bin/cicc", "include/cuda_runtime.h", "include/fatbinary_section.h",
+                 "lib64/libcudart.so", "lib/libcudart.so.12"):  # fmt: skip
+        assert (home / name).is_file(), name
+    assert not (home / "bin" / "nvcc").is_symlink()
+    whole = machine.folder / "whole"
+    (whole / "lib64").mkdir(parents=True)
+    assert cuda.arrange_toolkit(whole, machine.folder / "other") == whole
+
+
+def test_nccl_is_found_beside_pytorch_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, home = machine.packages / "nvidia" / "nccl", machine.folder / "nccl"
+    with pytest.raises(BuildError, match="NCCL_HOME"):
+        cuda.find_nccl()
+    machine.add_nccl(home)
+    monkeypatch.setenv("NCCL_HOME", str(home))
+    assert cuda.find_nccl() == (home / "include", home / "lib" / "libnccl.so.2")
+    machine.add_nccl(beside)
+    assert cuda.find_nccl() == (beside / "include", beside / "lib" / "libnccl.so.2")
+
+
+def test_packages_are_those_beside_pytorch_and_of_the_environment() -> None:
+    import sysconfig
+
+    import torch
+
+    folders = cuda._site_packages()
+    assert folders[0] == Path(torch.__file__).parents[1]
+    assert Path(sysconfig.get_path("platlib")) in folders
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("operations", ["NCCL", "HOST"])
+def test_the_environment_of_a_build_for_gpus(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, operations: str
+) -> None:
+    """One that goes through host memory has CUDA, and none of the operations of NCCL."""
+    home = machine.folder / "usr" / "local" / "cuda"
+    add_toolkit(home)
+    (home / "lib64").mkdir()
+    machine.add_nccl(machine.packages / "nvidia" / "nccl")
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", operations)
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
+    monkeypatch.setattr(recipe.sys, "prefix", str(machine.folder / "environment"))
+    folder = machine.folder / "build"
+    folder.mkdir()
+    environment = recipe.build_environment(recipe.detect_target(), folder)
+    assert environment["HOROVOD_CUDA_HOME"] == environment["CUDA_HOME"] == str(home)
+    assert environment["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
+    assert environment["HOROVOD_GPU_OPERATIONS"] == ("NCCL" if operations == "NCCL" else "")
+    if operations == "HOST":
+        assert "HOROVOD_NCCL_LIB" not in environment
+        return
+    assert Path(environment["HOROVOD_NCCL_INCLUDE"], "nccl.h").is_file()
+    library = Path(environment["HOROVOD_NCCL_LIB"], "libnccl.so")
+    assert library.resolve() == machine.packages / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
