@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +52,28 @@ if _release is not None and (int(_release[1]), int(_release[2])) < OLDEST:
         name="hvd_ckpt",
     )
 
+
+def _top_hooks() -> Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]:
+    """What tells the innermost ``saved_tensors_hooks`` of this thread; PyTorch 2.6 does not tell, so they are watched there."""
+    known = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    kind, local = torch.autograd.graph.saved_tensors_hooks, threading.local()
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def enter_and_note(self: Any) -> Any:
+        result = enter(self)
+        local.__dict__.setdefault("hooks", []).append((self.pack_hook, self.unpack_hook))
+        return result
+
+    def leave_and_forget(self: Any, *error: object) -> None:
+        local.hooks.pop()
+        leave(self, *error)
+
+    kind.__enter__, kind.__exit__ = enter_and_note, leave_and_forget  # type: ignore[method-assign]
+    return lambda ignored: local.hooks[-1] if local.__dict__.get("hooks") else None
+
+
 try:
     from torch import (
         _foreach_copy_ as foreach_copy_,
@@ -69,7 +93,6 @@ try:
         DeviceType as DeviceType,
         _get_sequence_nr as sequence_number,
         _profiler_enabled as profiler_enabled,
-        _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks,
     )
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._ops import OpOverload as OpOverload, OpOverloadPacket as OpOverloadPacket
@@ -96,6 +119,7 @@ try:
 
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
+    top_saved_tensors_default_hooks = _top_hooks()
 
     for _owner, _names in ATTRIBUTES:
         for _name in _names:

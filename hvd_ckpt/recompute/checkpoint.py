@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.containers import Arguments, flatten
@@ -114,16 +114,17 @@ def run_checkpointed(
             # right if the function has a parameter hidden somewhere.
             return function(*args, **kwargs)
         return _checkpoint_reentrant(run, options.preserve_rng_state)
-    result = torch.utils.checkpoint.checkpoint(
-        run,
-        *run.tensors,
-        use_reentrant=False,
-        preserve_rng_state=options.preserve_rng_state,
-        context_fn=options.context_fn,
-        determinism_check=options.determinism_check,
-        debug=options.debug,
-        early_stop=options.early_stop,
-    )
+    # Not by checkpoint's own argument, which PyTorch has had since 2.9 only.
+    with nullcontext() if options.early_stop else set_checkpoint_early_stop(False):
+        result = torch.utils.checkpoint.checkpoint(
+            run,
+            *run.tensors,
+            use_reentrant=False,
+            preserve_rng_state=options.preserve_rng_state,
+            context_fn=options.context_fn,
+            determinism_check=options.determinism_check,
+            debug=options.debug,
+        )
     run.release_first_pass()
     return result
 
