@@ -136,8 +136,9 @@ except (ImportError, AttributeError) as error:
 def untraceable(kind: type[torch.Tensor]) -> None:
     """Lets code that ``torch.compile`` compiles call functions of such tensors eagerly, once ``torch.compile`` is imported."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.config.nontraceable_tensor_subclasses.add(kind)
+    kinds = getattr(dynamo.config, "nontraceable_tensor_subclasses", None) if dynamo is not None else None
+    if kinds is not None:  # PyTorch 2.6 traces no subclasses
+        kinds.add(kind)
 
 
 def in_dispatch_mode() -> bool:
