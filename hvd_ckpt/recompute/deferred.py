@@ -20,7 +20,12 @@ from torch.nn import functional
 from hvd_ckpt.frames import is_checkpointing, is_recomputing
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, Product, cross_entropy_of
-from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, untraceable
+from hvd_ckpt.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    disable_dynamo,
+    untraceable,
+)
 from hvd_ckpt.unmaterialized import is_split
 
 _FACTS = {
@@ -243,6 +248,7 @@ class DeferredLogits(Tensor):
         """What the logits are computed from, (..., width)."""
         return self._call.product.hidden
 
+    @disable_dynamo
     def _deferred(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a function that needs no logits, or those of a chunk; None for any other."""
         with DisableTorchFunctionSubclass():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.frames import aside
 from hvd_ckpt.recompute.verify import running_module, sample
-from hvd_ckpt.torch_private import sequence_number
+from hvd_ckpt.torch_private import disable_dynamo, sequence_number
 
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
 # handed on that many later than they are saved.
@@ -40,6 +40,7 @@ class Watch:
     def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """A context that watches, around the hooks that are in use."""
 
+        @disable_dynamo
         def watch_and_pack(tensor: Tensor) -> Any:
             if self._is_first:
                 self._sample_last(tensor)
