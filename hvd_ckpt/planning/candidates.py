@@ -148,9 +148,12 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
     return any(source in node for call in calls for source, _ in call.reads)
 
 
-def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[CheckpointPolicy]:
+def candidates(
+    trace: Trace, limit: int = 8, lossy: str | None = None, offload: bool = False
+) -> list[CheckpointPolicy]:
     """Policies worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
-    there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given."""
+    there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given, and with what is kept
+    in host memory if ``offload``."""
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
     chosen = _spread(pool, limit)
@@ -170,6 +173,9 @@ def candidates(trace: Trace, limit: int = 8, lossy: str | None = None) -> list[C
                 found.append(CheckpointPolicy(_title(trace, policy), policy))
         if lossy is not None:
             policy = Policy(trace.names, dropped, breaks, saves > 0, lossy)
+            found.append(CheckpointPolicy(_title(trace, policy), policy))
+        if offload:
+            policy = Policy(trace.names, dropped, breaks, offload=True)
             found.append(CheckpointPolicy(_title(trace, policy), policy))
     return found
 
@@ -271,6 +277,8 @@ def _title(trace: Trace, policy: Policy) -> str:
         words.append("compress")
     if policy.lossy is not None:
         words.append(f"keep as {policy.lossy}")
+    if policy.offload:
+        words.append("offload")
     return ", ".join(words)
 
 

@@ -73,8 +73,14 @@ class Planner:
         say: Callable[[str], None] = lambda text: None,
         budget: int | float | str | None = None,
         chunk_head: bool = True,
+        offload: bool = False,
     ) -> None:
         self._step = Step(model, args, kwargs or {}, loss, autocast)
+        if offload and self._step.device.type != "cuda":
+            raise ValueError(
+                "offload=True keeps activations in host memory, and the model is on the device "
+                f"'{self._step.device}': move it to a GPU first, or leave offload out"
+            )
         self._sample = sample_shapes(args, kwargs or {})
         self._say = say
         wanted = parse_budget(budget)
@@ -85,7 +91,7 @@ class Planner:
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
         with undisturbed(model, self._step.device), verifying("never"):
-            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head)
+            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head, offload)
             self._calibrate()
 
     @property
@@ -362,6 +368,7 @@ def plan(
     autocast: torch.dtype | None = None,
     lossy: torch.dtype | None = None,
     chunk_head: bool = True,
+    offload: bool = False,
     verbose: bool | None = None,
     stages: int | None = None,
     chunks: int | None = None,
@@ -393,6 +400,8 @@ def plan(
         chunk_head: the cross entropy of a language model's head may be computed in chunks of rows (as by
             :func:`hvd_ckpt.chunked_cross_entropy`): results then equal to float32 rounding. False: they keep their bits. With
             ``stages`` it is never in chunks.
+        offload: on a GPU, large tensors that a block keeps may be kept in host memory, as a third choice beside keeping and
+            recomputing them. Results keep their bits.
         verbose: print progress on standard error, on rank 0; None to begin with that once planning has taken 10 seconds.
         stages: number of pipeline stages; the model is a chain of this library or an ``nn.Sequential``, and the blocks are its
             children. The budget is then for all memory of a stage: its parameters, gradients and optimizer state (see
@@ -413,8 +422,8 @@ def plan(
         The plan, measured, not yet applied: ``plan.apply(model)``.
 
     Raises:
-        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number; stages of a model that is not a
-            chain, or has too few blocks.
+        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number; ``offload`` without a GPU; stages
+            of a model that is not a chain, or has too few blocks.
         BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. Or
             the device has no room for the batch, whatever the budget. A budget in bytes that is below what runs around the blocks
             (embeddings, head, loss) is refused before they are measured.
@@ -429,7 +438,12 @@ def plan(
         blocks = layout.blocks_of(model)
 
     device = Step(model, args, kwargs or {}, loss, autocast).device
-    settings = {"autocast": autocast, "lossy": lossy, "chunk_head": chunk_head and layout is None}
+    settings = {
+        "autocast": autocast,
+        "lossy": lossy,
+        "chunk_head": chunk_head and layout is None,
+        "offload": offload,
+    }
 
     def make(limit: int | float | str | None, say: Callable[[str], None]) -> Plan:
         given: dict[str, Any] = {

@@ -56,6 +56,7 @@ class Profile:
         lossy: str | None,
         limit: int | None,
         chunk_head: bool,
+        offload: bool = False,
     ) -> None:
         self.step = step
         self.chain: list[Block] = []  # until all is measured
@@ -64,7 +65,7 @@ class Profile:
         self._repeats: dict[
             int | None, bool
         ] = {}  # by chunks of the head: whether steps from one state are equal
-        self._lossy = lossy
+        self._lossy, self._offload = lossy, offload
         self.found = find_blocks(step.model, step.forward, names)
         self.head: Head | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
@@ -181,7 +182,7 @@ class Profile:
                     args, kwargs = runner.inputs()
                     with undisturbed(nn.ModuleList(block.modules), self.step.device), self.step.autocast():
                         traces.append(trace(block, args, kwargs))
-                chosen = candidates(fastest(traces[1:]), limit, self._lossy)
+                chosen = candidates(fastest(traces[1:]), limit, self._lossy, self._offload)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:

@@ -42,6 +42,7 @@ from hvd_ckpt.recompute.calls import (
     statistics_of,
     tensors_in,
 )
+from hvd_ckpt.recompute.host import HostTensors, may_leave
 from hvd_ckpt.recompute.keeper import Keeper, Later, Packed, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.saved import compress
@@ -66,6 +67,7 @@ class Policy:
             what they depend on.
         compress: keep masks and integers in fewer bytes (:mod:`hvd_ckpt.recompute.saved`).
         lossy: keep floating point numbers that are made here as ``"float16"`` or ``"bfloat16"``: results change.
+        offload: keep large tensors of a CUDA device that are made here in host memory (:mod:`hvd_ckpt.recompute.host`).
     """
 
     calls: tuple[str, ...]
@@ -73,6 +75,7 @@ class Policy:
     breaks: frozenset[int] = frozenset()
     compress: bool = False
     lossy: str | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.lossy not in (None, "float16", "bfloat16"):
@@ -81,7 +84,7 @@ class Policy:
     @property
     def acts(self) -> bool:
         """Whether it does anything."""
-        return bool(self.dropped) or self.compress or self.lossy is not None
+        return bool(self.dropped) or self.compress or self.lossy is not None or self.offload
 
 
 class _Tag(NamedTuple):
@@ -172,6 +175,7 @@ class Tape(TorchFunctionMode):
         self._lossy: torch.dtype | None = getattr(torch, policy.lossy) if policy.lossy else None
         self._policy = policy
         self._compresses = policy.compress or policy.lossy is not None
+        self._host = HostTensors() if policy.offload else None
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
@@ -238,12 +242,12 @@ class Tape(TorchFunctionMode):
                 self._record(call, group, args, kwargs, running, needs_grad, outputs)
             elif self._dropped and not self._expected(number, func):
                 self._dropped = frozenset()
-            if self._lossy is not None:
+            if self._lossy is not None or self._host is not None:
                 self._mark(inputs, outputs)
         return result
 
     def _mark(self, inputs: _Inputs, outputs: tuple[Tensor, ...]) -> None:
-        """Marks results in memory of their own: those may be kept in fewer bytes when another call saves them."""
+        """Marks results in memory of their own: those may be kept in another form when another call saves them."""
         sources = {memory_of(tensor) for tensor, _, _ in inputs}
         for tensor in outputs:
             if memory_of(tensor) not in sources:
@@ -402,8 +406,8 @@ class Tape(TorchFunctionMode):
                     or tensor.is_neg()
                 ):
                     made_here = source is tensor and tensor.__dict__.get(_MADE) is self._token
-                    if made_here and self._compresses:
-                        return self._compressed(tensor, name)
+                    if made_here and self._moves:
+                        return self._keep_inner(tensor, running)
                     return self.keeper.keep(tensor, name)
                 return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:
@@ -423,17 +427,27 @@ class Tape(TorchFunctionMode):
         return holder
 
     def _keep_inner(self, tensor: Tensor, running: _Running) -> Any:
-        """Keeps a new tensor of the running call, perhaps in fewer bytes."""
+        """Keeps a new tensor of the running call, perhaps in fewer bytes or in host memory."""
         name = call_name(running.func)
-        if not self._compresses:
+        if not self._moves:
             return self.keeper.keep(tensor, name)
         later = Later(tensor, name)
-        running.after.append(lambda: setattr(later, "packed", self._compressed(tensor, name)))
+        running.after.append(lambda: setattr(later, "packed", self._moved(tensor, name)))
         return later
 
-    def _compressed(self, tensor: Tensor, name: str) -> Any:
-        with DisableTorchFunction(), torch.no_grad():
-            packed = compress(tensor, self._lossy)
+    @property
+    def _moves(self) -> bool:
+        """Whether tensors that are made here may be kept in another form than their own."""
+        return self._compresses or self._host is not None
+
+    def _moved(self, tensor: Tensor, name: str) -> Any:
+        """What is kept of a tensor that is complete."""
+        packed = None
+        if self._compresses:
+            with DisableTorchFunction(), torch.no_grad():
+                packed = compress(tensor, self._lossy)
+        elif self._host is not None and not self.keeper.collecting and may_leave(tensor):
+            return self._host.take(tensor)
         if packed is None:
             return self.keeper.keep(tensor, name)
         if self.keeper.collecting:
