@@ -30,12 +30,10 @@ def _pseudo_random(count: int) -> torch.Tensor:
     return (value ^ (value >> 31)) | 1
 
 
-_WEIGHTS = _pseudo_random(_LEVELS * ROW).view(_LEVELS, ROW)
-
-
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    return _WEIGHTS.to(device)
+    """Not made at import: that would start threads, which a process that is forked later lacks."""
+    return _pseudo_random(_LEVELS * ROW).view(_LEVELS, ROW).to(device)
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
