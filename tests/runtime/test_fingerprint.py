@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -125,3 +128,14 @@ def test_a_gpu_computes_the_same_without_a_synchronization() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert value.cpu() == fingerprint(tensor)
+
+
+def test_importing_starts_no_threads() -> None:
+    """A process that is forked later would lack them, and wait for them."""
+    code = (
+        "import os, torch, horovod.torch\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "import hvd_ckpt.cli, hvd_ckpt.fingerprint, hvd_ckpt.distributed, hvd_ckpt.planning.planner, hvd_ckpt.pipeline\n"
+        "assert len(os.listdir('/proc/self/task')) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "2"}, check=True)
