@@ -190,7 +190,7 @@ class UnbucketedGradients:
         """
         if indices:
             check_present(
-                round(self.communicator.sum(torch.ones(1), "present")[0]),
+                round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
                 self.communicator.process_set,
                 f"the sparse gradient of parameter '{self.assignment.names[min(indices)]}'",
                 "pass sparse_as_dense=True, or give every rank as many batches",

@@ -711,6 +711,19 @@ def test_default_dtypes(default_dtype: torch.dtype, options: dict[str, Any]) -> 
         same_everywhere(model)
 
 
+@pytest.mark.parametrize("default_dtype", [torch.bfloat16], indirect=True)
+def test_sparse_gradients_with_another_default_dtype(default_dtype: torch.dtype) -> None:
+    model = nn.Sequential(
+        nn.Embedding(5, 4, sparse=True, dtype=torch.float32), nn.Linear(4, 1, dtype=torch.float32)
+    )
+    optimizer = wrap(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([step, hc.rank()])).square().sum().backward()
+        optimizer.step()
+    same_everywhere(model)
+
+
 # ---------------------------------------------------------------------------------------------------- resumes
 
 
