@@ -25,9 +25,8 @@ def local_device() -> torch.device:
 
     The processes of a job on one host take its GPUs in order, those of all pipeline stages together (``local_rank()`` counts one
     stage alone); without NCCL, several may share one. Where a process sees one GPU only, as when the launcher has given each its
-    own, it takes that. With a Horovod
-    that is built without operations on GPUs it is the CPU, and process 0 says so. Call it after ``init()``, and before the model is
-    built.
+    own, it takes that. With a Horovod that is built without operations on GPUs it is the CPU, and process 0 says so. Call it after
+    ``init()``, and before the model is built.
 
     Raises:
         RuntimeError: there are more processes on this host than GPUs, and Horovod uses NCCL.
