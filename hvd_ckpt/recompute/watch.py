@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,18 +40,18 @@ class Watch:
 
     def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """A context that watches, around the hooks that are in use."""
+        return torch.autograd.graph.saved_tensors_hooks(
+            functools.partial(_watch_and_pack, self, pack), unpack
+        )
 
-        @disable_dynamo
-        def watch_and_pack(tensor: Tensor) -> Any:
-            if self._is_first:
-                self._sample_last(tensor)
-            self._recent.append((tensor, running_module() if self._is_first else None))
-            self._bytes += tensor.nbytes
-            if len(self._recent) > _MANY or (self._bytes > _BYTES and len(self._recent) > _RECENT):
-                self._hand_on(but=_RECENT)
-            return pack(tensor)
-
-        return torch.autograd.graph.saved_tensors_hooks(watch_and_pack, unpack)
+    def saved(self, tensor: Tensor) -> None:
+        """Called where autograd saves a tensor."""
+        if self._is_first:
+            self._sample_last(tensor)
+        self._recent.append((tensor, running_module() if self._is_first else None))
+        self._bytes += tensor.nbytes
+        if len(self._recent) > _MANY or (self._bytes > _BYTES and len(self._recent) > _RECENT):
+            self._hand_on(but=_RECENT)
 
     def _sample_last(self, tensor: Tensor) -> None:
         operation = sequence_number()
@@ -80,3 +81,9 @@ class Watch:
             return [
                 fingerprint(now) != fingerprint(before) for now, before in pairs if len(now) == len(before)
             ]
+
+
+@disable_dynamo
+def _watch_and_pack(watch: Watch, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    watch.saved(tensor)
+    return pack(tensor)
