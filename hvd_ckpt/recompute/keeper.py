@@ -200,6 +200,11 @@ def memory_of(tensor: Tensor) -> int | None:
         return None
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements of a dense tensor; 0 for others, which have no such number."""
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was changed in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version

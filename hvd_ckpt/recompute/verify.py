@@ -226,8 +226,8 @@ def _sample(row: Tensor) -> Tensor:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Some elements of a tensor as they are now; none of one that has no values, or is not contiguous."""
-    if not _has_values(tensor) or not tensor.is_contiguous():
+    """Some elements of a tensor as they are now; none of one that has no values, is sparse or is not contiguous."""
+    if tensor.layout is not torch.strided or not _has_values(tensor) or not tensor.is_contiguous():
         return torch.empty(0, dtype=torch.uint8)
     return _sample(tensor.view(-1))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.frames import aside
+from hvd_ckpt.recompute.keeper import bytes_of
 from hvd_ckpt.recompute.verify import running_module, sample
 from hvd_ckpt.torch_private import disable_dynamo, sequence_number
 
@@ -49,7 +50,7 @@ class Watch:
         if self._is_first:
             self._sample_last(tensor)
         self._recent.append((tensor, running_module() if self._is_first else None))
-        self._bytes += tensor.nbytes
+        self._bytes += bytes_of(tensor)
         if len(self._recent) > _MANY or (self._bytes > _BYTES and len(self._recent) > _RECENT):
             self._hand_on(but=_RECENT)
 
@@ -72,7 +73,7 @@ class Watch:
         count = len(self._recent) - but
         self._note(self._recent[:count])
         del self._recent[:count]
-        self._bytes = sum(tensor.nbytes for tensor, _ in self._recent)
+        self._bytes = sum(bytes_of(tensor) for tensor, _ in self._recent)
 
     def filled_late(self) -> list[Tensor]:
         """Of each tensor that the last operation saves: whether it was filled after all of them were saved."""

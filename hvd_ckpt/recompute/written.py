@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.batchnorm.deferred import STATISTICS, statistics_version
 from hvd_ckpt.frames import aside
-from hvd_ckpt.recompute.keeper import version_of
+from hvd_ckpt.recompute.keeper import bytes_of, version_of
 from hvd_ckpt.torch_private import unsafe_preserve_version_counter
 from hvd_ckpt.unmaterialized import is_absent
 
@@ -187,10 +187,10 @@ class Namespace:
 
     def _is_copied(self, key: str, value: Tensor) -> bool:
         if self.module is None:
-            return value.nbytes <= SMALL_BYTES and not value.requires_grad
+            return bytes_of(value) <= SMALL_BYTES and not value.requires_grad
         if _known and key in _known.get(self.module, ()):
             return True
-        return self.kind != "_parameters" and (self.learn or value.nbytes <= SMALL_BYTES)
+        return self.kind != "_parameters" and (self.learn or bytes_of(value) <= SMALL_BYTES)
 
     def written(self) -> Iterator[Written]:
         """What has been written since."""
@@ -251,7 +251,7 @@ def _same_objects(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
 
 def _copy(module: nn.Module | None, key: str, value: Tensor, stamp: Any) -> Tensor:
     """A copy of a tensor; of a module's small one, made anew only if it has changed since the last time."""
-    if module is None or value.nbytes > SMALL_BYTES:
+    if module is None or bytes_of(value) > SMALL_BYTES:
         with aside():
             return value.detach().clone()
     last = _copies.setdefault(module, {}).get(key)

@@ -240,3 +240,20 @@ def test_regions_in_regions() -> None:
     y = checkpoint(lambda x: torch.tanh(outer(checkpoint(inner, x))), torch.randn(5, 8))
     with pytest.raises(RecomputationMismatch, match="Faulty"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+@pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "lambda", "segments"])
+def test_blocks_with_a_sparse_buffer(layout: str, way: str) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("edges", torch.eye(5).to_sparse(layout=getattr(torch, layout)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.edges, self.linear(x)).tanh()
+
+    block = Graph()
+    for _ in range(3):
+        step(block, WAYS[way])
