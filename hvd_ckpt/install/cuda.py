@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,20 +152,31 @@ def _home_of(nvcc: Path) -> Path:
 
 
 def _answer(command: list[str], folder: str | None = None) -> str:
-    """What a program prints; nothing where it fails to."""
+    """What a program prints; nothing where it cannot be run."""
+    run = run_briefly(command, SECONDS, folder=folder)
+    return "" if run is None else run.stdout + run.stderr
+
+
+def run_briefly(
+    command: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
+) -> subprocess.CompletedProcess[str] | None:
+    """A program that has run; None if it is missing or takes longer."""
     try:
-        run = subprocess.run(
+        return subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
+            env=environment,
             cwd=folder,
-            timeout=SECONDS,
+            timeout=seconds,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return run.stdout + run.stderr
+        return None
 
 
 def arrange_toolkit(home: Path, folder: Path) -> Path:

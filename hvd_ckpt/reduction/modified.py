@@ -18,13 +18,13 @@ class ModifiedGradients:
     Attributes:
         late: the late parts, with their versions: another one tells of a change in place.
         diverted: the gradient in flight has made room for a late part.
-        error: the sentence for a gradient that was changed in place.
+        error: that a gradient was changed in place.
     """
 
     def __init__(self) -> None:
         self.late: dict[int, tuple[torch.Tensor, int]] = {}
         self.diverted: set[int] = set()
-        self.error: str | None = None
+        self.error: RuntimeError | None = None
         self._replaced: set[int] = set()  # had been replaced or dropped when a further gradient came
         self._adopted: set[int] = set()  # the bucket has taken the first part, and more was to come
 
@@ -111,10 +111,10 @@ class ModifiedGradients:
         return entry.numel > 0 and same_kind and not entry.holds(gradient)
 
 
-def changed_in_place(first: str, last: str | None = None) -> str:
+def changed_in_place(first: str, last: str | None = None) -> RuntimeError:
     """The error for a gradient that was changed in place in flight."""
     which = f"that of '{first}'" if last in (None, first) else f"one of '{first}' to '{last}'"
-    return (
+    return RuntimeError(
         f"a gradient was changed in place between backward() and synchronize(), while it was being reduced ({which}); to clip, "
         f"call hvd_ckpt.clip_grad_norm_ in place of torch's; to drop gradients, set them to None; for other changes call "
         f"optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"

@@ -205,8 +205,7 @@ class Reducer(OwningReducer):
         assignment = self.assignment
         self.hook_parameters()
         replaced = self._modified.find_replaced(assignment)
-        modified = RuntimeError(self._modified.error) if self._modified.error else None
-        error = self._report.error = self._mismatch or modified
+        error = self._report.error = self._mismatch or self._modified.error
         self._report.wanted |= bool(replaced or error) or len(assignment.parameters) != self._known
         values, scale = self._reduce_buckets()
         flags = ControlFlags.of(values[: -self.weights.size])

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.folders import cache_folder
+from hvd_ckpt.install.cuda import run_briefly
 from hvd_ckpt.probe import launcher_environment
 
 SECONDS = 120.0  # for a question; the first import of PyTorch after a start of the machine takes long
@@ -42,19 +42,8 @@ def answer(
     command: Sequence[str], seconds: float = SECONDS, environment: Mapping[str, str] | None = None
 ) -> str | None:
     """The output of a command; None if it is missing, fails or takes longer."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            env=None if environment is None else dict(environment),
-            check=True,
-        )
-        return done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    done = run_briefly(command, seconds, environment)
+    return None if done is None or done.returncode else done.stdout.strip()
 
 
 def gpus() -> list[str]:
