@@ -44,7 +44,7 @@ find_python() {
 
 check_prerequisites() {
     local missing
-    missing="$("$1" "$root/hvd_ckpt/install/prerequisites.py")" ||
+    missing="$("$1" "$root/hvd_ckpt/app/install/prerequisites.py")" ||
         die "this is missing for the set-up:"$'\n'"  ${missing//$'\n'/$'\n'  }"
 }
 
@@ -168,8 +168,8 @@ build_docs() {
 
 build_horovod() {
     # Cheap when nothing changed: the module compares what is installed with the wheel in its cache.
-    local hash build=("$venv/bin/python" -m hvd_ckpt.install.build_horovod)
-    hash="$(hash_of "$root/hvd_ckpt/install/recipe.py")-$("${build[@]}" --print-key)" || return 1
+    local hash build=("$venv/bin/python" -m hvd_ckpt.app.install.build_horovod)
+    hash="$(hash_of "$root/hvd_ckpt/app/install/recipe.py")-$("${build[@]}" --print-key)" || return 1
     if is_done horovod "$hash" && "$venv/bin/python" -c '
 import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; then return; fi
     "${build[@]}" --no-install >&2 || return 1

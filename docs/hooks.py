@@ -22,7 +22,7 @@ def on_files(files, config, **_):
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     sys.path.insert(0, str(ROOT))
-    from hvd_ckpt.cli.main import main
+    from hvd_ckpt.app.cli.main import main
 
     helps = "\n".join(command_help(main, click.Context(main, info_name="hvd-ckpt", terminal_width=100)))
     files.append(File.generated(config, "commands.md", content=f"# Commands\n\n{helps}"))

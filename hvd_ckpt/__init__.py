@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
         import_module("hvd_ckpt.torch_private")  # refuses a PyTorch that does not fit
         module = import_module(str(_MODULES[name]))
     except ImportError as error:
-        from hvd_ckpt.install.extras import explain_import_error
+        from hvd_ckpt.utils.extras import explain_import_error
 
         text = explain_import_error(error)
         if text is None:

@@ -27,7 +27,7 @@ import pytest
 import torch
 from kinds import SELECTIONS, kind_of
 
-from hvd_ckpt.launchers import RANK_VARIABLES
+from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
 HANG_SECONDS = 300
 MPI_WORKS = "HVD_CKPT_TESTS_MPI_WORKS"  # set by tests/run.py

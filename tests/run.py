@@ -88,7 +88,7 @@ def belongs(path: str, run: Run) -> bool:
 @functools.cache
 def mpi_works() -> bool:
     """Whether ranks can be started over MPI here; where they cannot, this says so once."""
-    from hvd_ckpt.probe import probe
+    from hvd_ckpt.processes.probe import probe
 
     answer = probe("mpi")
     if not answer.works:
@@ -139,7 +139,7 @@ def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -
 
 def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
-    from hvd_ckpt.probe import launcher_environment
+    from hvd_ckpt.processes.probe import launcher_environment
 
     # A rank that waits in MPI would take the core from one that works: there are more ranks than cores.
     # Small tensors gain nothing from a second thread, and the other core has work.
@@ -229,7 +229,7 @@ def work(results: str, arguments: list[str]) -> int:
     """One process of a run: pytest, its outcomes written where :func:`execute` looks for them."""
     import pytest
 
-    from hvd_ckpt.launchers import launched_rank
+    from hvd_ckpt.processes.launchers import launched_rank
 
     rank = launched_rank() or 0
     status = int(pytest.main([f"--junitxml={results}/{rank}.xml", *arguments]))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import check_controller, split_names
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, own_device, run_job, run_rank
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
@@ -29,7 +30,6 @@ from hvd_ckpt.bench.harness.options import (
 )
 from hvd_ckpt.bench.harness.report import Report, Table, device_name, machine_facts, mebibytes, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.command_line import check_controller, split_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,7 +120,7 @@ def measure(job: Job) -> RankResult:
 
 def _time_steps(workload: Workload, engine: Engine, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of ``steps`` training steps, from ``zero_grad`` to ``step``, after the warm-up."""
-    from hvd_ckpt.measure import now
+    from hvd_ckpt.utils.measure import now
 
     _, step = _prepare(workload, engine, _batch(workload, engine))
     seconds = []
@@ -137,7 +137,7 @@ def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
     Communication threads' own buffers do not count. A block that a communication thread gives back (as happens to the buckets that
     DDP replaces after its first step) is missed, so a count can be too high: callers take the least of several.
     """
-    from hvd_ckpt.memory import recording_peak
+    from hvd_ckpt.utils.memory import recording_peak
 
     gc.collect()  # garbage of an earlier count must not be given back within this one
     batch = _batch(workload, engine)
@@ -247,7 +247,7 @@ def reduce(
     that does nothing else.
     """
     from hvd_ckpt.bench.compare.engines import find_engine
-    from hvd_ckpt.runtime import threads_per_rank
+    from hvd_ckpt.processes.runtime import threads_per_rank
 
     chosen = split_names("--engines", engines, find=find_engine)
     counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
@@ -279,7 +279,7 @@ def reduce(
 
 def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
     """The report of all cases."""
-    from hvd_ckpt.runtime import threads_per_rank
+    from hvd_ckpt.processes.runtime import threads_per_rank
 
     engines: Sequence[str] = settings["engines"]
     baselines = [name for name in BASELINES if name in engines]

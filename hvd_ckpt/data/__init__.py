@@ -1,3 +1,6 @@
-"""Where samples come from, and in which order."""
+"""What the library knows of training data: batches, objectives, the protocol of data sets, the order of samples.
 
-from hvd_ckpt.data.dataset import Dataset as Dataset
+objectives   batches, and losses that know how many terms they are a mean of
+dataset      the protocol of data sets, random numbers by sample, splits
+sampler      the order of samples, whose position is one integer, and loaders
+"""

@@ -17,8 +17,8 @@ import numpy
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from hvd_ckpt.models.objectives import Batch
-from hvd_ckpt.text import one_line
+from hvd_ckpt.data.objectives import Batch
+from hvd_ckpt.utils.text import one_line
 
 Integers = NDArray[numpy.int64]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from hvd_ckpt.data.dataset import Dataset, Purpose, generator
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.data.objectives import Batch
 
 PREFETCHED = 2  # batches
 

@@ -11,7 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.distributed import DistributedOptimizer
+from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, note_work
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, check_moments

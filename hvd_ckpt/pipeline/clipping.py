@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.grid import Grid
+from hvd_ckpt.processes.grid import Grid
 from hvd_ckpt.sharding.clipping import SplitGradients, norm_dtype, owners_of, split_gradients
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)

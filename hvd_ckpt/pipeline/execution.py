@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.frames import is_recomputing, without_recomputation
 from hvd_ckpt.pipeline.microbatch import TotalTerms, add_loss, one_element, run_backward, silence
 from hvd_ckpt.pipeline.random_state import forward_pass
 from hvd_ckpt.pipeline.skip import Key, Skip, skips_of_chunk
@@ -22,6 +21,7 @@ from hvd_ckpt.pipeline.transport import Received, Transport, put_together, take_
 from hvd_ckpt.planning.schedule import BACKWARD, FORWARD, Action, Edge
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.sequential import Segment, accepted_names, as_arguments
+from hvd_ckpt.utils.frames import is_recomputing, without_recomputation
 
 FIRST_TAG = 16  # of values and gradients; those below are for what belongs to a whole step
 WAIT, RECOMPUTE = "wait", "recompute"
@@ -132,7 +132,7 @@ class MicroBatch:
     """One micro-batch: what the model takes, what the loss takes, and how much it counts.
 
     Attributes:
-        inputs, targets, shared: as in :class:`hvd_ckpt.models.objectives.Batch`.
+        inputs, targets, shared: as in :class:`hvd_ckpt.data.objectives.Batch`.
         terms: that its loss is the mean of.
         key: its random state; None outside of training mode.
         keeps: the chunks that keep its activations, instead of recomputing them as a whole.

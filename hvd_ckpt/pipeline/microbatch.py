@@ -16,11 +16,11 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from hvd_ckpt.frames import without_recomputation
 from hvd_ckpt.reduction.wrapping import live_optimizers
-from hvd_ckpt.spans import span
-from hvd_ckpt.text import CHECKPOINTS
 from hvd_ckpt.torch_private import pytree
+from hvd_ckpt.utils.frames import without_recomputation
+from hvd_ckpt.utils.spans import span
+from hvd_ckpt.utils.text import CHECKPOINTS
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def accumulate(
 
     Args:
         compute: takes a micro-batch, gives its mean loss: a tensor with one element.
-        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.models.objectives.Batch`, or tensors (one, or nested in
+        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.data.objectives.Batch`, or tensors (one, or nested in
             lists, tuples and dicts) whose first dimension counts the samples.
         micro_batches: how many; fewer if there are fewer samples.
         checkpoint: the micro-batches in whose backward pass the checkpointed parts of the model are recomputed: ``"always"``,

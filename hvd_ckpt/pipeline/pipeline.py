@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt import grid as grids
-from hvd_ckpt.models.chain import Chain
+from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.pipeline.clipping import clip_over_stages
 from hvd_ckpt.pipeline.cuts import cuts_of, release_weights
-from hvd_ckpt.pipeline.execution import FIRST_TAG as EXECUTION_TAG
-from hvd_ckpt.pipeline.execution import Chunk, Execution, MicroBatch, Recorder
+from hvd_ckpt.pipeline.execution import FIRST_TAG as EXECUTION_TAG, Chunk, Execution, MicroBatch, Recorder
 from hvd_ckpt.pipeline.microbatch import (
     Accumulated,
     TotalTerms,
@@ -43,9 +41,10 @@ from hvd_ckpt.planning.schedule import (
     make_schedule,
     virtual_stages_of,
 )
+from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.recompute.sequential import CheckpointSequential
 from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
-from hvd_ckpt.text import CHECKPOINTS
+from hvd_ckpt.utils.text import CHECKPOINTS
 
 STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
 assert TIED_TAG < EXECUTION_TAG
@@ -231,7 +230,7 @@ class Pipeline(nn.Module):
         Collective over the stages of a replica, each of which gets the same batch.
 
         Args:
-            batch: a :class:`hvd_ckpt.models.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: what
+            batch: a :class:`hvd_ckpt.data.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: what
                 the model takes (a tuple for several positional arguments), what the loss takes, and a dict of keyword arguments,
                 such as masks, that all blocks share. It is split along the first dimension of its tensors; micro-batches may
                 differ in size.
@@ -247,7 +246,7 @@ class Pipeline(nn.Module):
             Loss and weight of the mini-batch, on all stages.
 
         Raises:
-            hvd_ckpt.grid.StageFailed: another stage has ended by an error.
+            hvd_ckpt.processes.grid.StageFailed: another stage has ended by an error.
         """
         with self._failing_together():
             parts = split_batch(batch, self.micro_batches)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.frames import remembered
+from hvd_ckpt.utils.frames import remembered
 
 Model = TypeVar("Model", bound=nn.Sequential)
 _MASK = 2**64 - 1

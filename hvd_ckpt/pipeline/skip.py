@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from hvd_ckpt.frames import is_recomputing, remembered
+from hvd_ckpt.utils.frames import is_recomputing, remembered
 
 Module = TypeVar("Module", bound=type[nn.Module])
 Key = tuple[Hashable, str]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvd_ckpt.grid import Grid
+from hvd_ckpt.processes.grid import Grid
 
 
 class Meta(NamedTuple):
@@ -127,7 +127,7 @@ class Transport:
     """Messages of this process to and from the others.
 
     Args:
-        grid: of :func:`hvd_ckpt.grid.current`.
+        grid: of :func:`hvd_ckpt.processes.grid.current`.
 
     Attributes:
         sent_bytes: since the start.

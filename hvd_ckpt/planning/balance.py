@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from hvd_ckpt.measure import undisturbed
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, check_called, children_of, find_blocks
 from hvd_ckpt.planning.policy import KEEP
 from hvd_ckpt.planning.ranks import on_rank_0
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.utils.measure import undisturbed
 
 
 def balance_by_time(

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.measure import no_collection, now, undisturbed
-from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.chain import Choice
 from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
 from hvd_ckpt.planning.policy import CheckpointPolicy
 from hvd_ckpt.recompute.verify import verifying
+from hvd_ckpt.utils.measure import no_collection, now, undisturbed
+from hvd_ckpt.utils.memory import recording_marks
 
 
 class BlockRunner:

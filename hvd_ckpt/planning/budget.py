@@ -114,7 +114,7 @@ def device_budget(share: float, device: torch.device) -> int:
     if device.type == "cuda":
         import torch
 
-        from hvd_ckpt.memory import free_memory
+        from hvd_ckpt.utils.memory import free_memory
 
         total = torch.cuda.mem_get_info(device)[1]
         held = total - free_memory(device)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.folders import make_writable
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.recompute.calls import map_tensors
+from hvd_ckpt.utils.folders import make_writable
 
 
 def cached(

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.region import reach
+from hvd_ckpt.utils.fingerprint import fingerprint
 
 
 def copied(values: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -30,8 +30,8 @@ from hvd_ckpt.planning.policy import (
     remove_policy,
 )
 from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.schema import Strict, Wrong, dumps, parse_json, read_bytes, shown, write_text
-from hvd_ckpt.text import one_line
+from hvd_ckpt.utils.schema import Strict, Wrong, dumps, parse_json, read_bytes, shown, write_text
+from hvd_ckpt.utils.text import one_line
 
 M = TypeVar("M", bound=nn.Module)
 

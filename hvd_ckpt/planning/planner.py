@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.measure import undisturbed
-from hvd_ckpt.memory import free_memory
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.cache import cached, key_of
@@ -32,7 +30,9 @@ from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_stages
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.verify import verifying
-from hvd_ckpt.text import show_bytes, talking
+from hvd_ckpt.utils.measure import undisturbed
+from hvd_ckpt.utils.memory import free_memory
+from hvd_ckpt.utils.text import show_bytes, talking
 
 _CORRECTIONS = 5
 _TIMED = 3  # steps

@@ -19,7 +19,7 @@ from torch import nn
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
-from hvd_ckpt.schema import shown
+from hvd_ckpt.utils.schema import shown
 
 
 def _printable(text: str) -> str:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.measure import no_collection, undisturbed
-from hvd_ckpt.memory import Mark, Marks, free_memory, recording_marks
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError
@@ -27,7 +25,9 @@ from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.planning.trace import fastest, trace
 from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.utils.measure import no_collection, undisturbed
+from hvd_ckpt.utils.memory import Mark, Marks, free_memory, recording_marks
+from hvd_ckpt.utils.text import show_bytes
 
 _RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
 FITS = 0.5  # share of the free memory up to which a step without recomputation is run

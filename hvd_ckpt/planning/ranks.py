@@ -8,9 +8,9 @@ from typing import TypeVar
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt import watchdog
-from hvd_ckpt.grid import current
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.grid import current
 
 T = TypeVar("T")
 Limit = int | float | str | None

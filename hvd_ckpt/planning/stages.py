@@ -34,7 +34,7 @@ from hvd_ckpt.planning.chain import Block, Run, simulate
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
 from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline, virtual_stages_of
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.utils.text import show_bytes
 
 PARAM_SCALE = 4.0
 _POINTS = 512  # of a frontier

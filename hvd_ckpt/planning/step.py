@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.measure import no_collection, noting_written, now, undisturbed
-from hvd_ckpt.memory import Marks, recording_marks
 from hvd_ckpt.planning.inputs import copied, fingerprints, tensors_of
 from hvd_ckpt.recompute.verify import verifying
+from hvd_ckpt.utils.measure import no_collection, noting_written, now, undisturbed
+from hvd_ckpt.utils.memory import Marks, recording_marks
 
 
 class Step:

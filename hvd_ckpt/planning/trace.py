@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_ckpt.measure import now
 from hvd_ckpt.recompute.calls import call_name, tensors_in
 from hvd_ckpt.recompute.keeper import memory_of
 from hvd_ckpt.recompute.replay import Call, unpack
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
 from hvd_ckpt.torch_private import DisableTorchFunction
+from hvd_ckpt.utils.measure import now
 
 
 @dataclass

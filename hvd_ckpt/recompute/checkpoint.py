@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils.checkpoint import CheckpointFunction as _TorchFunction
-from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointFunction as _TorchFunction,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
-from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.containers import Arguments, flatten
 from hvd_ckpt.recompute.region import Reach, Region, reach
 from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.torch_private import disable_dynamo
+from hvd_ckpt.utils.frames import keeps_everything
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.frames import is_checkpointing, is_recomputing
+from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.frames import is_checkpointing, is_recomputing
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, Product, cross_entropy_of
 from hvd_ckpt.torch_private import (
@@ -26,7 +25,8 @@ from hvd_ckpt.torch_private import (
     disable_dynamo,
     untraceable,
 )
-from hvd_ckpt.unmaterialized import is_split
+from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
+from hvd_ckpt.utils.unmaterialized import is_split
 
 _FACTS = {
     "shape",

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from hvd_ckpt.frames import keeps_everything
 from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.keeper import RandomState, changed_in_place, version_of
 from hvd_ckpt.recompute.region import Region, reach
 from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type
+from hvd_ckpt.utils.frames import keeps_everything
 
 
 class CheckpointFunction(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.torch_private import infer_device_type, top_saved_tensors_default_hooks
-from hvd_ckpt.unmaterialized import present
+from hvd_ckpt.utils.unmaterialized import present
 
 
 class Keeper:

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
-from hvd_ckpt.frames import Frame, aside
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.state import ForwardState
 from hvd_ckpt.recompute.verify import (
@@ -32,8 +31,9 @@ from hvd_ckpt.recompute.verify import (
 )
 from hvd_ckpt.recompute.watch import Watch
 from hvd_ckpt.recompute.written import GENERATORS
-from hvd_ckpt.spans import span
 from hvd_ckpt.torch_private import StopRecomputationError, top_saved_tensors_default_hooks
+from hvd_ckpt.utils.frames import Frame, aside
+from hvd_ckpt.utils.spans import span
 
 # How many functions and containers may lie between the callable and a module: enough for a lambda around a
 # partial of a bound method over a list of modules. Containers longer than the second limit hold data, not

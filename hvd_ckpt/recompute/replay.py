@@ -43,7 +43,7 @@ from hvd_ckpt.recompute.keeper import (
 )
 from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.verify import Observation, Verification
-from hvd_ckpt.spans import span
+from hvd_ckpt.utils.spans import span
 
 
 @dataclass(eq=False)

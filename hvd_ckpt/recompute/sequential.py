@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.frames import is_recomputing
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.utils.frames import is_recomputing
 
 Layer = Callable[..., Any]
 

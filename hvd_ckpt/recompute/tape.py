@@ -30,8 +30,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from hvd_ckpt.frames import depth, keeps_everything
-from hvd_ckpt.measure import is_undisturbed
 from hvd_ckpt.recompute.calls import (
     UNREPEATABLE,
     UNTRACKED,
@@ -50,6 +48,8 @@ from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.recompute.verify import Verification, begin_pass, observe, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack, in_functorch
+from hvd_ckpt.utils.frames import depth, keeps_everything
+from hvd_ckpt.utils.measure import is_undisturbed
 
 _TAG = "_hvd_ckpt_dropped"
 _MADE = "_hvd_ckpt_made"

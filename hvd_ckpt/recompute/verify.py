@@ -2,8 +2,8 @@
 
 A recomputation that computes something else gives gradients of another function, and nothing fails. So the first training pass
 through each region (and each planned block) observes what the backward pass will ask for, and its recomputation is compared with
-that: by a fingerprint of the bits (:mod:`hvd_ckpt.fingerprint`), and, where these differ, by 64 sampled elements, which tell a
-rounding from another result. Nothing waits for a GPU before the end of the backward pass, where all comparisons are read at
+that: by a fingerprint of the bits (:mod:`hvd_ckpt.utils.fingerprint`), and, where these differ, by 64 sampled elements, which tell
+a rounding from another result. Nothing waits for a GPU before the end of the backward pass, where all comparisons are read at
 once.
 
 Only kernels that are not deterministic may differ by a rounding: that is a warning, unless deterministic algorithms are in use.
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from hvd_ckpt.fingerprint import distinct, fingerprints
-from hvd_ckpt.frames import aside
 from hvd_ckpt.recompute.keeper import in_layout
-from hvd_ckpt.text import read_when
 from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
-from hvd_ckpt.unmaterialized import absent_storages, is_absent
+from hvd_ckpt.utils.fingerprint import distinct, fingerprints
+from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.text import read_when
+from hvd_ckpt.utils.unmaterialized import absent_storages, is_absent
 
 VARIABLE = "HVD_CKPT_VERIFY_RECOMPUTATION"
 _SAMPLE = 64

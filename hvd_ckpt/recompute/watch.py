@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.fingerprint import fingerprint
-from hvd_ckpt.frames import aside
 from hvd_ckpt.recompute.keeper import bytes_of
 from hvd_ckpt.recompute.verify import running_module, sample
 from hvd_ckpt.torch_private import disable_dynamo, sequence_number
+from hvd_ckpt.utils.fingerprint import fingerprint
+from hvd_ckpt.utils.frames import aside
 
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
 # handed on that many later than they are saved.

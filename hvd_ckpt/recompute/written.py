@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.batchnorm.deferred import STATISTICS, statistics_version
-from hvd_ckpt.frames import aside
 from hvd_ckpt.recompute.keeper import bytes_of, version_of
 from hvd_ckpt.torch_private import unsafe_preserve_version_counter
-from hvd_ckpt.unmaterialized import is_absent
+from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.unmaterialized import is_absent
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Objects that draw random numbers from a state of their own."""

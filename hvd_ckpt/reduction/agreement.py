@@ -25,8 +25,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum, global_process_set
 
-from hvd_ckpt.grid import current
-from hvd_ckpt.hosts import ranks_text
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.hosts import ranks_text
 
 MESSAGE = "hvd_ckpt.objects"
 
@@ -37,7 +37,7 @@ class FailedElsewhere(Exception):
     They are also of the class of the other rank's error.
     """
 
-    raised_elsewhere = True  # for hvd_ckpt.uncaught: that rank shows the traceback
+    raised_elsewhere = True  # for hvd_ckpt.processes.uncaught: that rank shows the traceback
 
     def __str__(self) -> str:
         return str(self.args[0])

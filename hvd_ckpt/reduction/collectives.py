@@ -11,8 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.devices import check_devices
-from hvd_ckpt.fingerprint import distinct
+from hvd_ckpt.processes.devices import check_devices
 from hvd_ckpt.reduction.agreement import (
     MESSAGE,
     Failure,
@@ -28,7 +27,8 @@ from hvd_ckpt.reduction.communicator import most_columns
 from hvd_ckpt.reduction.leveling import common_state, level, level_after, level_all, live_states
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.torch_private import pytree
-from hvd_ckpt.unmaterialized import is_absent
+from hvd_ckpt.utils.fingerprint import distinct
+from hvd_ckpt.utils.unmaterialized import is_absent
 
 # Starting equal: rank 0's parameters and optimizer state on every rank.
 #

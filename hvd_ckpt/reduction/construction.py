@@ -14,7 +14,7 @@ from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_regis
 from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.devices import check_devices
+from hvd_ckpt.processes.devices import check_devices
 from hvd_ckpt.reduction.agreement import (
     Failure,
     ParameterFacts,

@@ -28,7 +28,7 @@ from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.results import changed_apart
 from hvd_ckpt.reduction.stats import ReductionStats
-from hvd_ckpt.unmaterialized import copied_state
+from hvd_ckpt.utils.unmaterialized import copied_state
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 

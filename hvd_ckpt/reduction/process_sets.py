@@ -10,7 +10,7 @@ from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import ProcessSet
 
-from hvd_ckpt.hosts import Peer
+from hvd_ckpt.processes.hosts import Peer
 from hvd_ckpt.reduction.agreement import allgather_objects
 
 _users: Counter[tuple[int, ...]] = Counter()  # of each process set that this module has added

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.devices import to_device
+from hvd_ckpt.processes.devices import to_device
 from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
@@ -37,7 +37,7 @@ from hvd_ckpt.reduction.modified import ModifiedGradients
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.weights import WeightVerification
-from hvd_ckpt.spans import span
+from hvd_ckpt.utils.spans import span
 
 
 class Reducer(OwningReducer):

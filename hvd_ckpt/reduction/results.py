@@ -11,8 +11,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.utils.fingerprint import fingerprint
 
 Change = tuple[int, torch.Tensor | None]
 """A parameter's index and its gradient that was changed in place, or None where it was dropped."""

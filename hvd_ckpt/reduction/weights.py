@@ -1,7 +1,7 @@
 """Verification of weights: in each step the ranks compare a part of theirs, in the control flags that travel anyway.
 
 The weights are divided into parts, which take turns. Of the part whose turn it is each rank brings the fingerprint
-(:mod:`hvd_ckpt.fingerprint`), cut into digits that float32 adds up exactly, so that the ranks need no message of their own:
+(:mod:`hvd_ckpt.utils.fingerprint`), cut into digits that float32 adds up exactly, so that the ranks need no message of their own:
 
 * Where control flags are summed, a rank brings 1, and of each digit *d* and *d* x *d*. By the Cauchy-Schwarz inequality *n*
   ranks have brought the same digit if and only if *n* times the sum of the squares is the square of the sum. A rank that is
@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.fingerprint import fingerprint
-from hvd_ckpt.hosts import host_name
+from hvd_ckpt.processes.hosts import host_name
 from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.reduction.consistency import TableEntry, WeightsDiffer, difference
 from hvd_ckpt.reduction.process_sets import ranks_of
+from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.
 PART_BYTES, PART_TENSORS = 256 << 10, 32  # or 1 / PARTS of all, where that is more

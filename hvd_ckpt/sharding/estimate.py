@@ -34,7 +34,7 @@ from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_opt
 from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
-from hvd_ckpt.unmaterialized import is_absent
+from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "estimate_memory"]
 

@@ -16,8 +16,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max, Sum
 
+from hvd_ckpt.processes.runtime import controller
 from hvd_ckpt.reduction.communicator import Work, most_columns, wait
-from hvd_ckpt.runtime import controller
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
 Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]

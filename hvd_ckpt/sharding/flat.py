@@ -13,7 +13,7 @@ from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.unmaterialized import is_split
+from hvd_ckpt.utils.unmaterialized import is_split
 
 WEIGHTS = "the weights that the other ranks have updated (each must call optimizer.step())"
 

@@ -14,7 +14,7 @@ import torch
 
 from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, tracing
-from hvd_ckpt.unmaterialized import Absent
+from hvd_ckpt.utils.unmaterialized import Absent
 
 IN_SHARDS = (
     "is split over the ranks: clip with hc.clip_grad_norm_(model.parameters(), max_norm); for anything else, call "

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.utils.text import show_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SMALL_BYTES = 64 << 10

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.measure import undisturbed
-from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.sharding.elementwise import check_elementwise, class_of, optimizer_classes
-from hvd_ckpt.text import unknown
+from hvd_ckpt.utils.measure import undisturbed
+from hvd_ckpt.utils.memory import recording_marks
+from hvd_ckpt.utils.text import unknown
 
 _NUMEL = 1 << 14
 

@@ -15,7 +15,7 @@ from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory
-from hvd_ckpt.text import show_bytes, unknown
+from hvd_ckpt.utils.text import show_bytes, unknown
 
 PARTS = (
     "parameters",
@@ -60,7 +60,7 @@ class MemoryEstimate:
         peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, ``"gather"`` (of stepped parameters), or ``"average"``.
         at_peak: what each part holds then; its values add up to the peak.
         recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
-            alltoalls until they are copied): what :func:`hvd_ckpt.memory.recording_peak` sees on a CPU.
+            alltoalls until they are copied): what :func:`hvd_ckpt.utils.memory.recording_peak` sees on a CPU.
         averages: of local SGD, between averages: the anchor, the exact values and outer optimizer's state of this rank's part, and
             what a lossy wire has rounded away. 0 where they are offloaded.
     """

@@ -19,7 +19,7 @@ from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.passes import Passes
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.sharding.written import WrittenWeights
-from hvd_ckpt.unmaterialized import forget_split, note_split
+from hvd_ckpt.utils.unmaterialized import forget_split, note_split
 
 Unit = tuple[list[nn.Module], list[Group]]  # modules, and the groups of their parameters
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.frames import is_recomputing
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.module_hooks import (
     UnitCall,
@@ -42,6 +41,7 @@ from hvd_ckpt.torch_private import (
     execution_engine,
     pytree,
 )
+from hvd_ckpt.utils.frames import is_recomputing
 
 
 @dataclass

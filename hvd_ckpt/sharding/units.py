@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from hvd_ckpt.planning.blocks import proposed_blocks
 from hvd_ckpt.planning.policy import is_head, policy_parts
 from hvd_ckpt.recompute.sequential import CheckpointSequential, split
-from hvd_ckpt.unmaterialized import is_split
+from hvd_ckpt.utils.unmaterialized import is_split
 
 
 @dataclass

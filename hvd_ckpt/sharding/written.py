@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.fingerprint import fingerprint
 from hvd_ckpt.reduction.agreement import flag_of
+from hvd_ckpt.utils.fingerprint import fingerprint
 
 _BEFORE = "_before_hvd_ckpt"  # of a parameter whose data was taken: its fingerprint then
 _DATA: Any = torch.Tensor.data

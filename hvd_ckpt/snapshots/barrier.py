@@ -17,10 +17,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from hvd_ckpt.hosts import host_name
-from hvd_ckpt.schema import Strict, Wrong, parse_json
+from hvd_ckpt.processes.hosts import host_name
 from hvd_ckpt.snapshots.folder import names_in, reason_of
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
+from hvd_ckpt.utils.schema import Strict, Wrong, parse_json
 
 # That a rank waits for the folder, and rank 0, its own files written, for the others' files.
 RANK_SECONDS = 120.0

@@ -14,11 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hvd_ckpt.grid import current
-from hvd_ckpt.hosts import host_name
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.hosts import host_name
 from hvd_ckpt.reduction.process_sets import ranks_of
-from hvd_ckpt.schema import Wrong, first_error
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import COUNTERS, ShardRange, ranges_of
 from hvd_ckpt.snapshots.barrier import RankManifest, not_shared
@@ -46,6 +45,7 @@ from hvd_ckpt.snapshots.tensors import (
     save_state,
     save_weights,
 )
+from hvd_ckpt.utils.schema import Wrong, first_error
 
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvd_ckpt.schema import Wrong
-from hvd_ckpt.text import one_line
+from hvd_ckpt.utils.schema import Wrong
+from hvd_ckpt.utils.text import one_line
 
 Warn = Callable[[str], None]
 

@@ -14,16 +14,16 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
-from hvd_ckpt.precision import GradScaler
 from hvd_ckpt.reduction.agreement import errors_on_all
-from hvd_ckpt.schema import Wrong
 from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.order import parameter_names
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import check_shard
 from hvd_ckpt.snapshots.schema import DAMAGED, ShardMetadata
+from hvd_ckpt.utils.schema import Wrong
 
 
 def local_state(

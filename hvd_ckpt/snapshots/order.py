@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_ckpt.grid import current
-from hvd_ckpt.schema import Wrong, shown
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.utils.schema import Wrong, shown
 
 Names = Sequence[Sequence[str]]
 

@@ -19,7 +19,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from hvd_ckpt.schema import MAX_BYTES, Wrong, shown
 from hvd_ckpt.snapshots.folder import (
     SNAPSHOT,
     SnapshotError,
@@ -41,6 +40,7 @@ from hvd_ckpt.snapshots.schema import (
     weights_file,
 )
 from hvd_ckpt.snapshots.tensors import hash_file, load_state, load_weights
+from hvd_ckpt.utils.schema import MAX_BYTES, Wrong, shown
 
 
 @dataclass(frozen=True)

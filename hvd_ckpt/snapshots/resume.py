@@ -21,7 +21,6 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.schema import Strict, Wrong, first_error, shown
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange, ranges_of
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -32,6 +31,7 @@ from hvd_ckpt.snapshots.schema import (
     ShardMetadata,
     shard_file,
 )
+from hvd_ckpt.utils.schema import Strict, Wrong, first_error, shown
 
 FLAT = 7  # elements of a shard that stands for any
 OTHER_MODEL = "the snapshot is of another model"

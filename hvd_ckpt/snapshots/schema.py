@@ -30,9 +30,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hvd_ckpt.reduction.buckets import is_dense
-from hvd_ckpt.schema import MAX_BYTES, Strict, Wrong, dumps, loads, parse_json, shown
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
+from hvd_ckpt.utils.schema import MAX_BYTES, Strict, Wrong, dumps, loads, parse_json, shown
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"

@@ -17,9 +17,9 @@ from torch import nn
 from typing_extensions import Self
 
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
-from hvd_ckpt.grid import current
+from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
-from hvd_ckpt.precision import GradScaler
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import (
     agree_on_options,
     described,
@@ -28,7 +28,6 @@ from hvd_ckpt.reduction.agreement import (
     of_first_process,
 )
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.schema import Wrong
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import ranges_of
 from hvd_ckpt.snapshots.arguments import check_arguments
@@ -57,6 +56,7 @@ from hvd_ckpt.snapshots.state import (
 )
 from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.utils.schema import Wrong
 
 
 class _LoopState(ReplicatedState):

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from torch import Tensor, nn
 
 from hvd_ckpt.pipeline.pipeline import Pipeline
-from hvd_ckpt.schema import Strict, Wrong, first_error, shown
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots.content import named_tensors
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -23,6 +22,7 @@ from hvd_ckpt.snapshots.resume import (
     check_sharding,
     check_tensors,
 )
+from hvd_ckpt.utils.schema import Strict, Wrong, first_error, shown
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]

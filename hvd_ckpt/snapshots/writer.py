@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_ckpt.hosts import host_name
-from hvd_ckpt.schema import Wrong
+from hvd_ckpt.processes.hosts import host_name
 from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
 from hvd_ckpt.snapshots.content import Content, ShardState, complete, staged_content, write_content
 from hvd_ckpt.snapshots.folder import (
@@ -41,6 +40,7 @@ from hvd_ckpt.snapshots.folder import (
 from hvd_ckpt.snapshots.reader import prune
 from hvd_ckpt.snapshots.schema import MAX_STEP
 from hvd_ckpt.snapshots.tensors import Staging
+from hvd_ckpt.utils.schema import Wrong
 
 # That the end of the process, or an exception, waits for a snapshot under way; horovodrun gives 5 seconds in all.
 EXIT_SECONDS = 3.0

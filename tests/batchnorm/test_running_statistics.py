@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
+from hvd_ckpt.processes.runtime import init
 from hvd_ckpt.recompute import CheckpointFunction, CheckpointSequential, checkpoint, is_recomputing
-from hvd_ckpt.runtime import init
 
 reentrant = functools.partial(checkpoint, use_reentrant=True)
 VARIANTS = pytest.mark.parametrize("run", [checkpoint, reentrant], ids=["non-reentrant", "reentrant"])

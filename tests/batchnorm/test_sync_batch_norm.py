@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.batchnorm import SyncBatchNorm
+from hvd_ckpt.processes.runtime import init
 from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_recomputing
-from hvd_ckpt.runtime import init
 
 pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 

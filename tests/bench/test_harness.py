@@ -27,7 +27,7 @@ from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.harness.workloads import WORKLOADS, workload
-from hvd_ckpt.launchers import launched_rank
+from hvd_ckpt.processes.launchers import launched_rank
 
 
 @dataclass(frozen=True)

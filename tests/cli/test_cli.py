@@ -10,8 +10,8 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.cli import main as cli
-from hvd_ckpt.command_line import progress_bar
+from hvd_ckpt.app.cli import main as cli
+from hvd_ckpt.app.cli.command_line import progress_bar
 
 pytestmark = pytest.mark.launch
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.launch
 def test_help_and_bad_flags_import_neither_torch_nor_horovod() -> None:
     code = """
 import click, sys
-from hvd_ckpt.cli.main import COMMANDS, main
+from hvd_ckpt.app.cli.main import COMMANDS, main
 
 BENCHES = ("faults", "pipeline", "recompute", "reduce", "shard", "train")
 for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)):
@@ -65,7 +65,7 @@ def test_defaults_that_help_lists_name_all_there_is() -> None:
 def test_without_a_terminal_long_work_prints_lines_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hvd_ckpt.text.SECONDS", 0.01)
+    monkeypatch.setattr("hvd_ckpt.utils.text.SECONDS", 0.01)
     with progress_bar() as progress:
         task = progress.add_task("np=2, batch 16", total=3)
         progress.advance(task)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from forked import Case, Result, run_forked
 
-from hvd_ckpt.cli import doctor
-from hvd_ckpt.install.extras import apex_unavailable
-from hvd_ckpt.install.recipe import detect_target
-from hvd_ckpt.probe import OPERATIONS
+from hvd_ckpt.app.cli import doctor
+from hvd_ckpt.app.install.recipe import detect_target
+from hvd_ckpt.processes.probe import OPERATIONS
+from hvd_ckpt.utils.extras import apex_unavailable
 
-IMPORTS = "import os, sys, torch\nfrom unittest.mock import patch\nfrom hvd_ckpt.cli.main import main"
+IMPORTS = "import os, sys, torch\nfrom unittest.mock import patch\nfrom hvd_ckpt.app.cli.main import main"
 pytestmark = pytest.mark.launch
 
 

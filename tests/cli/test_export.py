@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models import catalog
-from hvd_ckpt.training.config import Config
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.datasets.tokens import Tokens
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.training.config import Config
 
 OPTIONS: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2}
 LENGTH = 12

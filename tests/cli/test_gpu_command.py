@@ -10,12 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.install import offline
 from hvd_ckpt.bench.gpu import command, machine
 from hvd_ckpt.bench.gpu.command import CHECKS, Check, Session
 from hvd_ckpt.bench.gpu.job import Outcome
 from hvd_ckpt.bench.gpu.machine import Builds
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.install import offline
 
 pytestmark = pytest.mark.launch
 

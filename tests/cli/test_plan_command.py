@@ -12,15 +12,15 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 
-from hvd_ckpt.cli.plan import plan
-from hvd_ckpt.cli.plan_models import build
-from hvd_ckpt.models import catalog
+from hvd_ckpt.app.cli.plan import plan
+from hvd_ckpt.app.cli.plan_models import build
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.prepare import load_plan
 from hvd_ckpt.planning.blocks import check_called, children_of, find_blocks
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.step import Step
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.prepare import load_plan
 
 pytestmark = pytest.mark.launch
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.spans import KINDS
-from hvd_ckpt.training import logs
-from hvd_ckpt.training.logs import Logs
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.training import logs
+from hvd_ckpt.app.training.logs import Logs
+from hvd_ckpt.utils.spans import KINDS
 
 STEPS = (1, 2, 3)
 

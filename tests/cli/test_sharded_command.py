@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from controllers import HOROVODRUN
 from safetensors.torch import load_file
 
-from hvd_ckpt.cli.export import export
+from hvd_ckpt.app.cli.export import export
 
 pytestmark = pytest.mark.launch
 

@@ -22,11 +22,11 @@ from controllers import HOROVODRUN, NOT_FORKED, probe
 from forked import Case, Result, run_forked
 from safetensors.torch import load_file
 
-from hvd_ckpt.cli.train import train
-from hvd_ckpt.launchers import RANK_VARIABLES
+from hvd_ckpt.app.cli.train import train
+from hvd_ckpt.app.training import logs
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.text import show_bytes
-from hvd_ckpt.training import logs
+from hvd_ckpt.processes.launchers import RANK_VARIABLES
+from hvd_ckpt.utils.text import show_bytes
 
 pytestmark = pytest.mark.launch
 
@@ -83,7 +83,7 @@ def results(text: Path) -> dict[str, Result]:
         )
         for name, one in flags.items()
     }
-    return run_forked("import sys, torch; from hvd_ckpt.cli.main import main", cases)
+    return run_forked("import sys, torch; from hvd_ckpt.app.cli.main import main", cases)
 
 
 def on_a_terminal(command: list[str]) -> tuple[int, str]:
@@ -207,7 +207,7 @@ def test_who_presses_ctrl_c_is_told_what_happened(text: Path, tmp_path: Path) ->
 def test_of_several_ranks_rank_0_alone_says_what_is_wrong_with_a_flag(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvd_ckpt.command_line.MOMENT", 0.0)
+    monkeypatch.setattr("hvd_ckpt.app.cli.command_line.MOMENT", 0.0)
     outputs = []
     for rank in ("0", "1"):
         monkeypatch.setenv(variable, rank)

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from hvd_ckpt.cli.main import main
+from hvd_ckpt.app.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -17,12 +17,12 @@ import numpy
 from hostile import PICKLE, Draw
 from watch import Finding, Kind
 
-from hvd_ckpt.data.images import open_images
-from hvd_ckpt.data.text import CausalText
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.data.volumes import open_volumes
-from hvd_ckpt.models import catalog
-from hvd_ckpt.training.config import ConfigError
+from hvd_ckpt.app.datasets.images import open_images
+from hvd_ckpt.app.datasets.text import CausalText
+from hvd_ckpt.app.datasets.tokens import Tokens
+from hvd_ckpt.app.datasets.volumes import open_volumes
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.training.config import ConfigError
 
 TEXT = "".join(f"The {at}th line of a text, in which é and 漢字 stand.\n" for at in range(60))
 

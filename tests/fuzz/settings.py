@@ -17,13 +17,13 @@ from hostile import ODD, TEXTS, Draw
 from torch import nn
 from watch import Finding, Kind, check_message
 
-from hvd_ckpt import launchers, runtime
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.bench.compare.engines import launched_rank_and_size
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.folders import cache_folder, new_folder
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
-from hvd_ckpt.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.processes import launchers, runtime
+from hvd_ckpt.utils.folders import cache_folder, new_folder
 
 
 def plans(folder: Path) -> Callable[[Draw, Path], None]:
@@ -154,7 +154,10 @@ def environment(_: Path) -> Callable[[Draw, Path], None]:
             with mock.patch.dict(os.environ):
                 runtime._set_fusion_default()
                 runtime._set_crowded_defaults()
-            with mock.patch("hvd_ckpt.folders.make_writable"), suppress(OSError):  # makes it, wherever it is
+            with (
+                mock.patch("hvd_ckpt.utils.folders.make_writable"),
+                suppress(OSError),
+            ):  # makes it, wherever it is
                 cache_folder()
             try:
                 launched_rank_and_size()
@@ -194,10 +197,10 @@ class Stop(Exception):
 
 
 STOPS = (
-    "hvd_ckpt.cli.train.run",
-    "hvd_ckpt.cli.train.supervise",
-    "hvd_ckpt.cli.plan.output_folder",
-    "hvd_ckpt.cli.plan_models.build",
+    "hvd_ckpt.app.cli.train.run",
+    "hvd_ckpt.app.cli.train.supervise",
+    "hvd_ckpt.app.cli.plan.output_folder",
+    "hvd_ckpt.app.cli.plan_models.build",
     "hvd_ckpt.bench.harness.options.output_folder",
 )
 COMMANDS = (

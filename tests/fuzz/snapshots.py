@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from watch import Finding, Kind
 
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.optim import build_optimizer
+from hvd_ckpt.app.training.resume import Progress, check_fits, check_resumed, check_state, plan_text
 from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.loading import load_optimizer
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.resume import Progress, check_fits, check_resumed, check_state, plan_text
 
 SAMPLES = 40
 CONFIG: dict[str, Any] = {

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hvd_ckpt.probe import ProbeResult
-from hvd_ckpt.probe import probe as ask
+from hvd_ckpt.processes.probe import ProbeResult, probe as ask
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NOT_FORKED = {"HVD_CKPT_TESTS_FORK_SERVER": ""}  # of ranks that are to be children of their launcher
@@ -20,7 +19,7 @@ HOROVODRUN = [sys.executable, str(SCRIPTS / "horovodrun.py")]
 
 @functools.cache
 def probe(controller: str) -> ProbeResult:
-    """What a job of two ranks finds, as :func:`hvd_ckpt.probe.probe`."""
+    """What a job of two ranks finds, as :func:`hvd_ckpt.processes.probe.probe`."""
     return ask(controller)
 
 

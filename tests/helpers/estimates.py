@@ -15,9 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.cli.plan_models import Job, build
-from hvd_ckpt.memory import recording_peak
+from hvd_ckpt.app.cli.plan_models import Job, build
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.utils.memory import recording_peak
 
 STEPS = 3
 

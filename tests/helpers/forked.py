@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_ckpt.launchers import RANK_VARIABLES
+from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
 
 @dataclass(frozen=True)

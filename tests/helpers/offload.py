@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.utils.memory import measure_peak
 
 MIB = 1 << 20
 LAYERS, WIDTH, BATCH = 16, 2048, 256

@@ -11,8 +11,8 @@ from call_names import names_of_calls
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.recompute.tape import Policy, run_selectively
+from hvd_ckpt.utils.memory import measure_peak
 
 
 def drop_all(function: Callable[..., Any], *args: Any, keep: tuple[str, ...] = (), **options: Any) -> Policy:

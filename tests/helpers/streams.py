@@ -34,8 +34,7 @@ from unittest import mock
 import device_modes
 import torch
 from device_memory import HOST, Access, Allocator, Clock, Memory
-from device_modes import DEVICE as DEVICE
-from device_modes import Functions, Operations, identity_of, operands_of, tensors_in
+from device_modes import DEVICE as DEVICE, Functions, Operations, identity_of, operands_of, tensors_in
 from torch.utils import _pytree as pytree
 
 import hvd_ckpt

@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvd_ckpt.folders import cache_folder
-from hvd_ckpt.install import build_horovod, recipe
-from hvd_ckpt.install.cuda import GpuOperations
+from hvd_ckpt.app.install import build_horovod, recipe
+from hvd_ckpt.app.install.cuda import GpuOperations
+from hvd_ckpt.utils.folders import cache_folder
 
 pytestmark = pytest.mark.launch
 
@@ -42,7 +42,7 @@ setup(name="horovod", version="0.28.1", packages=["horovod", "horovod.torch"], p
 
 DRIVER = """
 import sys
-from hvd_ckpt.install import build_horovod, recipe
+from hvd_ckpt.app.install import build_horovod, recipe
 build_horovod.SDIST_SHA256 = recipe.SDIST_SHA256 = sys.argv[1]
 build_horovod.build_horovod(sys.argv[2:])
 """

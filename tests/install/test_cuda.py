@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_ckpt.install import cuda, recipe
-from hvd_ckpt.install.prerequisites import BuildError
+from hvd_ckpt.app.install import cuda, recipe
+from hvd_ckpt.app.install.prerequisites import BuildError
 
 pytestmark = pytest.mark.launch
 

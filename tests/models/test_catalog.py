@@ -13,10 +13,10 @@ import tokenizers
 import torch
 from torch import nn
 
-from hvd_ckpt import models
-from hvd_ckpt.models import catalog
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
+from hvd_ckpt.app import models
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
 
 FACTS = {"vocabulary": 50, "length": 8, "channels": 1, "classes": 3}
 BERT, WORDS = {"vocabulary": 30522, "length": 512}, {"vocabulary": 10_000}
@@ -124,10 +124,10 @@ def test_unknown_names_options_and_values(name: str, options: dict[str, object],
 def test_names_are_listed_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
     for name, module in list(sys.modules.items()):
-        if name.startswith("hvd_ckpt.models."):  # to be imported anew, here alone
-            monkeypatch.setattr(models, name.removeprefix("hvd_ckpt.models."), module)
+        if name.startswith("hvd_ckpt.app.models."):  # to be imported anew, here alone
+            monkeypatch.setattr(models, name.removeprefix("hvd_ckpt.app.models."), module)
             monkeypatch.delitem(sys.modules, name)
-    fresh = importlib.import_module("hvd_ckpt.models.catalog")
+    fresh = importlib.import_module("hvd_ckpt.app.models.catalog")
     assert fresh is not catalog and fresh.names() == catalog.names()
     with pytest.raises(ModuleNotFoundError):
         fresh.find("bert-tiny").build(FACTS)

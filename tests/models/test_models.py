@@ -12,13 +12,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.models.catalog import DENSENETS, RESNETS, ResNetShape
-from hvd_ckpt.models.densenet import densenet
-from hvd_ckpt.models.lstm import lstm_language_model
-from hvd_ckpt.models.resnet import ResNet, resnet
-from hvd_ckpt.models.vnet import vnet
+from hvd_ckpt.app.models.catalog import DENSENETS, RESNETS, ResNetShape
+from hvd_ckpt.app.models.densenet import densenet
+from hvd_ckpt.app.models.lstm import lstm_language_model
+from hvd_ckpt.app.models.resnet import ResNet, resnet
+from hvd_ckpt.app.models.vnet import vnet
 from hvd_ckpt.planning.blocks import find_blocks
+from hvd_ckpt.utils.memory import measure_peak
 
 
 @pytest.mark.parametrize("depth", sorted({*DENSENETS, *RESNETS} - {1001, 1202}))

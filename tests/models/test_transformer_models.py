@@ -12,17 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.models.chain import Chain
-from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.planner import Planner
 
 pytest.importorskip("transformers")
 
-from hvd_ckpt.models.bert import bert, roberta
-from hvd_ckpt.models.gpt2 import gpt2
-from hvd_ckpt.models.hugging_face import from_folder, kind_of_folder
-from hvd_ckpt.models.xlnet import XLNetChain, xlnet
+from hvd_ckpt.app.models.bert import bert, roberta
+from hvd_ckpt.app.models.gpt2 import gpt2
+from hvd_ckpt.app.models.hugging_face import from_folder, kind_of_folder
+from hvd_ckpt.app.models.xlnet import XLNetChain, xlnet
 
 VOCABULARY, BATCH, LENGTH = 50, 3, 12
 SIZES = {"vocabulary": VOCABULARY, "width": 16, "heads": 2, "layers": 3}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.models.objectives import Batch
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.data.objectives import Batch
 
 TOKENS = {
     "sequence_length": 8,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_ckpt as hc
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.planning.policy import CheckpointPolicy, apply_policy
 from hvd_ckpt.recompute.tape import Policy
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.data.objectives import Batch
 
 pytestmark = pytest.mark.ranks(gloo=(2, 4))
 

@@ -14,9 +14,9 @@ from same import assert_same, assert_same_state, gradients
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt import grid
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.processes import grid
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers" / "scripts"))
 import stages as jobs

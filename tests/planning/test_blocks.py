@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.models.densenet import densenet
+from hvd_ckpt.app.models.densenet import densenet
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.candidates import candidates, estimate
 from hvd_ckpt.planning.trace import trace

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.text import show_bytes
+from hvd_ckpt.utils.text import show_bytes
 
 CPU = torch.device("cpu")
 KEEP, SMALLEST = 1_000_000, 100_000

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.cli.plan_models import build
-from hvd_ckpt.memory import measure_peak
-from hvd_ckpt.models.objectives import NextOrHiddenToken
+from hvd_ckpt.app.cli.plan_models import build
+from hvd_ckpt.data.objectives import NextOrHiddenToken
 from hvd_ckpt.planning.plan import BlockPlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.policy import in_chunks
 from hvd_ckpt.recompute.deferred import DeferredLogits
+from hvd_ckpt.utils.memory import measure_peak
 
 VOCABULARY, LENGTH, BATCH = 7000, 32, 8
 SIZES = {"width": 32, "layers": 2, "heads": 2, "dropout": 0.0}

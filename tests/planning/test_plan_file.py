@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt import schema
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
+from hvd_ckpt.utils import schema
 
 CALLS = ("layer_norm", "linear", "gelu", "linear", "__add__")
 DROP = CheckpointPolicy("drop layer_norm, gelu", Policy(CALLS, frozenset({0, 2})))

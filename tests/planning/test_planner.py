@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import measure_peak
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.utils.memory import measure_peak
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from chains import MB, block, network
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hvd_ckpt.planning.chain import Block, Item, Run, Segment, bottleneck, simulate
 from hvd_ckpt.planning.solver import Solver

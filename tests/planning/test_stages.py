@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import recording_marks
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Run, Segment, simulate
 from hvd_ckpt.planning.plan import PipelinePlan
@@ -23,6 +22,7 @@ from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.show import schedule_lines
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import Layout, StagePlanner, spans_of
+from hvd_ckpt.utils.memory import recording_marks
 
 KIB = 1024
 

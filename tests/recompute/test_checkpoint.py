@@ -15,8 +15,8 @@ from same import assert_same, gradients
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from hvd_ckpt.frames import remembered
 from hvd_ckpt.recompute import CheckpointFunction, checkpoint, is_checkpointing, is_recomputing
+from hvd_ckpt.utils.frames import remembered
 
 reentrant = functools.partial(checkpoint, use_reentrant=True)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import measure_peak
+from hvd_ckpt.utils.memory import measure_peak
 
 ROWS, WIDTH, CLASSES = 96, 16, 300
 NOTHING = -100

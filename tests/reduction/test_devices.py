@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt import devices
+from hvd_ckpt.processes import devices
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 

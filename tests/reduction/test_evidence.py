@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import measure_peak
+from hvd_ckpt.utils.memory import measure_peak
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import recording_peak
+from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 

@@ -15,7 +15,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.bench.compare.cells import Chain, Recompute
 from hvd_ckpt.bench.compare.scenarios import LAYERS, SCENARIOS, WIDTH, Scenario, layer, run_along
 from hvd_ckpt.bench.compare.workloads import Step, Workload
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.data.objectives import Batch
 
 pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 

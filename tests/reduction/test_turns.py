@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import batch, chain, difference, loss, loss_of_all, same_everywhere, sgd
-from one_process import wrap as wrapped
+from one_process import batch, chain, difference, loss, loss_of_all, same_everywhere, sgd, wrap as wrapped
 from torch import nn
 
 import hvd_ckpt as hc

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.cli import plan as command
-from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.app.cli import plan as command
+from hvd_ckpt.app.models.gpt import gpt
 
 OWN = """
 import torch
@@ -158,7 +158,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "own_model_to_estimate.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
-    monkeypatch.setattr("hvd_ckpt.cli.plan.ROUNDS", 1)
+    monkeypatch.setattr("hvd_ckpt.app.cli.plan.ROUNDS", 1)
 
     def run(*options):
         arguments = ["--model", "own_model_to_estimate:make", "--output", "made", *options]

@@ -8,7 +8,7 @@ from estimates import measured_peak
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.models.gpt import gpt
+from hvd_ckpt.app.models.gpt import gpt
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 

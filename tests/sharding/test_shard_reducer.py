@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hvd_ckpt as hc
-from hvd_ckpt.memory import recording_peak
+from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 

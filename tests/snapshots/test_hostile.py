@@ -10,13 +10,13 @@ import torch
 from snapshot_files import write
 from torch import nn
 
-from hvd_ckpt.launchers import check_environment
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.optim import build_optimizer
+from hvd_ckpt.app.training.resume import check_fits, check_state
+from hvd_ckpt.processes.launchers import check_environment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.optim import build_optimizer
-from hvd_ckpt.training.resume import check_fits, check_state
 
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from snapshot_files import sign
 from torch import nn
 
-from hvd_ckpt.cli.main import main
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots import reader
@@ -25,7 +26,6 @@ from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
 from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata
 from hvd_ckpt.snapshots.writer import SnapshotWriter
-from hvd_ckpt.training.optim import build_optimizer
 
 RANKS = 3
 

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 from snapshot_files import file_size_limit, sign, write
 from torch import Tensor, nn

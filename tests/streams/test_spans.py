@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streams import DEVICE, Simulation, check
 
-from hvd_ckpt.spans import SpanTimes, recording, span
+from hvd_ckpt.utils.spans import SpanTimes, recording, span
 
 
 def spans(simulation: Simulation) -> None:

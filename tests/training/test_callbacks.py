@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from controllers import HOROVODRUN
 
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.training import logs
-from hvd_ckpt.training.callbacks import Callbacks, callbacks_of
-from hvd_ckpt.training.config import Config
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.training import logs
+from hvd_ckpt.app.training.callbacks import Callbacks, callbacks_of
+from hvd_ckpt.app.training.config import Config
 
 pytestmark = pytest.mark.launch
 
@@ -76,7 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.cli.main", "train"]
+    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "hvd_ckpt.app.cli.main", "train"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 

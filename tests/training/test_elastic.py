@@ -23,8 +23,8 @@ import hosts as namespaces
 import pytest
 from hosts import Hosts
 
+from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.training import logs
 
 pytestmark = [
     pytest.mark.launch,

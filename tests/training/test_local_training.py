@@ -16,15 +16,15 @@ from same import assert_same_state
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training import resume as resuming
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import NonFiniteLoss
+from hvd_ckpt.app.training.logs import read
+from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.training import resume as resuming
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.ending import NonFiniteLoss
-from hvd_ckpt.training.logs import read
-from hvd_ckpt.training.trainer import Outcome, Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -42,7 +42,7 @@ STEPS = 10
 @pytest.fixture(autouse=True)
 def _quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny operators run on one thread, and nobody looks at pictures."""
-    monkeypatch.setattr("hvd_ckpt.training.report.loss_plot", lambda *_: None)
+    monkeypatch.setattr("hvd_ckpt.app.training.report.loss_plot", lambda *_: None)
 
 
 class Poisoned:

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 import hvd_ckpt as hc
-from hvd_ckpt.training.config import ConfigError
-from hvd_ckpt.training.own import check_functions
+from hvd_ckpt.app.training.config import ConfigError
+from hvd_ckpt.app.training.own import check_functions
 
 MODULE = """
 import torch

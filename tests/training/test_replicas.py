@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.training import logs
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.passes import Passes
-from hvd_ckpt.training.trainer import Trainer
+from hvd_ckpt.app.training import logs
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.passes import Passes
+from hvd_ckpt.app.training.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 

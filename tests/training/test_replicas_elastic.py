@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots.reader import read
-from hvd_ckpt.training import logs
 
 pytestmark = pytest.mark.launch
 

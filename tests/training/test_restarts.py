@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.cli.train import train
+from hvd_ckpt.app.cli.train import train
+from hvd_ckpt.app.training import supervise as supervision
+from hvd_ckpt.app.training.supervise import Commands, supervise
 from hvd_ckpt.snapshots.stopping import SIGNALS
-from hvd_ckpt.training import supervise as supervision
-from hvd_ckpt.training.supervise import Commands, supervise
 
 
 class Job:
@@ -150,7 +150,7 @@ def test_a_job_that_cannot_be_asked_is_told_by_a_signal(
 def test_the_job_ends_with_its_supervisor(tmp_path: Path) -> None:
     job = Job(tmp_path, "trap 'touch $RUN/told; exit' TERM; touch $RUN/config.yaml; sleep 20 & wait")
     program = (
-        "import sys; from pathlib import Path; from hvd_ckpt.training.supervise import Commands, supervise\n"
+        "import sys; from pathlib import Path; from hvd_ckpt.app.training.supervise import Commands, supervise\n"
         "supervise(Commands(sys.argv[2:], [], [], Path(sys.argv[1]), False), 3, 20.0)"
     )
     command = [sys.executable, "-c", program, str(job.run), *job.launcher]

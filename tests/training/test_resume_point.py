@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.training.elastic import RunState
-from hvd_ckpt.training.resume import ResumePoint
+from hvd_ckpt.app.training.elastic import RunState
+from hvd_ckpt.app.training.resume import ResumePoint
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 

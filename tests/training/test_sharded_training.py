@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from same import assert_same_state
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.logs import read
+from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.export import export
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.logs import read
-from hvd_ckpt.training.trainer import Outcome, Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 

@@ -15,10 +15,10 @@ import torch
 from controllers import probe, run_ranks, start_ranks
 from safetensors.torch import load_file
 
+from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.export import export
-from hvd_ckpt.training.logs import read
 
 pytestmark = pytest.mark.launch
 

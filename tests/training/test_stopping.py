@@ -13,12 +13,12 @@ import torch
 
 import hvd_ckpt as hc
 import hvd_ckpt.reduction.weights
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import NonFiniteLoss
+from hvd_ckpt.app.training.logs import read
+from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.ending import NonFiniteLoss
-from hvd_ckpt.training.logs import read
-from hvd_ckpt.training.trainer import Outcome, Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
 

@@ -12,9 +12,9 @@ import pytest
 from same import assert_same_state
 
 import hvd_ckpt as hc
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.own import Stream
-from hvd_ckpt.training.trainer import Trainer
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.own import Stream
+from hvd_ckpt.app.training.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3))
 
@@ -51,7 +51,7 @@ ORDER = [float((number // 7 + number % 7) % 7) for number in range(8 * 2 * 3)]  
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Any]:
     (tmp_path / "own_streams.py").write_text(MODULE, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("hvd_ckpt.training.report.loss_plot", lambda *_: None)
+    monkeypatch.setattr("hvd_ckpt.app.training.report.loss_plot", lambda *_: None)
     yield __import__("own_streams")
     sys.modules.pop("own_streams", None)
 

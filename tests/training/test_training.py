@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import errors_everywhere
+from hvd_ckpt.app.training.logs import read
+from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.spans import KINDS
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config, ConfigError
-from hvd_ckpt.training.ending import errors_everywhere
-from hvd_ckpt.training.logs import read
-from hvd_ckpt.training.trainer import Trainer
+from hvd_ckpt.utils.spans import KINDS
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
 

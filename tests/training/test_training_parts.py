@@ -16,11 +16,11 @@ from rich.console import Console
 from snapshot_files import file_size_limit
 from torch import nn
 
-from hvd_ckpt.training import logs
-from hvd_ckpt.training.callbacks import Callbacks, TensorBoard
-from hvd_ckpt.training.logs import loss_plot
-from hvd_ckpt.training.optim import Schedule, build_optimizer, optimizer_names
-from hvd_ckpt.training.report import Meter, ProgressLine
+from hvd_ckpt.app.training import logs
+from hvd_ckpt.app.training.callbacks import Callbacks, TensorBoard
+from hvd_ckpt.app.training.logs import loss_plot
+from hvd_ckpt.app.training.optim import Schedule, build_optimizer, optimizer_names
+from hvd_ckpt.app.training.report import Meter, ProgressLine
 
 
 class Tied(nn.Module):
@@ -277,7 +277,7 @@ def test_one_live_line_on_a_terminal():
 
 
 def test_long_silence_elsewhere_is_broken_by_where_the_run_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hvd_ckpt.text.SECONDS", 0.01)
+    monkeypatch.setattr("hvd_ckpt.utils.text.SECONDS", 0.01)
     output = io.StringIO()
     with ProgressLine(100, 10, Console(file=output, width=20)) as line:
         line.advance(19)

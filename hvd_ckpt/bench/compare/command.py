@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
     bench_command,
@@ -20,8 +21,7 @@ from hvd_ckpt.bench.harness.options import (
     device_option,
     whole_numbers,
 )
-from hvd_ckpt.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.install.extras import explain_import_error
+from hvd_ckpt.utils.extras import explain_import_error
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.compare.launch import Event
@@ -131,12 +131,12 @@ def compare(
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
+    from hvd_ckpt.app.datasets.tokens import find_text_files
     from hvd_ckpt.bench.compare.cells import PLAN, Settings, make_cells
     from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
     from hvd_ckpt.bench.compare.engines import find_engine
     from hvd_ckpt.bench.compare.scenarios import CATALOG
-    from hvd_ckpt.data.tokens import find_text_files
-    from hvd_ckpt.runtime import threads_per_rank
+    from hvd_ckpt.processes.runtime import threads_per_rank
 
     if quick and full:
         raise BadArgument("--quick and --full exclude each other: give one")
@@ -216,8 +216,7 @@ def compare(
 def _compare_stages(
     run: BenchRun, stages: int, controller: str, scenarios: str, steps: int, seed: int, timeout: float
 ) -> None:
-    from hvd_ckpt.bench.compare.stages import SCENARIOS as STAGED
-    from hvd_ckpt.bench.compare.stages import compare_stages
+    from hvd_ckpt.bench.compare.stages import SCENARIOS as STAGED, compare_stages
 
     names = tuple(STAGED) if scenarios == SCENARIOS else split_names("--scenarios", scenarios, STAGED)
     compare_stages(run, stages, check_controller(controller), names, steps, seed, timeout)
@@ -247,7 +246,7 @@ def _check_packages(workload: str, packages: tuple[str, ...]) -> None:
 
 def _check_precision(precision: str) -> None:
     """Refuse what this machine cannot do."""
-    from hvd_ckpt.precision import apex_unavailable
+    from hvd_ckpt.distributed.precision import apex_unavailable
 
     if precision.startswith("apex"):
         reason = apex_unavailable()

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import join_torch
-from hvd_ckpt.launchers import whole_in
-from hvd_ckpt.named import import_named
+from hvd_ckpt.processes.launchers import whole_in
+from hvd_ckpt.utils.named import import_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -391,7 +391,7 @@ class ApexDDP(DDP):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        from hvd_ckpt.precision import apex_unavailable
+        from hvd_ckpt.distributed.precision import apex_unavailable
 
         return apex_unavailable()
 

@@ -36,8 +36,8 @@ SMALL_SECONDS = 6.0  # without a step that takes milliseconds
 POLL_SECONDS = 0.05
 IMPORTED = (
     "hvd_ckpt.bench.compare.worker",
-    "hvd_ckpt.models.bert",
-    "hvd_ckpt.models.densenet",
+    "hvd_ckpt.app.models.bert",
+    "hvd_ckpt.app.models.densenet",
     "sklearn.datasets",
     "hvd_ckpt",
     "horovod.torch",

@@ -14,7 +14,7 @@ from torch import nn
 
 from hvd_ckpt.bench.compare.cells import Chain, Recompute, Region, Settings
 from hvd_ckpt.bench.compare.workloads import WORKLOADS, Step, Workload
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.data.objectives import Batch
 
 WIDTH = 16
 LAYERS = 6

@@ -26,8 +26,8 @@ from hvd_ckpt.bench.compare.reference import largest_difference
 from hvd_ckpt.bench.compare.verdict import SEVERITY
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, join_torch, run_job, run_rank
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
-from hvd_ckpt.launchers import launched_rank
 from hvd_ckpt.planning.balance import balance_costs
+from hvd_ckpt.processes.launchers import launched_rank
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.harness.options import BenchRun

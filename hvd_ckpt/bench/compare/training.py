@@ -27,7 +27,7 @@ from hvd_ckpt.bench.compare.cells import Cell, Recompute, Settings
 from hvd_ckpt.bench.compare.engines import Engine
 from hvd_ckpt.bench.compare.recording import Recording
 from hvd_ckpt.bench.compare.workloads import Step, Workload
-from hvd_ckpt.measure import now
+from hvd_ckpt.utils.measure import now
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -33,10 +33,10 @@ from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, trai
 from hvd_ckpt.bench.compare.workloads import Workload
 from hvd_ckpt.bench.harness.jobs import RankJob, own_device
 from hvd_ckpt.bench.harness.report import plain
-from hvd_ckpt.devices import use_deterministic_kernels
-from hvd_ckpt.install.extras import first_line
-from hvd_ckpt.memory import recording_peak
 from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.processes.devices import use_deterministic_kernels
+from hvd_ckpt.utils.extras import first_line
+from hvd_ckpt.utils.memory import recording_peak
 
 
 @dataclass(frozen=True)

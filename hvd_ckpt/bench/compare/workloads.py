@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hvd_ckpt.app.datasets.images import Digits
+from hvd_ckpt.app.datasets.text import MaskedText
+from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.bench.compare.cells import Chain, Recompute
-from hvd_ckpt.data.images import Digits
-from hvd_ckpt.data.text import MaskedText
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models.objectives import IGNORED, Batch
+from hvd_ckpt.data.objectives import IGNORED, Batch
 
 
 @dataclass
@@ -140,7 +140,7 @@ class DenseNetOnDigits(Workload):
     }
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        from hvd_ckpt.models.densenet import densenet
+        from hvd_ckpt.app.models.densenet import densenet
 
         self._densenet = densenet
         self._depth, pixels, self._images = self.sizes[scale]
@@ -190,7 +190,7 @@ class BertOnText(Workload):
     }
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        from hvd_ckpt.models.bert import bert
+        from hvd_ckpt.app.models.bert import bert
 
         self._bert = bert
         self._hidden, self._layers, self._heads, self._length, self._sequences = self.sizes[scale]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.schema import shard_file
-from hvd_ckpt.training import logs
 
 REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples", "replicas")
 PER_RANK = ("random", "buffers", "logged")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import click
 from pydantic import Field, TypeAdapter, ValidationError
 
+from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
@@ -22,7 +23,6 @@ from hvd_ckpt.bench.harness.options import (
     whole_numbers,
 )
 from hvd_ckpt.bench.harness.report import Report, machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.faults.kill import Killed

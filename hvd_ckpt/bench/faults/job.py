@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, launch_command, rank_environment
-from hvd_ckpt.launchers import RANK_VARIABLES
+from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
 ALL, LAUNCHER = "all ranks", "launcher"  # that get a signal
 MARK = "HVD_CKPT_FAULTS"  # environment variable
@@ -94,7 +94,7 @@ class TrainJob(Process):
         self.token = secrets.token_hex(8)
         self._size, self._elastic = size, elastic
         options = elastic_options(size, log_file.parent) if elastic else []
-        program = ("hvd_ckpt.cli.main", "train")
+        program = ("hvd_ckpt.app.cli.main", "train")
         command = launch_command(size, controller, *program, *arguments, options=options)
         super().__init__(command, log_file, {**rank_environment(1), MARK: self.token})
 

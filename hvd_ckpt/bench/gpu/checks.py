@@ -30,7 +30,7 @@ from hvd_ckpt.bench.gpu.training import (
     train,
 )
 from hvd_ckpt.bench.harness.report import mebibytes
-from hvd_ckpt.measure import now
+from hvd_ckpt.utils.measure import now
 
 ROUNDS = 10
 

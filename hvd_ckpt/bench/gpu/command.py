@@ -14,14 +14,14 @@ from typing import Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import BadArgument, split_names
+from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
 from hvd_ckpt.bench.gpu import machine
 from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
 from hvd_ckpt.bench.gpu.machine import Builds
 from hvd_ckpt.bench.harness.jobs import JobError, Process, error_line, rank_environment, run_job
 from hvd_ckpt.bench.harness.options import BenchRun
 from hvd_ckpt.bench.harness.report import Report, Table
-from hvd_ckpt.command_line import BadArgument, split_names
-from hvd_ckpt.install.recipe import HOROVOD_VERSION
 
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 STYLES = {PASSED: "green", FAILED: "red", SKIPPED: "dim"}
@@ -122,7 +122,7 @@ def look_at_machine(session: Session, seconds: float) -> Outcome:
 
 def build(session: Session, seconds: float) -> Outcome:
     """Horovod's build, for the architectures of these GPUs; nothing is built where that is done."""
-    command = [sys.executable, "-m", "hvd_ckpt.install.build_horovod"]
+    command = [sys.executable, "-m", "hvd_ckpt.app.install.build_horovod"]
     if session.offline is not None:
         command += ["--sdist", str(session.offline / f"horovod-{HOROVOD_VERSION}.tar.gz")]
     if session.device == "cuda":
@@ -151,7 +151,7 @@ def compare(session: Session, seconds: float) -> Outcome:
         "--output",
         str(folder),
     ]
-    run_command(session, "compare", [sys.executable, "-m", "hvd_ckpt.cli.main", *words], seconds)
+    run_command(session, "compare", [sys.executable, "-m", "hvd_ckpt.app.cli.main", *words], seconds)
     return Outcome(f"this library is right in every cell: {folder / 'report.md'}")
 
 
@@ -227,12 +227,15 @@ def _of_device(session: Session) -> str:
     return "" if session.device == "cpu" or session.gpus else "PyTorch finds no GPU"
 
 
-def run_checks(run: BenchRun, device: str, only: str | None, minutes: float, offline: Path | None) -> None:
+def run_checks(
+    output: str | None, device: str, only: str | None, minutes: float, offline: Path | None
+) -> None:
     """Runs the list, prints a line for each row, writes the report after each, and ends with status 0, or 1 for a failed row.
 
     Raises:
         BadArgument: an argument is wrong, or this machine has no GPU.
     """
+    run = BenchRun("doctor", output, width=130)
     names = [check.name for check in CHECKS]
     chosen = names if only is None else ["machine", *split_names("--only", only, names)]
     if offline is not None and not offline.is_dir():

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.folders import cache_folder
-from hvd_ckpt.install.cuda import run_briefly
-from hvd_ckpt.probe import launcher_environment
+from hvd_ckpt.app.install.cuda import run_briefly
+from hvd_ckpt.processes.probe import launcher_environment
+from hvd_ckpt.utils.folders import cache_folder
 
 SECONDS = 120.0  # for a question; the first import of PyTorch after a start of the machine takes long
 LIBRARY_FOLDERS = (
@@ -82,7 +82,7 @@ class Builds:
 
     Attributes:
         torch: version, CUDA version, NCCL version, number of GPUs, or ``error``.
-        horovod: of :func:`hvd_ckpt.runtime.horovod_build`, or ``error``.
+        horovod: of :func:`hvd_ckpt.processes.runtime.horovod_build`, or ``error``.
         staged: variables of the environment in which Horovod copies the tensors of GPUs to the host; None without such a build.
     """
 
@@ -108,7 +108,8 @@ def _staged_environment(folder: Path) -> dict[str, str] | None:
     environment = {**os.environ, "HOROVOD_GPU_OPERATIONS": "HOST"}
     key = (
         answer(
-            [sys.executable, "-m", "hvd_ckpt.install.build_horovod", "--print-key"], environment=environment
+            [sys.executable, "-m", "hvd_ckpt.app.install.build_horovod", "--print-key"],
+            environment=environment,
         )
         or ""
     )
@@ -147,7 +148,7 @@ def _loaded() -> dict[str, dict[str, Any]]:
     except Exception as error:
         facts["torch"] = {"error": str(error).split("\n")[0]}
     try:
-        from hvd_ckpt import runtime
+        from hvd_ckpt.processes import runtime
 
         facts["horovod"] = runtime.horovod_build()
     except Exception as error:

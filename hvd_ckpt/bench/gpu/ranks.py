@@ -30,7 +30,7 @@ from hvd_ckpt.bench.gpu.training import (
     start,
     take_steps,
 )
-from hvd_ckpt.measure import now
+from hvd_ckpt.utils.measure import now
 
 REPLICAS = 8
 CHUNKS = 2

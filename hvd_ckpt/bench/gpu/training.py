@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import hvd_ckpt as hc
 from hvd_ckpt.bench.gpu.job import CheckJob
 from hvd_ckpt.bench.harness.workloads import Gpt, workload
-from hvd_ckpt.launchers import launched_rank
-from hvd_ckpt.measure import now
+from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.utils.measure import now
 
 STEPS = 5
 SEGMENTS = 2

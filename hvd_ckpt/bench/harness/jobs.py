@@ -23,10 +23,10 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 from typing_extensions import Self
 
-from hvd_ckpt.install.extras import explain_import_error
-from hvd_ckpt.launchers import launched_rank
-from hvd_ckpt.probe import launcher_environment
-from hvd_ckpt.schema import write_text
+from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.processes.probe import launcher_environment
+from hvd_ckpt.utils.extras import explain_import_error
+from hvd_ckpt.utils.schema import write_text
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,7 @@ from typing import Any
 import click
 from rich.progress import Progress, TaskID
 
-from hvd_ckpt.bench.harness.report import Report
-from hvd_ckpt.command_line import (
+from hvd_ckpt.app.cli.command_line import (
     BadArgument,
     OneLineErrors,
     console_for_tables,
@@ -25,7 +24,8 @@ from hvd_ckpt.command_line import (
     progress_bar,
     split_names,
 )
-from hvd_ckpt.install.extras import BUILD_HOROVOD
+from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.utils.extras import BUILD_HOROVOD
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -153,7 +153,7 @@ def check_devices(kind: str, ranks: int) -> None:
     import horovod.torch as hvd
     import torch
 
-    from hvd_ckpt.devices import NO_GPU_OPERATIONS, has_gpu_operations
+    from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not visible:

@@ -19,8 +19,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.text import Text
 
-from hvd_ckpt.install.extras import say_no_pictures
-from hvd_ckpt.schema import write_json
+from hvd_ckpt.utils.extras import say_no_pictures
+from hvd_ckpt.utils.schema import write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -208,7 +208,7 @@ def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None
         threads: CPU threads of each rank, where that is one number.
         settings: of the benchmark.
     """
-    from hvd_ckpt.runtime import allowed_cpus  # which imports PyTorch
+    from hvd_ckpt.processes.runtime import allowed_cpus  # which imports PyTorch
 
     per_rank = "" if threads is None else f", {threads} thread(s) per rank"
     versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]

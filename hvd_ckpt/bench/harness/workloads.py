@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.models.chain import Chain
-from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.models.lstm import lstm_language_model
-from hvd_ckpt.models.objectives import IGNORED
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.app.models.lstm import lstm_language_model
+from hvd_ckpt.data.objectives import IGNORED
+from hvd_ckpt.pipeline.chain import Chain
 
 CLASSES = 10
 
@@ -112,7 +112,7 @@ class Bert(Workload):
     vocabulary: int = 2000
 
     def model(self) -> nn.Sequential:
-        from hvd_ckpt.models.bert import bert
+        from hvd_ckpt.app.models.bert import bert
 
         model = bert(
             vocabulary=self.vocabulary,
@@ -145,7 +145,7 @@ class DenseNet(Workload):
     pixels: int = 32
 
     def model(self) -> nn.Sequential:
-        from hvd_ckpt.models.densenet import densenet
+        from hvd_ckpt.app.models.densenet import densenet
 
         return densenet(self.depth, classes=CLASSES).train()
 
@@ -164,7 +164,7 @@ class ResNet(Workload):
     pixels: int = 32
 
     def model(self) -> nn.Sequential:
-        from hvd_ckpt.models.resnet import resnet
+        from hvd_ckpt.app.models.resnet import resnet
 
         return nn.Sequential(OrderedDict(resnet(self.depth, classes=CLASSES).named_children())).train()
 
@@ -205,8 +205,8 @@ class ManyGradients(Workload):
     pixels: int = 8
 
     def model(self) -> nn.Sequential:
-        from hvd_ckpt.models.catalog import DenseNetShape
-        from hvd_ckpt.models.densenet import DenseNet
+        from hvd_ckpt.app.models.catalog import DenseNetShape
+        from hvd_ckpt.app.models.densenet import DenseNet
 
         shape = DenseNetShape(growth=12, blocks=(self.layers,) * 3, initial=24, large_images=False)
         return DenseNet(shape, channels=1, classes=CLASSES).train()

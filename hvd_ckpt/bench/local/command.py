@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import split_names
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
@@ -30,7 +31,6 @@ from hvd_ckpt.bench.harness.options import (
 )
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure, shown
 from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
-from hvd_ckpt.command_line import split_names
 
 FULL, QUICK = {"width": 128, "layers": 2, "length": 32}, {"width": 16, "layers": 1, "length": 16}
 BATCH, LR = 4, 1e-3

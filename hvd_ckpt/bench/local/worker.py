@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.evaluation import evaluate
+from hvd_ckpt.app.training.optim import Schedule, build_optimizer
 from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
 from hvd_ckpt.bench.local.command import METHODS, LocalJob, Method, MethodResult
 from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler
-from hvd_ckpt.models.objectives import Objective
-from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.evaluation import evaluate
-from hvd_ckpt.training.optim import Schedule, build_optimizer
 
 WARM_UP = 3  # steps that are not timed
 EVALUATED = 512  # samples, the same ones each time

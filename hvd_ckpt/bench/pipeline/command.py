@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import check_controller, split_names
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
@@ -24,7 +25,6 @@ from hvd_ckpt.bench.harness.options import (
 )
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, save_figure, shown
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios, slowest
-from hvd_ckpt.command_line import check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.pipeline.job import RankResult, Span

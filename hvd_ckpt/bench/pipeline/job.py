@@ -22,9 +22,9 @@ from torch import Tensor, nn
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, join_torch, run_rank
 from hvd_ckpt.bench.harness.workloads import Workload, workload
-from hvd_ckpt.launchers import launched_rank
-from hvd_ckpt.memory import recording_peak
 from hvd_ckpt.planning.balance import balance_costs
+from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.utils.memory import recording_peak
 
 UNSTAGED = "unstaged"
 VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved": 2}

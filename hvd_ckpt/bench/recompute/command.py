@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, check_device, split_names
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
     bench_command,
@@ -20,7 +21,6 @@ from hvd_ckpt.bench.harness.options import (
     whole_numbers,
 )
 from hvd_ckpt.bench.harness.report import machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, check_device, split_names
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ def _too_large(job: RecomputeJob) -> str | None:
     import psutil
 
     from hvd_ckpt.bench.recompute.measure import predicted_peak
-    from hvd_ckpt.text import show_bytes
+    from hvd_ckpt.utils.text import show_bytes
 
     needed, room = predicted_peak(job.workload), int(SHARE * psutil.virtual_memory().available / job.size)
     if needed <= room:

@@ -19,8 +19,8 @@ from torch import nn
 from hvd_ckpt.bench.harness.jobs import reason
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios
 from hvd_ckpt.bench.harness.workloads import Workload
-from hvd_ckpt.measure import now
-from hvd_ckpt.memory import measure_peak
+from hvd_ckpt.utils.measure import now
+from hvd_ckpt.utils.memory import measure_peak
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """Inputs to output."""

@@ -172,7 +172,7 @@ def _in_layers(workload: DenseNet) -> dict[str, Builder]:
     """Concatenation, norm, activation and 1x1 convolution of each dense layer checkpointed; and the efficient DenseNet."""
 
     def efficient(model: nn.Sequential, inputs: torch.Tensor, needed: int) -> Forward:
-        from hvd_ckpt.models.densenet import densenet
+        from hvd_ckpt.app.models.densenet import densenet
 
         found = densenet(workload.depth, classes=CLASSES, efficient=True).train()
         found.load_state_dict(
@@ -190,7 +190,7 @@ def _in_layers(workload: DenseNet) -> dict[str, Builder]:
 def _layer_by_layer(model: nn.Sequential, use_reentrant: bool) -> Forward:
     """As torchvision's DenseNet with ``memory_efficient=True`` and the pytorch-checkpoint project's: dense layers pass on a list of
     features."""
-    from hvd_ckpt.models.densenet import DenseLayer
+    from hvd_ckpt.app.models.densenet import DenseLayer
 
     def narrow(modules: Sequence[nn.Module], *features: torch.Tensor) -> torch.Tensor:
         return _through(modules, torch.cat(features, dim=1))

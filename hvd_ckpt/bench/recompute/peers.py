@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.bench.recompute.measure import Forward
-from hvd_ckpt.memory import recording_peak
+from hvd_ckpt.utils.memory import recording_peak
 
 Builder = Callable[[nn.Sequential, torch.Tensor, int], Forward]
 """A chain, the inputs it will get, and the peak bytes of a step without recomputation, to what runs the chain."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
@@ -23,7 +24,6 @@ from hvd_ckpt.bench.harness.options import (
     whole_numbers,
 )
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure
-from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.replicas.job import RankResult
@@ -174,7 +174,7 @@ def _controllers(given: str | None) -> list[str]:
     if given is not None:
         names = split_names("--controllers", given, ("gloo", "mpi"))
         return [check_controller(name) for name in names]
-    from hvd_ckpt.probe import probe
+    from hvd_ckpt.processes.probe import probe
 
     return [name for name in ("gloo", "mpi") if probe(name).works]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training.build import Assembly, assemble
+from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
-from hvd_ckpt.models.objectives import Batch
-from hvd_ckpt.training.build import Assembly, assemble
-from hvd_ckpt.training.config import Config
 
 BATCH = 4  # samples of a replica
 LEARNING_RATE = 2e-3

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training import logs
+from hvd_ckpt.app.training.build import assemble
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.report import TIMES
+from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
-from hvd_ckpt.training import logs
-from hvd_ckpt.training.build import assemble
-from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.report import TIMES
-from hvd_ckpt.training.trainer import Trainer
 
 TEXT = bytes(range(32, 127)) * 40
 NOT_BITS = ("rate", "memory", "seconds", *TIMES)  # of a log entry

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.bench.harness.jobs import JobError, run_job
 from hvd_ckpt.bench.harness.options import (
     BenchRun,
@@ -21,7 +22,6 @@ from hvd_ckpt.bench.harness.options import (
     quick_option,
 )
 from hvd_ckpt.bench.harness.report import Report, device_name, machine_facts
-from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.shard.job import Training
@@ -96,7 +96,7 @@ def shard(
     from hvd_ckpt.bench.harness.workloads import Gpt
     from hvd_ckpt.bench.shard.engines import Samples
     from hvd_ckpt.bench.shard.job import Training, configurations
-    from hvd_ckpt.runtime import threads_per_rank
+    from hvd_ckpt.processes.runtime import threads_per_rank
 
     chosen = [int(name) for name in split_names("--stages", stages, ("0", "1", "2", "3"))]
     beside = () if peers == NOBODY else split_names("--peers", peers, PEERS.split(","))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.datasets.tokens import Tokens
+from hvd_ckpt.app.models.gpt import GPTBlock
 from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.bench.harness.report import MIB
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
-from hvd_ckpt.data.tokens import Tokens
-from hvd_ckpt.models.chain import Chain
-from hvd_ckpt.models.gpt import GPTBlock
+from hvd_ckpt.pipeline.chain import Chain
 
 LEARNING_RATE = 1e-3
 SEED = 0

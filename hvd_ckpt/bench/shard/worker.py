@@ -21,8 +21,8 @@ from hvd_ckpt.bench.harness.jobs import own_device, reason, run_rank
 from hvd_ckpt.bench.harness.stats import alternating
 from hvd_ckpt.bench.shard.engines import SESSIONS, Samples, Session, build, join, loss
 from hvd_ckpt.bench.shard.job import Configuration, Findings, ShardJob
-from hvd_ckpt.measure import now
-from hvd_ckpt.memory import measure_peak, recording_marks
+from hvd_ckpt.utils.measure import now
+from hvd_ckpt.utils.memory import measure_peak, recording_marks
 
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}

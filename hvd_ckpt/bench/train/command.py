@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command, job_options, whole_numbers
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.command_line import BadArgument, check_controller, split_names
 
 COLUMNS = ("model", "micro-batches", "trainer ms", "by hand ms", "ratio", "same weights")
 NOTES = (
@@ -152,7 +152,7 @@ def train(
     Both train the same model on the same batches in the same processes, in rounds that alternate, and must come to the same weights
     bit for bit. Run it on a machine that does nothing else.
     """
-    from hvd_ckpt.models import catalog
+    from hvd_ckpt.app.models import catalog
 
     names = split_names("--models", models, find=catalog.find)
     counts = whole_numbers("--accumulate", accumulate, "micro-batches")

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training.build import Assembly, assemble
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.optim import Schedule, build_optimizer
+from hvd_ckpt.app.training.passes import Parts
+from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.train.command import Job, RankResult
 from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.data.objectives import Batch, Objective
 from hvd_ckpt.data.sampler import DistributedSampler
-from hvd_ckpt.models.objectives import Batch, Objective
 from hvd_ckpt.pipeline.microbatch import Accumulated
-from hvd_ckpt.training.build import Assembly, assemble
-from hvd_ckpt.training.config import Config
-from hvd_ckpt.training.optim import Schedule, build_optimizer
-from hvd_ckpt.training.passes import Parts
-from hvd_ckpt.training.trainer import Trainer
 
 AHEAD = 2  # batches prepared before they are needed, as many as the trainer's loader has
 WARM_UP = 3  # steps: the reducer learns in the first, and its buckets are there after the second

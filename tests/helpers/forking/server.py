@@ -28,8 +28,8 @@ PRELOADED = [
     "transformers.models.roberta.modeling_roberta",
     "transformers.models.xlnet.modeling_xlnet",
     "transformers.models.gpt2.modeling_gpt2",
-    "hvd_ckpt.cli.main",
-    "hvd_ckpt.training.trainer",
+    "hvd_ckpt.app.cli.main",
+    "hvd_ckpt.app.training.trainer",
 ]
 OUR_FILES = (__file__, runpy.__file__, "<frozen runpy>")  # whose frames no traceback of a rank shows
 

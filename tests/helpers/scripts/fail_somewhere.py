@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.models.objectives import NextOrHiddenToken
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.data.objectives import NextOrHiddenToken
 from hvd_ckpt.snapshots import writer
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.models.densenet import densenet
+from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.bench.replicas.job import tensors_of
-from hvd_ckpt.models.densenet import densenet
-from hvd_ckpt.models.gpt import gpt
 
 STEPS = 4
 WIDTH, TOKENS = 12, 16

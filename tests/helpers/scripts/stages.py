@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.grid import current
-from hvd_ckpt.models.chain import Chain
-from hvd_ckpt.models.gpt import gpt
-from hvd_ckpt.models.objectives import Batch
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.data.objectives import Batch
+from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.planning import profile
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 
 STEPS = 2

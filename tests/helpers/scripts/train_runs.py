@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 import hvd_ckpt as hc
-from hvd_ckpt.cli.main import main
-from hvd_ckpt.command_line import BadArgument
-from hvd_ckpt.grid import current
-from hvd_ckpt.training.passes import Parts
-from hvd_ckpt.training.trainer import Trainer
+from hvd_ckpt.app.cli.command_line import BadArgument
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.training.passes import Parts
+from hvd_ckpt.app.training.trainer import Trainer
+from hvd_ckpt.processes.grid import current
 
 SECONDS = 300
 

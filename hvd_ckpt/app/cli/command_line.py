@@ -1,0 +1,177 @@
+"""Parts that commands share: one-line errors for bad arguments, lists of names, folders for results, progress.
+
+A bad argument ends a command with one line and exit status 2; status 1 is for a command that did its work and whose result is bad.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.utils.folders import new_folder
+from hvd_ckpt.utils.text import Heartbeat, elapsed, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+
+MOMENT = 3.0  # seconds
+
+
+class BadArgument(click.ClickException):
+    """One line, exit status 2.
+
+    Of several ranks, whose command line is the same, rank 0 says it. The others give it a moment to do so: the launcher ends all
+    ranks when one has ended.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        if not launched_rank():
+            super().show(file)
+        else:
+            time.sleep(MOMENT)
+
+
+class OneLineErrors(click.Command):
+    """A command that answers bad arguments with one line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise BadArgument(error.format_message()) from None
+
+
+def split_names(
+    option: str,
+    text: str,
+    known: Iterable[str] | None = None,
+    find: Callable[[str], object] = lambda name: None,
+) -> tuple[str, ...]:
+    """The comma-separated names in ``text``, each once and, if ``known`` are given, one of them.
+
+    Args:
+        find: looks a name up, and raises ValueError if there is nothing of that name.
+
+    Raises:
+        BadArgument: the list is empty, or a name is unknown or given twice.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise BadArgument(f"{option}: give at least one, separated by commas")
+    for name in names:
+        if known is not None and name not in known:
+            raise BadArgument(f"{option}: '{name}' is not one of {', '.join(known)}")
+        if names.count(name) > 1:
+            raise BadArgument(f"{option}: '{name}' is given twice")
+        try:
+            find(name)
+        except ValueError as error:
+            raise BadArgument(f"{option}: {error}") from None
+    return names
+
+
+def check_controller(name: str) -> str:
+    """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI.
+
+    Raises:
+        BadArgument: Horovod was built without it.
+    """
+    from hvd_ckpt.processes import runtime
+
+    build = runtime.horovod_build()
+    if name == "auto":
+        name = "gloo" if build["gloo"] else "mpi"
+    if not build[name]:
+        raise BadArgument(f"--controller {name}: this Horovod was built without it; see `hvd-ckpt doctor`")
+    return name
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        BadArgument: it is neither cpu nor a CUDA device of this machine.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadArgument(f"--device: '{name}' is not a device: give cpu, cuda, or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadArgument(f"--device: there is no {name} here: see `hvd-ckpt doctor`")
+    return device
+
+
+def output_folder(name: str | None, command: str) -> Path:
+    """The folder for a command's results, made and empty: that of the name, else ``runs/<command>-<time>``.
+
+    Raises:
+        BadArgument: it holds something, or cannot be written to.
+    """
+    try:
+        return new_folder(name, command)
+    except ValueError as error:
+        raise BadArgument(f"--output: {error}") from None
+
+
+def progress_bar(each: bool = False) -> Progress:
+    """A live line of progress on a terminal; elsewhere a line at least every 30 seconds.
+
+    Args:
+        each: elsewhere, also print each new description of a task.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return _Lines(console, each)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+class _Lines(Progress):
+    """Progress where there is no terminal."""
+
+    def __init__(self, console: Console, each: bool) -> None:
+        super().__init__(console=console, disable=True)
+        self._each = each
+        self._beat = Heartbeat(self._speak)
+
+    def start(self) -> None:
+        self._beat.__enter__()
+
+    def stop(self) -> None:
+        self._beat.__exit__()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if self._each and "description" in changes:
+            self._beat.said()
+            self._speak()
+
+    def _speak(self) -> None:
+        for task in self.tasks:
+            if not task.finished:
+                done = "" if task.total is None else f"  {task.completed:g}/{task.total:g}"
+                line = f"{task.description}{done}  {elapsed(task.elapsed or 0)}"
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def console_for_tables(width: int) -> Console:
+    """Standard output; of that width where it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)

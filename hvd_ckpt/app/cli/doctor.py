@@ -1,0 +1,363 @@
+"""``hvd-ckpt doctor``: what is installed here, what really works, and the way out where something is missing.
+
+It is the command for environments in which nothing else runs, so this module imports neither PyTorch nor Horovod
+before it asks for them, and every question that fails becomes an answer. Whether a controller works is not read off
+Horovod's build but tried with two ranks (:mod:`hvd_ckpt.processes.probe`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_ckpt.app.cli.command_line import BadArgument
+from hvd_ckpt.app.install.build_horovod import failure_of_last_build, missing_prerequisites
+from hvd_ckpt.app.install.offline import LIMIT, fill
+from hvd_ckpt.app.install.prerequisites import BuildError
+from hvd_ckpt.app.install.recipe import detect_target
+from hvd_ckpt.processes.probe import OPERATIONS, probe
+from hvd_ckpt.utils.extras import BUILD_HOROVOD, apex_unavailable, explain_import_error, first_line
+from hvd_ckpt.utils.folders import cache_folder, make_writable
+
+CONTROLLERS = ("gloo", "mpi")
+ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")
+ENVIRONMENT_NAMES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "OPAL_PREFIX",
+)
+
+Facts = dict[str, Any]
+
+
+def examine(timeout: float = 120.0) -> Facts:
+    """Everything the doctor knows, as plain values for JSON; ``problems`` lists what is essential and missing.
+
+    Args:
+        timeout: seconds that each controller's two ranks may take.
+    """
+    facts: Facts = {
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "torch": torch_facts(),
+        "horovod": horovod_facts(),
+    }
+    facts["build"] = build_facts() if "error" in facts["horovod"] and "version" in facts["torch"] else {}
+    facts["home"] = home_facts()
+    facts["controllers"] = {name: _controller_facts(name, facts["horovod"], timeout) for name in CONTROLLERS}
+    facts["mpi"] = mpi_facts()
+    reason = apex_unavailable()
+    facts["apex"] = {"usable": reason is None, "reason": reason or ""}
+    facts["environment"] = environment_facts()
+    facts["problems"] = problems(facts)
+    return facts
+
+
+def torch_facts() -> Facts:
+    """PyTorch's version, what CUDA it was built for, and the devices it sees; or the error of importing it."""
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:
+        return {"error": first_line(error)}
+    cuda = torch.version.cuda
+    available = torch.cuda.is_available()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if available else []
+    facts: Facts = {
+        "version": torch.__version__,
+        "cuda_built": cuda,
+        "cuda_available": available,
+        "devices": names,
+    }
+    try:
+        importlib.import_module("hvd_ckpt.torch_private")
+    except ImportError as error:
+        facts["unsupported"] = first_line(error)
+    return facts
+
+
+def horovod_facts() -> Facts:
+    """Horovod's version and what it was built with; or ``error``, one sentence with the way out."""
+    if importlib.util.find_spec("horovod") is None:
+        return {"error": f"Horovod is not installed: {BUILD_HOROVOD}."}
+    facts: Facts = {"version": _version_of("horovod")}
+    try:
+        from hvd_ckpt.processes import runtime
+
+        facts.update(runtime.horovod_build())
+    except Exception as error:
+        text = explain_import_error(error) if isinstance(error, ImportError) else None
+        facts["error"] = text or f"Horovod does not load ({first_line(error)}): {BUILD_HOROVOD}."
+    return facts
+
+
+def build_facts() -> Facts:
+    """Why Horovod could not be built here: ``missing`` prerequisites, and the error of the last build if it ``failed``."""
+    try:
+        target = detect_target()
+        cache, _ = cache_folder()
+        return {"missing": missing_prerequisites(), "failed": failure_of_last_build(cache, target)}
+    except (BuildError, OSError) as error:
+        return {"missing": [first_line(error)], "failed": None}
+
+
+def home_facts() -> Facts:
+    """The home folder, and ``error`` where ``horovodrun``, which keeps a cache in ``~/.horovod``, cannot write there."""
+    home = os.path.expanduser("~")
+    wanted = "horovodrun keeps its cache in ~/.horovod: set HOME to a folder that you can write to"
+    if home == "~":
+        return {
+            "folder": None,
+            "error": f"HOME is not set, and the password file does not know this user; {wanted}.",
+        }
+    try:
+        make_writable(Path(home, ".horovod"))
+    except OSError as error:
+        return {"folder": home, "error": f"HOME, {home}, cannot be written to ({error.strerror}); {wanted}."}
+    return {"folder": home}
+
+
+def _controller_facts(name: str, horovod: Facts, timeout: float) -> Facts:
+    if "error" in horovod:
+        return {"works": False, "reason": "Horovod does not load", "seconds": 0.0, "operations": {}}
+    if not horovod[name]:
+        return {"works": False, "reason": "Horovod was built without it", "seconds": 0.0, "operations": {}}
+    return asdict(probe(name, timeout=timeout))
+
+
+def mpi_facts() -> Facts:
+    """MPI's version as mpi4py sees it, mpi4py's own, and where the launcher and what it reaches other machines with are."""
+    facts: Facts = {"mpi4py": _version_of("mpi4py"), "mpirun": _find_program("mpirun")}
+    facts["ssh"] = shutil.which("ssh") or shutil.which("rsh")
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        text: str = importlib.import_module("mpi4py.MPI").Get_library_version()
+        facts["version"] = text.split("\n")[0].split(",")[0].strip("\x00 ")
+    except Exception as error:
+        facts["error"] = first_line(error)
+    return facts
+
+
+def environment_facts() -> dict[str, str]:
+    """The environment variables that change how a job runs, secrets left out."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES) and "SECRET" not in name
+    }
+
+
+def problems(facts: Facts) -> list[str]:
+    """Essential things that are missing, each one sentence with the way out."""
+    if "error" in facts["torch"]:
+        return [f"PyTorch does not load ({facts['torch']['error']}): install it, then {BUILD_HOROVOD}."]
+    if "unsupported" in facts["torch"]:
+        return [facts["torch"]["unsupported"]]
+    home = [facts["home"]["error"]] if "error" in facts["home"] else []
+    if "error" in facts["horovod"]:
+        build = facts["build"]
+        missing = [f"the build of Horovod lacks something: {text}" for text in build["missing"]]
+        failed = [f"the last build of Horovod failed: {build['failed']}"] if build["failed"] else []
+        return [facts["horovod"]["error"], *missing, *failed, *home]
+    if any(controller["works"] for controller in facts["controllers"].values()):
+        return home
+    reasons = "; ".join(
+        f"{name}: {controller['reason']}" for name, controller in facts["controllers"].items()
+    )
+    return [
+        *home,
+        f"no controller works ({reasons}): check that `horovodrun` starts processes on this machine (its network "
+        f"interface: HOROVOD_GLOO_IFACE), or that Horovod is built for this PyTorch: {BUILD_HOROVOD}.",
+    ]
+
+
+def rows(facts: Facts) -> list[tuple[str, str, str]]:
+    """The table's rows: what, what was found, and ``ok``, ``-`` (absent, not needed) or ``!`` (does not work)."""
+    torch, horovod, mpi, apex = facts["torch"], facts["horovod"], facts["mpi"], facts["apex"]
+    table = [("Python", f"{facts['python']['version']}  {facts['python']['executable']}", "ok")]
+    if "error" in torch:
+        table.append(("PyTorch", torch["error"], "!"))
+    else:
+        table.append(("PyTorch", torch["version"], "!" if "unsupported" in torch else "ok"))
+        devices = ", ".join(torch["devices"]) or "no device"
+        cuda = (
+            f"built for {torch['cuda_built']}, {devices}"
+            if torch["cuda_built"]
+            else "PyTorch is built for the CPU"
+        )
+        table.append(("CUDA", cuda, "ok" if torch["cuda_available"] else "-"))
+    if "error" in horovod:
+        table.append(("Horovod", horovod["error"], "!"))
+    else:
+        built = [
+            "PyTorch",
+            *(name.upper() for name in ("mpi", "gloo", "cuda", "nccl", "rocm") if horovod[name]),
+        ]
+        table.append(("Horovod", f"{horovod['version']}, built with {', '.join(built)}", "ok"))
+        if torch.get("cuda_available") and not (horovod["cuda"] or horovod["rocm"]):
+            text = f"none on GPUs, so that ranks train on the CPU: {BUILD_HOROVOD}"
+            table.append(("  operations", text, "!"))
+    for name, controller in facts["controllers"].items():
+        table.append((f"controller {name}", *_controller_cell(controller)))
+        for device, answers in controller["operations"].items():
+            bad = [
+                f"{operation}: {answers[operation]}" for operation in OPERATIONS if answers[operation] != "ok"
+            ]
+            text = "; ".join(bad) or ", ".join(OPERATIONS)
+            table.append((f"  on {device}", text, "!" if bad else "ok"))
+    table.append(("MPI", mpi.get("version", mpi.get("error", "")), "ok" if "version" in mpi else "-"))
+    table.append(("mpirun", mpi["mpirun"] or "not found", "ok" if mpi["mpirun"] else "-"))
+    ssh = "not found: mpirun wants it, for this machine too; without it, export OMPI_MCA_plm_rsh_agent="
+    table.append(("ssh", mpi["ssh"] or ssh, "ok" if mpi["ssh"] else "-"))
+    table.append(("mpi4py", mpi["mpi4py"] or "not installed", "ok" if mpi["mpi4py"] else "-"))
+    home = facts["home"]
+    table.append(("HOME", home.get("error", home["folder"]), "!" if "error" in home else "ok"))
+    table.append(("Apex", apex["reason"] or "apex.amp can be used", "ok" if apex["usable"] else "-"))
+    settings = "\n".join(f"{name}={value}" for name, value in facts["environment"].items())
+    table.append(("environment", settings or "no setting that matters is set", "ok" if settings else "-"))
+    return table
+
+
+def _controller_cell(controller: Facts) -> tuple[str, str]:
+    if controller["works"]:
+        return f"2 ranks started and agreed in {controller['seconds']} s", "ok"
+    return controller["reason"], "!"
+
+
+def _find_program(name: str) -> str | None:
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--timeout",
+    default=120.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="Seconds for each controller.",
+)
+@click.option("--gpu", is_flag=True, help="Instead, check everything that runs on a GPU, and write a report.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="With --gpu: 'cpu' runs the same checks with tiny sizes on the CPU.",
+)
+@click.option("--only", metavar="NAMES", help="With --gpu: these checks, separated by commas.")
+@click.option(
+    "--minutes",
+    default=25.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="With --gpu: checks that the time does not suffice for are skipped.",
+)
+@click.option(
+    "--offline",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="With --gpu: build Horovod from the files in this folder, without a package index.",
+)
+@click.option(
+    "--output",
+    metavar="FOLDER",
+    help="With --gpu: for the report.  [default: runs/doctor-<time>]",
+)
+@click.option(
+    "--fill",
+    "to_fill",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Instead, download into this folder what --offline needs, for a machine that has PyTorch and no network.",
+)
+@click.option(
+    "--python", metavar="VERSION", default="3.12", show_default=True, help="With --fill: of that machine."
+)
+def doctor(
+    as_json: bool,
+    timeout: float,
+    gpu: bool,
+    device: str,
+    only: str | None,
+    minutes: float,
+    offline: Path | None,
+    output: str | None,
+    to_fill: Path | None,
+    python: str,
+) -> None:
+    """Say what is installed, what really works and what is missing.
+
+    Two ranks are started over each controller and try every operation. The exit status is 1 where something
+    essential is missing, and the output says what to do.
+    """
+    if to_fill is not None:
+        fill_folder(to_fill, python)
+        return
+    if gpu:
+        run_checks = importlib.import_module(
+            "hvd_ckpt.bench.gpu.command"
+        ).run_checks  # the laboratory, by its name
+        run_checks(output, device, only, minutes, offline)
+    facts = examine(timeout)
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+    else:
+        print_table(facts)
+    sys.exit(1 if facts["problems"] else 0)
+
+
+def fill_folder(folder: Path, python: str) -> None:
+    """Downloads what a machine without a network needs, and says what it is.
+
+    Raises:
+        BadArgument: it could not be downloaded.
+    """
+    try:
+        files, left_out = fill(folder, python)
+    except (BuildError, OSError, ValueError) as error:
+        raise BadArgument(f"--fill: {error}") from None
+    size = sum(file.stat().st_size for file in files) / 2**20
+    click.echo(f"{folder}: {len(files)} files, {size:.1f} MiB, for Python {python}")
+    if left_out:
+        click.echo(f"Left out, beyond {LIMIT >> 20} MiB; the machine must have: {', '.join(left_out)}")
+    click.echo(f"There: PYTHON=/path/to/the/python/with/torch bash main.sh gpu --offline {folder.name}")
+
+
+def print_table(facts: Facts) -> None:
+    """The table and, below it, each problem."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title="hvd-ckpt doctor")
+    for heading in ("what", "found", ""):
+        table.add_column(heading, overflow="fold")
+    colors = {"ok": "green", "-": "dim", "!": "red"}
+    for what, found, mark in rows(facts):
+        table.add_row(Text(what), Text(found), Text(mark, style=colors[mark]))
+    console.print(table)
+    for problem in facts["problems"]:
+        console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)

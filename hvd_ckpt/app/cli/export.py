@@ -1,0 +1,89 @@
+"""``hvd-ckpt export``: the weights of a run or snapshot, of any number of ranks, as a file or for transformers.
+
+Exit status 0 with the file or folder, 2 if the run, the snapshot or the name cannot be used.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from pathlib import Path
+
+import click
+
+from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.utils.text import SECONDS, show_bytes, talking
+
+OUTPUTS = {"safetensors": "model.safetensors", "pt": "model.pt", "hf": "model"}
+
+
+@click.command("export", cls=OneLineErrors)
+@click.argument("run", metavar="RUN_OR_SNAPSHOT")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(list(OUTPUTS)),
+    default="safetensors",
+    show_default=True,
+    help="safetensors or pt: a file with the `state_dict()`; hf: a folder for transformers' from_pretrained, with tokenizer.",
+)
+@click.option(
+    "--output",
+    metavar="PATH",
+    help="File or folder; must not exist.  [default: model.safetensors, model.pt or model]",
+)
+@click.option(
+    "--ema", is_flag=True, help="Write the moving averages of `hvd-ckpt train --ema` in place of the weights."
+)
+def export(run: str, kind: str, output: str | None, ema: bool) -> None:
+    """Write the whole weights of a run of `hvd-ckpt train`, or of hc.Snapshots, for other tools.
+
+    RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is used, or of a snapshot. Names and shapes are those of
+    the model's `state_dict()`, buffers included, however the run was sharded. Checksums are verified. It takes memory for one
+    model, with `--format hf` for two.
+    """
+    place = Path(output or OUTPUTS[kind])
+    if os.path.lexists(place):
+        raise BadArgument(f"--output: '{place}' is there: give another name")
+    from hvd_ckpt.snapshots.export import export as write_export, write_pt
+    from hvd_ckpt.snapshots.folder import SnapshotError
+
+    try:
+        snapshot = snapshot_of(Path(run))
+        write = write_pt if kind == "pt" else None
+        if kind == "hf":
+            from hvd_ckpt.app.training.trained import settings_of, write_hf
+
+            write = functools.partial(write_hf, settings_of(snapshot))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with talking("export", after=SECONDS) as say:
+            say(f"checking and copying '{snapshot}'")
+            written = write_export(snapshot, place, ema, write)
+    except (SnapshotError, ValueError) as error:
+        raise BadArgument(str(error)) from None
+    except OSError as error:
+        raise BadArgument(f"--output: cannot write '{place}': {error.strerror or error}") from None
+    ranks = "1 rank" if written.ranks == 1 else f"{written.ranks} ranks"
+    size = f"{written.tensors} tensors, {show_bytes(written.bytes)}"
+    click.echo(
+        f"{'Averaged weights' if ema else 'Weights'} of step {written.step}, written by {ranks}, {size}: {place}"
+    )
+
+
+def snapshot_of(path: Path) -> Path:
+    """The snapshot itself, or the newest one of a run that is not damaged.
+
+    Raises:
+        BadArgument: there is no snapshot.
+    """
+    from hvd_ckpt.snapshots.reader import find
+
+    if (path / "manifest.json").is_file():
+        return path
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
+        found = find(path / "snapshots")
+    if found is None:
+        raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
+    return found

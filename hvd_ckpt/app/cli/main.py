@@ -1,0 +1,105 @@
+"""The ``hvd-ckpt`` command: one group whose commands are imported when they are called.
+
+PyTorch takes seconds to import, and where Horovod is broken it cannot be imported at all. So the group knows of each
+command only where it lives and what its one line of help says; ``hvd-ckpt --help`` imports neither, and
+``hvd-ckpt doctor`` still runs where nothing else does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import click
+
+from hvd_ckpt.processes.launchers import adopt_launcher
+from hvd_ckpt.utils.extras import explain_import_error
+
+
+class _Entry(NamedTuple):
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS = {
+    "bench": _Entry(
+        "hvd_ckpt.bench.command",
+        "bench",
+        "Time reduction, recomputation and training beside their peers.",
+    ),
+    "build-horovod": _Entry(
+        "hvd_ckpt.app.install.build_horovod",
+        "build_horovod",
+        "Build Horovod for the PyTorch at hand and install it.",
+    ),
+    "compare": _Entry(
+        "hvd_ckpt.bench.compare.command",
+        "compare",
+        "Compare engines and recomputation: results, time, memory.",
+    ),
+    "doctor": _Entry(
+        "hvd_ckpt.app.cli.doctor", "doctor", "Say what is installed, what works and what is missing."
+    ),
+    "export": _Entry(
+        "hvd_ckpt.app.cli.export",
+        "export",
+        "Write the weights of a run, however split, for transformers and other tools.",
+    ),
+    "generate": _Entry(
+        "hvd_ckpt.app.cli.generate", "generate", "Continue a text with a trained language model."
+    ),
+    "plan": _Entry("hvd_ckpt.app.cli.plan", "plan", "Fit a model's training step into a memory budget."),
+    "plot": _Entry("hvd_ckpt.app.cli.plot", "plot", "Draw the losses of training runs in one picture."),
+    "train": _Entry(
+        "hvd_ckpt.app.cli.train", "train", "Train a model over all ranks, on text, images or volumes."
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that imports a command's module when the command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        try:
+            module = import_module(entry.module)
+        except ImportError as error:
+            raise click.ClickException(
+                explain_import_error(error)
+                or f"{cmd_name} cannot be loaded: {error}. Run `hvd-ckpt doctor` to see what is missing."
+            ) from error
+        command: click.Command = getattr(module, entry.attribute)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; a package that is missing ends it with one line."""
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:
+            text = explain_import_error(error)
+            if text is None:
+                raise
+            from hvd_ckpt.app.cli.command_line import BadArgument
+
+            raise BadArgument(text) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hvd_ckpt", prog_name="hvd-ckpt")
+def main() -> None:
+    """Train models that do not fit: Horovod data parallelism with activation checkpointing."""
+    adopt_launcher()  # so that commands know their rank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""``hvd-ckpt plan``: make or load a plan, measure it, and write tables, the plan and its pictures.
+
+Exit status 0 if the plan stays within its budget when measured, 1 if it does not, 2 for a bad argument, a budget that
+cannot be met, or a plan file that cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvd_ckpt.app.cli.command_line import (
+    BadArgument,
+    OneLineErrors,
+    check_device,
+    console_for_tables,
+    output_folder,
+    progress_bar,
+)
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.schedule import NAMES
+from hvd_ckpt.utils.extras import explain_import_error, say_no_pictures
+from hvd_ckpt.utils.text import show_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from hvd_ckpt.app.cli.plan_models import Job
+    from hvd_ckpt.planning.plan import Cost, Plan
+    from hvd_ckpt.planning.step import Step
+    from hvd_ckpt.sharding.estimate import Estimator
+    from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
+
+
+ROUNDS = 5  # of timing
+MOST_RANKS = 1 << 20
+FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"), (3, "parameters"))  # stage, offload
+WIDTH = 120  # of the tables where the output is not a terminal
+
+HELP = f"""Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
+
+Models: {catalog.overview()}; or a folder of a Hugging Face model; or module:function, a function of your own that returns
+the model, a tuple of its sample arguments, and its loss (a function of its output) or None. It gets those of the sizes and options
+below that you give.
+"""
+
+
+@click.command("plan", cls=OneLineErrors, help=HELP)
+@click.option(
+    "--model", "name", required=True, metavar="NAME", help="A name, a folder, or module:function, see above."
+)
+@click.option(
+    "--model-option",
+    "options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of the model, such as layers=2; may be given several times.",
+)
+@click.option("--batch", type=click.IntRange(1), help="Samples in the batch.  [default: 8; 2 volumes]")
+@click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
+@click.option(
+    "--vocabulary", type=click.IntRange(2), help="Different tokens.  [default: bytes and special tokens]"
+)
+@click.option("--pixels", type=click.IntRange(1), help="Of an image's or volume's side.  [default: by model]")
+@click.option("--channels", type=click.IntRange(1), help="Of an image or volume.  [default: 1]")
+@click.option("--classes", type=click.IntRange(2), help="Of images or voxels.  [default: as train's data]")
+@click.option(
+    "--budget",
+    help="Peak of a step: 6GiB, 0.3x (of no recomputation), 80% (of the device), min, fastest.  [default: fastest]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16, fp16: under autocast.",
+)
+@click.option(
+    "--chunk-head/--no-chunk-head",
+    default=True,
+    help="The head of a language model may be computed in chunks, which rounds otherwise.",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
+@click.option("--load", "file", metavar="FILE", help="Measure the plan in this file instead of making one.")
+@click.option(
+    "--np",
+    "ranks",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Also estimate the memory of each rank of clusters up to this size.",
+)
+@click.option(
+    "--shard",
+    metavar="STAGE",
+    help="Show this in its parts: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
+)
+@click.option(
+    "--offload", type=click.Choice(["optimizer", "parameters"]), help="Show it with this offloaded."
+)
+@click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
+@click.option("--wire", help="Format in which shards travel: fp32, fp16, bf16, int8, int4.  [default: fp32]")
+@click.option(
+    "--stages",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Plan this many pipeline stages, whose memory the budget is for; --batch is then a micro-batch.",
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Micro-batches of a step.  [default: 2 for each stage]",
+)
+@click.option("--schedule", type=click.Choice(NAMES), help="Of the stages' passes.  [default: 1f1b]")
+@click.option(
+    "--param-scale",
+    type=click.FloatRange(1.0),
+    help="Bytes of parameter, gradient and optimizer state for each byte of a parameter.  [default: 4]",
+)
+@click.option("--output", metavar="FOLDER", help="For plan and pictures.  [default: runs/plan-<time>]")
+def plan(
+    name: str,
+    options: tuple[str, ...],
+    budget: str | None,
+    precision: str,
+    chunk_head: bool,
+    device: str,
+    file: str | None,
+    output: str | None,
+    **others: Any,
+) -> None:
+    """The command; :data:`HELP` says what it does."""
+    from hvd_ckpt.distributed.precision import AUTOCAST
+    from hvd_ckpt.utils.schema import named
+
+    try:
+        parse_budget(budget)
+        model_options = named("--model-option", options)
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+    place = check_device(device)
+    stages = stages_of(others)
+    cluster = cluster_of(others)
+    if stages is not None and (file is not None or cluster is not None):
+        raise BadArgument(
+            f"--stages {stages['stages']}: leave out --load and --np, which are for a model without stages"
+        )
+    loaded = _load(file) if file is not None else None
+    job = _job(
+        name, {size: value for size, value in others.items() if value is not None}, model_options, place
+    )
+    if loaded is not None:
+        loaded = _fitting(loaded, job, budget, place)
+    folder = output_folder(output, "plan")
+    how = {"autocast": AUTOCAST.get(precision), "chunk_head": chunk_head}
+    chosen, baseline, unmet = _planned(job, loaded, budget, how, stages)
+    _report(chosen, baseline, folder, job, cluster, precision)
+    if unmet is not None:
+        nearest = unmet.smallest
+        share = nearest / chosen.baseline.peak_bytes
+        click.echo(
+            f"Nearest budget: {nearest} ({show_bytes(nearest)}, {share:.2f}x), for which this plan is."
+        )
+        raise BadArgument(f"--budget {budget}: {unmet}")
+    if chosen.budget and chosen.measured and chosen.measured.peak_bytes > chosen.budget:
+        over = chosen.measured.peak_bytes - chosen.budget
+        click.echo(f"The plan's measured peak is {over} bytes over its budget of {chosen.budget}.", err=True)
+        sys.exit(1)
+
+
+def _load(file: str) -> Plan:
+    from hvd_ckpt.planning.plan import Plan, PlanError
+
+    try:
+        return Plan.load(file)
+    except PlanError as error:
+        raise BadArgument(f"--load: {error}") from None
+    except OSError as error:
+        raise BadArgument(f"--load: cannot read '{file}': {error.strerror}") from None
+
+
+def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torch.device) -> Job:
+    from hvd_ckpt.app.cli.plan_models import build
+
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:  # where module:function is most often
+        sys.path.insert(0, here)
+    try:
+        return build(name, sizes, options, device)
+    except ValueError as error:
+        raise BadArgument(f"--model: {error}") from None
+    except ModuleNotFoundError as error:
+        raise BadArgument(f"--model {name}: {explain_import_error(error) or error}") from None
+
+
+def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -> Plan:
+    """The loaded plan, with the budget asked for, if it fits the model."""
+    from hvd_ckpt.planning.plan import PlanError, sample_shapes
+
+    try:
+        loaded.check(job.model)
+    except PlanError as error:
+        raise BadArgument(f"--load: {error}") from None
+    sample = sample_shapes(job.sample, job.kwargs)
+    if sample != loaded.sample:
+        made, given = (
+            ", ".join(f"{dtype}{list(shape)}" for dtype, shape in one) for one in (loaded.sample, sample)
+        )
+        click.echo(f"The plan was made for {made}, the batch is {given}: predictions do not hold.", err=True)
+    if budget is None:
+        return loaded
+    limit = parse_budget(budget).bytes(loaded.baseline.peak_bytes, loaded.smallest.peak_bytes, device)
+    return dataclasses.replace(loaded, budget=limit)
+
+
+def _planned(
+    job: Job, loaded: Plan | None, budget: str | None, how: dict[str, Any], stages: dict[str, Any] | None
+) -> tuple[Plan, Cost | None, BudgetError | None]:
+    """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
+    A plan for stages is not measured. ``how`` has further arguments of the planner."""
+    from hvd_ckpt.planning.step import Step
+
+    unmet = None
+    with progress_bar(each=True) as progress:
+        task = progress.add_task("planning", total=None)
+
+        def say(what: str) -> None:
+            progress.update(task, description=what)
+
+        if loaded is None:
+            chosen, unmet = _made(job, budget, {**how, "say": say}, stages)
+        else:
+            chosen = loaded
+        if chosen.pipeline is not None:
+            return chosen, None, unmet
+        chosen, baseline = _measured(
+            chosen, Step(job.model, job.sample, job.kwargs, job.loss, how["autocast"]), say
+        )
+    return chosen, baseline, unmet
+
+
+def _made(
+    job: Job,
+    budget: str | None,
+    how: dict[str, Any],
+    stages: dict[str, Any] | None,
+) -> tuple[Plan, BudgetError | None]:
+    """The plan, or the one that comes nearest, with the error that says so."""
+    from hvd_ckpt.planning.planner import Planner
+    from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
+
+    arguments: dict[str, Any] = {"kwargs": job.kwargs, "loss": job.loss, **how}
+    try:
+        if stages is not None:
+            scale = stages.get("param_scale", PARAM_SCALE)
+            layout = Layout.make(stages["stages"], stages.get("chunks"), stages.get("schedule", "1f1b"), None)
+            planner = Planner(job.model, *job.sample, **arguments, blocks=layout.blocks_of(job.model))
+            return planner.plan_stages(layout, budget, scale), None
+        return Planner(job.model, *job.sample, **arguments, budget=budget).plan(budget), None
+    except BudgetError as error:
+        if error.nearest is not None:
+            return error.nearest, error
+        raise BadArgument(f"--budget {budget}: {error}") from None
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+
+
+def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Plan, Cost | None]:
+    """The plan with cost and timelines measured anew, and the cost without recomputation, if that was seen to fit; in turns."""
+    from hvd_ckpt.planning.plan import Cost, applied, thinned
+    from hvd_ckpt.utils.measure import undisturbed
+
+    forms: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+    forms["after"] = lambda: applied(step.model, chosen)
+    if "before" in chosen.timelines:
+        forms["before"] = contextlib.nullcontext
+    peaks, timelines = {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    with undisturbed(step.model, step.device):
+        for name, form in forms.items():
+            say(f"measuring the memory {name} planning")
+            with form():
+                step.run()
+                peaks[name], timeline = step.peak()
+                timelines[name] = thinned(timeline)
+        for number in range(ROUNDS):
+            say(f"timing, round {number + 1} of {ROUNDS}")
+            for name in forms if number % 2 == 0 else reversed(forms):
+                with forms[name]():
+                    seconds[name].append(step.seconds())
+    costs = {name: Cost(peaks[name], statistics.median(seconds[name])) for name in forms}
+    chosen = dataclasses.replace(chosen, measured=costs["after"], timelines=timelines)
+    return chosen, costs.get("before")
+
+
+def _report(
+    chosen: Plan, baseline: Cost | None, folder: Path, job: Job, cluster: Cluster | None, precision: str
+) -> None:
+    """Prints the tables and writes the files."""
+    from hvd_ckpt.planning import show
+
+    console = console_for_tables(WIDTH)
+    show.print_plan(chosen, console, baseline)
+    if chosen.pipeline is not None:
+        show.print_stages(chosen, console)
+    if cluster is not None:
+        cluster.show(job, chosen, precision, console)
+    chosen.save(folder / "plan.json")
+    click.echo(f"Plan: {folder / 'plan.json'}")
+    try:
+        if chosen.pipeline is not None:
+            show.schedule_plot(chosen, folder / "schedule.png")
+            click.echo(f"Schedule: {folder / 'schedule.png'}")
+            return
+        show.frontier_plot(chosen, folder / "frontier.png", baseline)
+        click.echo(f"Frontier: {folder / 'frontier.png'}")
+        if any(chosen.timelines.values()):
+            show.timeline_plot(chosen, folder / "timeline.png", baseline)
+            click.echo(f"Timeline: {folder / 'timeline.png'}")
+    except ImportError as error:  # of matplotlib
+        say_no_pictures(error)
+
+
+def stages_of(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes the options of pipeline stages out of the command's; None if there are no stages.
+
+    Raises:
+        BadArgument: one is given without ``--stages``.
+    """
+    names = ("stages", "chunks", "schedule", "param_scale")
+    return _taken(options, names, "--stages, the number of stages") or None
+
+
+def _taken(options: dict[str, Any], names: tuple[str, ...], needed: str) -> dict[str, Any]:
+    """Takes options that are given out of the command's; none of ``names`` can do without the first."""
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    if given and names[0] not in given:
+        name, value = next(iter(given.items()))
+        raise BadArgument(f"--{name.replace('_', '-')} {value}: give {needed}, as well")
+    return given
+
+
+# ------------------------------------------------------------------------------------ clusters
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that need not be there, on whose ranks the memory of a step with the plan is estimated.
+
+    Attributes:
+        ranks: of the largest cluster.
+        stage, offload: shown in its parts.
+        optimizer: a name of ``torch.optim`` in lower case.
+        wire: the format in which shards travel.
+    """
+
+    ranks: int
+    stage: int = 0
+    offload: str | None = None
+    optimizer: str = "adamw"
+    wire: str = "fp32"
+
+    def sizes(self) -> list[int]:
+        """Powers of two, and the size asked for."""
+        powers = [1 << power for power in range(self.ranks.bit_length()) if 1 << power < self.ranks]
+        return [*powers, self.ranks]
+
+    def show(self, job: Job, plan: Plan, precision: str, console: Console) -> None:
+        """Measures a step with the plan here, and prints the peak over stages and sizes, and the chosen one in its parts.
+
+        Raises:
+            BadArgument: the optimizer cannot be estimated.
+        """
+        from hvd_ckpt.sharding.estimate import Estimator
+
+        arguments: dict[str, Any] = {"sample": job.sample, "kwargs": job.kwargs, "loss": job.loss}
+        try:
+            estimator = Estimator(job.model, plan, self.optimizer, precision, **arguments)
+            console.print(self._table(estimator))
+            console.print(Text(str(self._estimate(estimator, self.ranks, self.stage, self.offload))))
+        except ValueError as error:
+            raise BadArgument(f"--np {self.ranks}: {error}") from None
+
+    def _table(self, estimator: Estimator) -> Table:
+        table = Table(box=SIMPLE_HEAD, title="peak of a step, per rank", title_justify="left")
+        table.add_column("np", justify="right", no_wrap=True)
+        for stage, offload in FORMS:
+            table.add_column(
+                f"shard {stage}" + (f",\n{offload}\noffloaded" if offload else ""),
+                justify="right",
+                no_wrap=True,
+            )
+        for ranks in self.sizes():
+            cells = []
+            for form in FORMS:
+                chosen = ranks == self.ranks and form == (self.stage, self.offload)
+                peak = show_bytes(self._estimate(estimator, ranks, *form).peak)
+                cells.append(Text(f"* {peak}" if chosen else peak, style="bold" if chosen else ""))
+            table.add_row(Text(str(ranks)), *cells)
+        return table
+
+    def _estimate(self, estimator: Estimator, ranks: int, stage: int, offload: str | None) -> MemoryEstimate:
+        """With the wire format where the stage uses one."""
+        wire = {
+            "gradients": self.wire if stage >= 2 else "fp32",
+            "parameters": self.wire if stage >= 1 else "fp32",
+        }
+        return estimator.estimate(ranks, stage, offload, wire)
+
+
+def cluster_of(options: dict[str, Any]) -> Cluster | None:
+    """Takes the options of a cluster out of the command's; None if none was given.
+
+    Raises:
+        BadArgument: one is wrong, or there is no ``--np``.
+    """
+    names = ("ranks", "shard", "offload", "optimizer", "wire")
+    given = _taken(options, names, "--np, the number of ranks")
+    if not given:
+        return None
+    from hvd_ckpt.sharding import stage_of
+    from hvd_ckpt.sharding.formats import wire_format
+    from hvd_ckpt.sharding.measured_memory import check_optimizer
+
+    for name, check in (("shard", stage_of), ("wire", wire_format), ("optimizer", check_optimizer)):
+        try:
+            if name in given:
+                check(given[name])
+        except ValueError as error:
+            raise BadArgument(f"--{name}: {error}") from None
+    cluster = Cluster(stage=stage_of(given.pop("shard", "none")), **given)
+    if cluster.offload and not cluster.stage:
+        raise BadArgument(
+            f"--offload {cluster.offload}: give --shard optimizer, gradients or parameters as well"
+        )
+    if cluster.offload == "parameters" and cluster.stage < 3:
+        raise BadArgument("--offload parameters: give --shard parameters as well")
+    return cluster

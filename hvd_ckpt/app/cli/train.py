@@ -1,0 +1,281 @@
+"""``hvd-ckpt train``: flags and files to a configuration, one line for an invalid setting, a run.
+
+Exit status 0 after a run, or when the file ``stop`` in its folder has stopped it; 128 + signal when a signal has; 2 for an invalid
+setting; 1 for anything else: in one line, or with the traceback of the rank where it happened.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+from pydantic.fields import FieldInfo
+
+from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.app.models.catalog import overview
+from hvd_ckpt.app.training.config import Config, ConfigError, Options, read_yaml
+from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
+from hvd_ckpt.processes.launchers import RANK_VARIABLES, launched_rank
+from hvd_ckpt.processes.probe import find_launcher, launcher_environment
+from hvd_ckpt.utils.folders import new_folder
+from hvd_ckpt.utils.schema import named, parsed
+from hvd_ckpt.utils.text import SECONDS, talking
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trainer import Trainer
+
+
+# One setting of these replaces the others.
+ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments", "reentrant"})
+OF_STAGES = {
+    "pipeline_schedule",
+    "virtual_stages",
+    "balance",
+    "checkpoint",
+}  # which another number of stages replaces
+
+
+def _flag(name: str, field: FieldInfo) -> click.Option:
+    flag, help = name.replace("_", "-"), field.description or ""
+    if field.annotation is bool:
+        return click.Option(
+            [f"--{flag}/--no-{flag}", name],
+            default=None,
+            help=f"{help}  [default: {flag}]" if field.default else help,
+        )
+    if field.annotation == Options:
+        return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
+    if field.default is not None and not field.is_required():
+        help += f"  [default: {field.default}]"
+    return click.Option([f"--{flag}", name], default=None, metavar="VALUE", help=help)
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or any(_is_text(one) for one in get_args(annotation))
+
+
+def _train(
+    file: str | None,
+    max_restarts: int | None,
+    np: int | None,
+    launcher: str | None,
+    grace: float,
+    **flags: Any,
+) -> None:
+    try:
+        config = _config(file, flags)
+        if max_restarts is None and np is None and launcher is None:
+            run(config)
+            return
+        if np is not None and np % config.stages:
+            raise ConfigError(f"--np {np}: stages {config.stages} do not divide it, give a multiple")
+        words = _launcher(np, launcher)
+        commands = _commands(config, words, file, flags)
+    except ConfigError as error:
+        raise BadArgument(str(error)) from None
+    click.get_current_context().exit(supervise(commands, max_restarts or 0, grace))
+
+
+def _launcher(np: int | None, launcher: str | None) -> list[str]:
+    """The words of the launcher; none for one process.
+
+    Raises:
+        ConfigError: it cannot be, or is not here.
+    """
+    inside = next((name for name in RANK_VARIABLES if name in os.environ), None)
+    if inside is not None:
+        raise ConfigError(
+            f"--max-restarts, --np, --launcher: {inside} is set, so a launcher has started this process already; start the "
+            "launcher from here instead: hvd-ckpt train --max-restarts 3 --launcher 'horovodrun -np 2' ..."
+        )
+    if np is not None and launcher is not None:
+        raise ConfigError(f"--np {np} and --launcher '{launcher}': give one of them")
+    if np is not None:
+        horovodrun = find_launcher()
+        if horovodrun is None:
+            raise ConfigError(f"--np {np}: horovodrun was found neither next to this Python nor on PATH")
+        return [*horovodrun, "-np", str(np)]
+    try:
+        words = shlex.split(launcher or "")
+    except ValueError as error:
+        raise ConfigError(f"--launcher '{launcher}': {str(error).lower()}") from None
+    if words and shutil.which(words[0], path=launcher_environment()["PATH"]) is None:
+        raise ConfigError(f"--launcher '{launcher}': there is no command '{words[0]}' here")
+    return words
+
+
+def _commands(config: Config, launcher: list[str], file: str | None, flags: dict[str, Any]) -> Commands:
+    """The commands of a run, whose folder is decided here.
+
+    Raises:
+        ConfigError: the folder is in use or cannot be written to.
+    """
+    files = [] if file is None else [file]
+    if config.resume is not None:
+        run = _folder_of_run(config.resume).resolve()
+        first = [*files, *_arguments({**flags, "resume": config.resume})]
+        again = [*files, *_arguments({**flags, "resume": str(run)})]
+        return Commands(launcher, first, again, run, resumed=True)
+    try:
+        run = new_folder(config.output, "train", make=not config.dry_run)
+    except ValueError as error:
+        raise ConfigError(f"output: {error}") from None
+    first = [*files, *_arguments({**flags, "output": str(run)})]
+    return Commands(launcher, first, [f"--resume={run}"], run, resumed=False)
+
+
+def _arguments(flags: dict[str, Any]) -> list[str]:
+    """The flags as they are written on a command line."""
+    written = []
+    for setting in Config.model_fields:
+        name, value = setting.replace("_", "-"), flags[setting]
+        if isinstance(value, bool):
+            written.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            written += [f"--{name.removesuffix('s')}={one}" for one in value]
+        elif value is not None:
+            written.append(f"--{name}={value}")
+    return written
+
+
+def _config(file: str | None, flags: dict[str, Any]) -> Config:
+    """The settings of the file, replaced by those of the flags."""
+    values = read_yaml(file) if file is not None else {}
+    resume = flags["resume"] or values.get("resume")
+    if resume is not None:
+        given = {*values, *(name for name, value in flags.items() if value is not None)}
+        values = {**_settings_of_run(str(resume), given), **values}
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            if Config.model_fields[name].annotation == Options:
+                if options := named(flag.removesuffix("s"), value):
+                    values[name] = {**(values.get(name) or {}), **options}
+            elif isinstance(value, str) and not _is_text(Config.model_fields[name].annotation):
+                values[name] = parsed(value)
+            elif value is not None:
+                values[name] = value
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+    if flags["offload"] == "none" and flags["offload_folder"] is None:
+        values.pop("offload_folder", None)  # that of the resumed run
+    return Config.make(values)
+
+
+def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
+    """The settings of a run, or of the run of a snapshot, without those that the settings given now replace."""
+    values = read_yaml(_folder_of_run(resume) / "config.yaml")
+    replaced = {"output", "resume"}
+    for alternatives in ALTERNATIVES:
+        if given & alternatives:
+            replaced |= alternatives
+    if "stages" in given:
+        replaced |= OF_STAGES
+    return {name: value for name, value in values.items() if name not in replaced}
+
+
+def _folder_of_run(resume: str) -> Path:
+    folder = Path(resume)
+    return folder.resolve().parent.parent if os.path.isfile(folder / "manifest.json") else folder
+
+
+def run(config: Config) -> None:
+    """Trains as configured, on all ranks; ends the process with the status of a run that was stopped or failed.
+
+    Raises:
+        ConfigError: on every rank alike.
+    """
+    import horovod.torch as hvd
+
+    from hvd_ckpt.app.training import elastic
+    from hvd_ckpt.app.training.ending import exit_handler, exit_now, status_of
+    from hvd_ckpt.app.training.summary import DryRun
+    from hvd_ckpt.processes import runtime, watchdog
+    from hvd_ckpt.processes.grid import current
+    from hvd_ckpt.reduction.construction import is_elastic
+
+    folder = config.output or (config.resume and _folder_of_run(config.resume))
+    with exit_handler(Path(folder) if folder else None):
+        watchdog.end_with_parent()
+        if config.stages > 1 and is_elastic():
+            raise ConfigError(
+                f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
+            )
+        if config.within is not None:  # each group of ranks is a process set
+            os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+        try:
+            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
+        except ValueError as error:  # of the environment, or Horovod's own
+            raise ConfigError(str(error)) from None
+        try:
+            outcome = elastic.train(config) if is_elastic() else _prepared(config).run()
+        except DryRun:
+            return
+    if current().number == 0:
+        end = "ended early" if outcome.ended_early else "done"
+        if outcome.stopped:
+            end = f"stopped by {asked_by(outcome.stopped)}, with a snapshot,"
+        click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
+    if outcome.stopped:
+        # Everything is written, and a launcher may give no time for the interpreter's own end.
+        hvd.shutdown()
+        exit_now(status_of(outcome.stopped))
+
+
+def _prepared(config: Config) -> Trainer:
+    """The trainer of this rank; large texts and snapshots, and plans, take their time."""
+    from hvd_ckpt.app.training.build import assemble_in_turn
+    from hvd_ckpt.app.training.trainer import Trainer
+
+    if launched_rank():
+        return Trainer(config, *assemble_in_turn(config))
+    with talking("train", after=SECONDS) as say:
+        say("reading the data and building the model")
+        assembly = assemble_in_turn(config)
+        say("preparing the first step")
+        return Trainer(config, *assembly)
+
+
+train = OneLineErrors(
+    "train",
+    callback=_train,
+    params=[
+        click.Argument(["file"], required=False, metavar="[FILE]"),
+        *[_flag(name, field) for name, field in Config.model_fields.items()],
+        click.Option(
+            ["--max-restarts"],
+            type=click.IntRange(0),
+            metavar="N",
+            help="Start the ranks from here, and again from the newest snapshot when they die, N times at most.",
+        ),
+        click.Option(
+            ["--np"], type=click.IntRange(1), metavar="P", help="Start P ranks from here, by horovodrun."
+        ),
+        click.Option(
+            ["--launcher"],
+            metavar="COMMAND",
+            help="Start the ranks from here by this, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
+        ),
+        click.Option(
+            ["--grace"],
+            type=click.FloatRange(0),
+            default=20,
+            show_default=True,
+            metavar="SECONDS",
+            help="Of ranks started from here, to save and end after a signal to this process.",
+        ),
+    ],
+    help=f"""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
+
+    Or, with restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
+
+    Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
+
+    Models: {overview()}, a folder of a Hugging Face model, or module:function.
+    """,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)

@@ -1,0 +1,218 @@
+"""Images and their classes: scikit-learn's digits, folders, arrays.
+
+Images are standardised, channel by channel: digits and arrays by mean and deviation of the samples trained on, images of a
+folder, which are decoded when they are asked for, by the constants that are usual for photographs.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from hvd_ckpt.data.dataset import (
+    Integers,
+    Source,
+    StandardisedSamples,
+    channel_statistics,
+    check_samples,
+    load_arrays,
+)
+from hvd_ckpt.data.objectives import Batch
+from hvd_ckpt.utils.text import one_line
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # decoders of others start programs
+
+# Mean and deviation of the photographs of ImageNet, red, green and blue from 0 to 1, as torchvision's models have them.
+PHOTOGRAPHS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0) -> Images:
+    """The data set of a folder with a folder of images for each class, of an .npz file, or scikit-learn's digits for None.
+
+    Raises:
+        ValueError: images are missing; one sentence.
+    """
+    if source is None:
+        return Digits(pixels, seed=seed)
+    if Path(source).is_dir():
+        return ImageFolder(source, pixels, seed=seed)
+    return ImageArrays(source, pixels, seed=seed)
+
+
+class Images(StandardisedSamples):
+    """Images of ``pixels`` x ``pixels`` and the class of each.
+
+    A batch's inputs are the images (samples, channels, pixels, pixels), float32, and its targets the classes (samples,).
+
+    Attributes:
+        channels: of each image.
+        classes: how many there are.
+        pixels: of a side.
+    """
+
+    def __init__(self, labels: Integers, channels: int, classes: int, pixels: int, seed: int) -> None:
+        self.channels = channels
+        self.classes = classes
+        self.pixels = pixels
+        self._seed = seed
+        self._labels = labels
+        self._chosen = numpy.arange(len(labels))
+        self._standardise_by(self._chosen)
+
+    def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
+        which = self._chosen[check_samples(indices, epoch, len(self))[0]]
+        images = (self._images(which) - self._mean[:, None, None]) / self._deviation[:, None, None]
+        return Batch((images,), torch.from_numpy(self._labels[which]))
+
+    @abstractmethod
+    def _images(self, which: Integers) -> Tensor:
+        """Images as they are, (samples, channels, pixels, pixels), float32."""
+
+    @abstractmethod
+    def _statistics(self, which: Integers) -> tuple[Any, Any]:
+        """Mean and deviation of each channel of these images."""
+
+    def _standardise_by(self, which: Integers) -> None:
+        mean, deviation = self._statistics(which)
+        self._mean = torch.as_tensor(mean, dtype=torch.float32)
+        self._deviation = torch.as_tensor(deviation, dtype=torch.float32)
+
+
+class ImageArrays(Images):
+    """Images in an array.
+
+    Args:
+        source: an .npz file with ``images`` and ``labels``, or the two arrays. Images are of shape (N, H, W), (N, H, W, C) or
+            (N, C, H, W) with 1, 3 or 4 channels, of any type; labels (N,) are whole numbers from 0.
+        pixels: of a side, to which images are scaled; by default as they are.
+        seed: of the split.
+
+    Raises:
+        ValueError: the file is missing or not such a file, or arrays do not fit; one sentence.
+    """
+
+    def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:
+        images, labels, name = load_arrays(source, "images")
+        if labels.ndim != 1:
+            raise ValueError(f"{name}: labels are of shape {labels.shape}, give one for each image")
+        self._array = _channels_first(images, name)
+        _, channels, height, width = self._array.shape
+        if pixels is None and height != width:
+            raise ValueError(
+                f"{name}: images are of shape {images.shape}, not square: say to how many pixels to scale them"
+            )
+        super().__init__(labels.astype(numpy.int64), channels, int(labels.max()) + 1, pixels or height, seed)
+
+    def _images(self, which: Integers) -> Tensor:
+        images = torch.from_numpy(self._array[which].astype(numpy.float32))
+        if images.shape[2:] != (self.pixels, self.pixels):
+            images = functional.interpolate(
+                images, (self.pixels, self.pixels), mode="bilinear", align_corners=False, antialias=True
+            )
+        return images
+
+    def _statistics(self, which: Integers) -> tuple[Any, Any]:
+        return channel_statistics(self._array, which)
+
+
+class Digits(ImageArrays):
+    """The 1797 handwritten digits of scikit-learn (UCI "Optical Recognition of Handwritten Digits"), 8 x 8, scaled.
+
+    Args:
+        pixels: of a side.
+        seed: of the split.
+    """
+
+    def __init__(self, pixels: int = 32, *, seed: int = 0) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        super().__init__((digits.images, digits.target), pixels, seed=seed)
+
+
+class ImageFolder(Images):
+    """Images of a folder that has a folder for each class; decoded when they are asked for.
+
+    The classes are the folders in sorted order. Of each, all files at any depth are taken that have a suffix of an image and
+    are not hidden. An image is scaled to the shorter side and cut at both ends of the longer one.
+
+    Args:
+        folder: the folder.
+        pixels: of a side.
+        seed: of the split.
+
+    Attributes:
+        class_names: the names of the folders.
+
+    Raises:
+        ValueError: there is no such folder, or one of a class without images; one sentence. Later, from ``batch``: an image
+            cannot be decoded.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], pixels: int, *, seed: int = 0) -> None:
+        try:
+            found = {
+                path.name: _image_files(path)
+                for path in sorted(Path(folder).iterdir())
+                if path.is_dir() and not path.name.startswith(".")
+            }
+        except OSError as error:
+            raise ValueError(f"cannot read the image folder '{folder}': {error.strerror}") from None
+        if not found:
+            raise ValueError(f"the image folder '{folder}' has no folders in it: give it one for each class")
+        for name, files in found.items():
+            if not files:
+                raise ValueError(
+                    f"the folder '{Path(folder, name)}' holds no images: a class needs one at least"
+                )
+        self.class_names = list(found)
+        self._files = [file for files in found.values() for file in files]
+        labels = numpy.repeat(numpy.arange(len(found)), [len(files) for files in found.values()])
+        super().__init__(labels, 3, len(found), pixels, seed)
+
+    def _images(self, which: Integers) -> Tensor:
+        decoded = numpy.stack([self._decode(self._files[number]) for number in which])
+        return (torch.from_numpy(decoded).float() / 255).movedim(3, 1).contiguous()
+
+    def _statistics(self, which: Integers) -> tuple[Any, Any]:
+        return PHOTOGRAPHS
+
+    def _decode(self, file: Path) -> NDArray[numpy.uint8]:
+        from PIL import Image, ImageOps
+
+        try:
+            with Image.open(file, formats=FORMATS) as image:
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+                return numpy.asarray(
+                    ImageOps.fit(upright, (self.pixels, self.pixels), Image.Resampling.BILINEAR)
+                )
+        except Exception as error:  # decoders raise nearly anything for a damaged file
+            reason = one_line(str(error)) or type(error).__name__
+            raise ValueError(f"cannot decode the image '{file}': {reason}") from None
+
+
+def _image_files(folder: Path) -> list[Path]:
+    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+
+
+def _channels_first(images: NDArray[Any], name: str) -> NDArray[Any]:
+    if images.ndim == 3:
+        return images[:, None]
+    few = (1, 3, 4)
+    if images.ndim == 4 and (images.shape[1] in few) != (images.shape[3] in few):
+        return images if images.shape[1] in few else numpy.moveaxis(images, 3, 1)
+    raise ValueError(
+        f"{name}: images are of shape {images.shape}, give (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels"
+    )

@@ -1,0 +1,129 @@
+"""Token ids that another tool has written: files of NumPy, or of ids alone, memory-mapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from hvd_ckpt.app.datasets.tokens import (
+    Tokens,
+    cache_folder,
+    find_text_files,
+    key_of,
+    number_of_tokens,
+    read_tokenizer,
+)
+from hvd_ckpt.utils.text import one_line
+
+SUFFIXES = frozenset({".bin", ".npy"})
+STRETCH = 1 << 22  # ids that are checked at a time
+
+
+class Shards(Tokens):
+    """The token ids of files, one after the other as one text; nothing is put between two files.
+
+    A ``.npy`` file holds an array (ids,) of integers. Any other file holds little-endian uint16 and nothing else, as nanoGPT's
+    ``prepare.py`` writes it. Files are mapped, and read once from end to end to find ids that are not in the vocabulary; a
+    file in ``cache`` spares that as long as their paths, sizes and times of change are the same.
+
+    Args:
+        source: a file, or a folder, of which all ``.bin`` and ``.npy`` files below it are taken, sorted by path.
+        tokenizer: the JSON file of the ``tokenizers`` library that the ids are from, for the vocabulary and special tokens.
+        vocabulary: the number of ids; without it the tokenizer's.
+        cache: as in :class:`Tokens`.
+
+    Attributes are those of :class:`Tokens`.
+
+    Raises:
+        ValueError: there is no vocabulary, a file is missing, unreadable, empty or not of ids, or has an id that is not in the
+            vocabulary; one sentence.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | None = None,
+        vocabulary: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        known = None if tokenizer is None else read_tokenizer(Path(tokenizer))[0]
+        if vocabulary is not None:
+            self.ordinary = vocabulary
+        elif known is not None and tokenizer is not None:
+            self.ordinary = number_of_tokens(known, tokenizer)
+        else:
+            raise ValueError(
+                f"tokens '{source}': the number of token ids is unknown: give vocabulary, or put the tokenizer.json beside them"
+            )
+        self._number_special(known)
+        files = find_text_files(source, SUFFIXES)
+        arrays = [_open(file) for file in files]
+        checked = (cache_folder() if cache is None else Path(cache)) / (
+            key_of(files, f"ids below {self.ordinary}") + ".checked"
+        )
+        if not checked.is_file():
+            for file, array in zip(files, arrays):
+                _check(file, array, self.ordinary)
+            try:
+                checked.parent.mkdir(parents=True, exist_ok=True)
+                checked.touch()
+            except OSError:
+                pass  # the next run checks again
+        joined: Any = arrays[0] if len(arrays) == 1 else _Joined(arrays)
+        self.array = joined
+
+
+class _Joined:
+    """Arrays one after the other, indexed by an array of positions."""
+
+    def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
+        self._arrays = arrays
+        self._ends = numpy.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+        which = numpy.searchsorted(self._ends, positions, side="right")
+        found = numpy.empty(positions.shape, dtype=numpy.int64)
+        for number in numpy.unique(which).tolist():
+            array, here = self._arrays[number], which == number
+            found[here] = array[positions[here] - (self._ends[number] - len(array))]
+        return found
+
+
+def _open(file: Path) -> NDArray[Any]:
+    try:
+        if file.suffix.lower() != ".npy":
+            if file.stat().st_size % 2:
+                raise ValueError("its size is odd, and an id takes two bytes")
+            return numpy.memmap(file, dtype="<u2", mode="r").view(numpy.ndarray)
+        array = numpy.load(file, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, numpy.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+            shape, kind = getattr(array, "shape", None), getattr(array, "dtype", "unknown type")
+            raise ValueError(f"it holds {kind} of shape {shape}, give integers of one dimension")
+        if not len(array):
+            raise ValueError("it is empty")
+    except Exception as error:  # NumPy raises nearly anything for a damaged file
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(str(error))
+        raise ValueError(f"cannot use the token ids in '{file}': {reason}") from None
+    return array.view(numpy.ndarray)
+
+
+def _check(file: Path, array: NDArray[Any], vocabulary: int) -> None:
+    limits = numpy.iinfo(array.dtype)
+    if limits.min >= 0 and limits.max < vocabulary:
+        return
+    for first in range(0, len(array), STRETCH):
+        some = array[first : first + STRETCH]
+        if some.min() < 0 or some.max() >= vocabulary:
+            at = int(((some < 0) | (some >= vocabulary)).argmax())
+            raise ValueError(
+                f"the file '{file}' has the token id {some[at]} at position {first + at}, and the vocabulary has {vocabulary}: "
+                "give the tokenizer or the vocabulary that it was written with"
+            )

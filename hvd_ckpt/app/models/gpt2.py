@@ -1,0 +1,106 @@
+"""Hugging Face's GPT-2 with its language-model head, as a chain of blocks (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.masking_utils import create_causal_mask
+
+from hvd_ckpt.app.models.catalog import check_sizes
+from hvd_ckpt.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
+
+
+class EmbeddingsBlock(nn.Module):
+    """Token numbers (batch, length) to hidden states (batch, length, width), with learned positions."""
+
+    def __init__(self, tokens: nn.Module, positions: nn.Module, dropout: nn.Module) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.positions = positions
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        hidden = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)[None]
+        )
+        if token_type_ids is not None:  # types are tokens, too
+            hidden = hidden + self.tokens(token_type_ids)
+        result: Tensor = self.dropout(hidden)
+        return result
+
+
+class DecoderBlock(LayerBlock):
+    """One decoder layer; plan files name blocks by their classes."""
+
+
+class GPT2Chain(WrappedChain):
+    """A ``transformers.GPT2LMHeadModel`` as a chain: embeddings, decoder layers, norm and head.
+
+    ``chain(tokens, attention_mask)`` gives what ``model(tokens, attention_mask=attention_mask).logits`` gives, bit for bit.
+
+    Raises:
+        ValueError: for a model with cross-attention.
+    """
+
+    def __init__(self, model: GPT2LMHeadModel, checkpoint_interval: int = 0) -> None:
+        if model.config.add_cross_attention:
+            raise ValueError(
+                "The configuration says add_cross_attention=True, and only language models are supported: set it to False."
+            )
+        body = model.transformer
+        blocks: OrderedDict[str, nn.Module] = OrderedDict(
+            embeddings=EmbeddingsBlock(body.wte, body.wpe, body.drop)
+        )
+        for index, layer in enumerate(body.h):
+            blocks[f"decoder{index}"] = DecoderBlock(layer)
+        blocks["head"] = HeadBlock(nn.Sequential(OrderedDict(norm=body.ln_f, scores=model.lm_head)))
+        super().__init__(model, blocks, checkpoint_interval)
+
+    def prepare(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Token numbers, mask (0 hides a position) and token types, (batch, length) each."""
+        mask = create_causal_mask(
+            self.transformers_model.config, self._like_hidden(tokens), attention_mask, past_key_values=None
+        )
+        return (tokens,), {"attention_mask": mask, "token_type_ids": token_type_ids}
+
+
+def gpt2(
+    *,
+    vocabulary: int = 50257,
+    length: int = 128,
+    width: int = 128,
+    heads: int = 4,
+    layers: int = 4,
+    dropout: float = 0.1,
+    attention: str = "sdpa",
+    checkpoint_interval: int = 0,
+) -> GPT2Chain:
+    """A GPT-2, small by default; GPT-2 small is ``length=1024, width=768, heads=12, layers=12``.
+
+    Options are those of :mod:`hvd_ckpt.app.models.bert`; ``dropout`` is that of embeddings, attention and what a layer adds.
+
+    Raises:
+        ValueError: for sizes that fit no transformer.
+    """
+    check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
+        bos_token_id=None,  # those of the published vocabulary need not be in this one
+        eos_token_id=None,
+        use_cache=False,
+        attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
+    )
+    return GPT2Chain(GPT2LMHeadModel(config).train(), checkpoint_interval)

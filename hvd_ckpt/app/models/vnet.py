@@ -1,0 +1,188 @@
+"""V-Net, segmentation of volumes, as a chain.
+
+Milletari, Navab, Ahmadi, "V-Net: Fully Convolutional Neural Networks for Volumetric Medical Image Segmentation" (2016): four
+times down to a sixteenth of the resolution and up again. On the way up each stage also gets what the stage of the same
+resolution made on the way down.
+
+Those skip connections reach over most of the network. To be a chain all the same, a stage takes and returns the current
+features together with all the features that later stages still need, as one tuple, the newest first; a cut between any two
+stages is then a cut through every skip connection over it, and nothing is kept behind the back of whoever recomputes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hvd_ckpt.app.models.catalog import at_least_1
+from hvd_ckpt.recompute.sequential import as_arguments
+
+DOWN = (2, 3, 3, 3)  # convolutions in each stage of the way down, after the first stage's one (figure 2)
+UP = (3, 3, 2, 1)  # and of the way up
+SCALE = 2 ** len(DOWN)
+KERNEL = 5
+
+NORMS: dict[str, Callable[[int], nn.Module] | None] = {
+    "batch": nn.BatchNorm3d,
+    "instance": lambda maps: nn.InstanceNorm3d(maps, affine=True),
+    "none": None,
+}
+"""Normalization after each convolution: the paper has no normalization, most implementations since then a batch norm."""
+
+Flow = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class Residual(nn.Module):
+    """Convolutions of 5x5x5, added to what they are made from: (batch, maps, depth, height, width) in and out."""
+
+    def __init__(self, maps: int, convolutions: int, norm: str) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for index in range(convolutions):
+            layers += [nn.PReLU(maps)] if index else []
+            layers += _normalized(nn.Conv3d(maps, maps, KERNEL, padding=KERNEL // 2), norm)
+        self.convolutions = nn.Sequential(*layers)
+        self.activation = nn.PReLU(maps)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.activation(self.convolutions(features) + features)
+        return made
+
+
+class Entry(nn.Module):
+    """The first stage: (batch, channels, depth, height, width) to ``width`` maps, to each of which a channel is added.
+
+    Raises:
+        ValueError: for a volume with other channels, or a side that cannot be halved four times.
+    """
+
+    def __init__(self, channels: int, width: int, norm: str) -> None:
+        super().__init__()
+        self.channels = channels
+        self.convolution = nn.Sequential(
+            *_normalized(nn.Conv3d(channels, width, KERNEL, padding=KERNEL // 2), norm)
+        )
+        self.activation = nn.PReLU(width)
+
+    def forward(self, volume: torch.Tensor) -> torch.Tensor:
+        if volume.dim() != 5 or volume.shape[1] != self.channels:
+            raise ValueError(
+                f"this V-Net takes volumes of shape (batch, {self.channels}, depth, height, width), got {tuple(volume.shape)}"
+            )
+        if any(side % SCALE for side in volume.shape[2:]):
+            sides = " x ".join(map(str, volume.shape[2:]))
+            raise ValueError(
+                f"the sides of a V-Net's volume must be multiples of {SCALE}, got {sides}: pad or crop it"
+            )
+        convolved: torch.Tensor = self.convolution(volume)
+        # A view of the maps in groups of as many as there are channels: nothing is copied to repeat the channels.
+        groups = convolved.reshape(len(volume), -1, *volume.shape[1:])
+        made: torch.Tensor = self.activation((groups + volume.unsqueeze(1)).flatten(1, 2))
+        return made
+
+
+class Down(nn.Module):
+    """A stage on the way down: twice the maps at half the resolution; what it takes stays in the tuple for the way up."""
+
+    def __init__(self, maps: int, convolutions: int, norm: str) -> None:
+        super().__init__()
+        self.downsample = nn.Sequential(
+            *_normalized(nn.Conv3d(maps, 2 * maps, kernel_size=2, stride=2), norm), nn.PReLU(2 * maps)
+        )
+        self.residual = Residual(2 * maps, convolutions, norm)
+
+    def forward(self, flow: Flow) -> Flow:
+        features, *_ = taken = as_arguments(flow)
+        return self.residual(self.downsample(features)), *taken
+
+
+class Up(nn.Module):
+    """A stage on the way up: twice the resolution, joined with the newest features in the tuple, which leave it.
+
+    ``maps`` in, ``made`` out; half of these come from below and half from the way down.
+    """
+
+    def __init__(self, maps: int, made: int, convolutions: int, norm: str) -> None:
+        super().__init__()
+        self.upsample = nn.Sequential(
+            *_normalized(nn.ConvTranspose3d(maps, made // 2, kernel_size=2, stride=2), norm),
+            nn.PReLU(made // 2),
+        )
+        self.residual = Residual(made, convolutions, norm)
+
+    def forward(self, flow: Flow) -> Flow:
+        features, skipped, *later = as_arguments(flow)
+        made: torch.Tensor = self.residual(torch.cat([self.upsample(features), skipped], dim=1))
+        return (made, *later) if later else made  # not a tuple of one, which a chain may unpack
+
+
+class VNet(nn.Sequential):
+    """A V-Net whose children are its stages: entry, four down, four up, and a 1x1x1 convolution.
+
+    Input (batch, channels, depth, height, width), output (batch, classes, depth, height, width) of scores before the
+    softmax. Depth, height and width must be multiples of 16.
+
+    Raises:
+        ValueError: for an unknown norm; channels, classes or width below 1; a width that is not a multiple of channels; in the
+            forward pass, for a volume of another shape.
+    """
+
+    def __init__(self, channels: int, classes: int, width: int, norm: str) -> None:
+        at_least_1(channels=channels, classes=classes, width=width)
+        if width % channels:
+            raise ValueError(
+                f"width must be a multiple of channels, got width={width} and channels={channels}"
+            )
+        if norm not in NORMS:
+            raise ValueError(f"no norm {norm!r}: choose one of {', '.join(NORMS)}")
+        chain: OrderedDict[str, nn.Module] = OrderedDict(entry=Entry(channels, width, norm))
+        maps = width
+        for stage, convolutions in enumerate(DOWN, start=1):
+            chain[f"down{stage}"] = Down(maps, convolutions, norm)
+            maps *= 2
+        for stage, convolutions in enumerate(UP, start=1):
+            made = width * 2 ** (len(UP) - stage + 1)  # twice the maps of the way down at this resolution
+            chain[f"up{stage}"] = Up(maps, made, convolutions, norm)
+            maps = made
+        chain["classifier"] = nn.Conv3d(maps, classes, kernel_size=1)
+        super().__init__(chain)
+        self.apply(_initialize)
+
+
+def vnet(*, channels: int = 1, classes: int = 2, width: int = 16, norm: str = "batch") -> VNet:
+    """A V-Net, randomly initialized; the defaults are the paper's but for ``norm``, where it has ``"none"``.
+
+    Args:
+        channels: of the volume.
+        classes: of a voxel.
+        width: maps of the first stage; the deepest has 16 times as many.
+        norm: what follows each convolution but the last, a key of :data:`NORMS`. Batch norm takes more than one value per
+            channel: two volumes at least if their sides are 16.
+
+    Raises:
+        ValueError: see :class:`VNet`.
+    """
+    return VNet(channels, classes, width, norm)
+
+
+def _normalized(convolution: nn.Conv3d | nn.ConvTranspose3d, norm: str) -> list[nn.Module]:
+    build = NORMS[norm]
+    return [convolution] if build is None else [convolution, build(convolution.out_channels)]
+
+
+def _initialize(module: nn.Module) -> None:
+    """He et al. ("Delving Deep into Rectifiers", 2015), who are also the source of PReLU: variance 2 / (1 + slope**2) per input."""
+    if isinstance(module, nn.Conv3d):
+        inputs = module.in_channels * math.prod(module.kernel_size)
+    elif isinstance(module, nn.ConvTranspose3d):  # kernel and stride are equal: each voxel is made from one
+        inputs = module.in_channels
+    else:
+        return
+    slope = 0.25  # where nn.PReLU starts
+    nn.init.normal_(module.weight, std=math.sqrt(2 / (1 + slope**2) / inputs))
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,196 @@
+"""Data and model of a run, built from its configuration."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hvd_ckpt.app.datasets.images import open_images
+from hvd_ckpt.app.datasets.shards import Shards
+from hvd_ckpt.app.datasets.text import TEXTS
+from hvd_ckpt.app.datasets.tokens import Tokens
+from hvd_ckpt.app.datasets.volumes import open_volumes
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import errors_everywhere
+from hvd_ckpt.app.training.own import KIND, OwnModel, kind_of_data, objective_of, open_data
+from hvd_ckpt.data.dataset import Dataset
+from hvd_ckpt.data.objectives import Objective
+from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.sharding.host_memory import init_on_disk
+from hvd_ckpt.utils.measure import undisturbed
+from hvd_ckpt.utils.named import is_named
+
+# Kinds of data to which a setting applies.
+SETTINGS_OF_DATA = {
+    "text": TEXTS,
+    "tokens": TEXTS,
+    "documents": TEXTS,
+    "vocabulary": TEXTS,
+    "tokenizer": TEXTS,
+    "sequence_length": TEXTS,
+    "prompt": TEXTS,
+    "images": ("images",),
+    "volumes": ("volumes",),
+    "pixels": ("images", "volumes"),
+}
+
+
+class Assembly(NamedTuple):
+    """The arguments of a trainer.
+
+    Attributes:
+        model: with random weights drawn from the configuration's seed, or those of its folder.
+        objective: its loss.
+        train, test: samples; ``test`` is None where no validation split is configured.
+    """
+
+    model: nn.Module
+    objective: Objective
+    train: Dataset
+    test: Dataset | None
+
+
+# ------------------------------------------------------------------------------------ data and model
+
+
+def assemble(config: Config) -> Assembly:
+    """Data and model of a configuration, the same on every rank.
+
+    Raises:
+        ConfigError: the model is unknown, has no such option, or does not fit the data; data cannot be read.
+    """
+    entry: catalog.Entry | OwnModel
+    try:
+        own = is_named(config.model)
+        entry = OwnModel(config.model, kind_of_data(config)) if own else catalog.find(config.model)
+        entry.check_options(config.model_options)
+        kind = entry.kind if config.data is None else KIND
+        _check_settings(config, kind)
+        train, test, facts = open_data(config) if kind == KIND else _open_data(config, entry)
+        objective = objective_of(config, entry.kind)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    torch.manual_seed(config.seed)
+    on_disk = init_on_disk(config.offload_folder) if config.offload == "parameters" else nullcontext()
+    try:
+        with on_disk:
+            model = entry.build(facts, config.model_options)
+    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # sizes that no machine has
+        raise ConfigError(f"model {config.model}: {' '.join(str(error).split())}") from None
+    if entry.folder is not None:
+        _check_limits(config, catalog.limits(model), facts)
+    if kind in SETTINGS_OF_DATA["pixels"]:
+        _check_pixels(config, model, train)
+    return Assembly(model, objective, train, test)
+
+
+@watchdog.unlimited()
+def assemble_in_turn(config: Config) -> Assembly:
+    """:func:`assemble` on all ranks: the first of each machine encodes the text, the others find its tokens. Collective.
+
+    Raises:
+        ConfigError: on every rank alike.
+    """
+    for turn in (True, False):
+        with errors_everywhere("hvd_ckpt.train.assembly"):
+            if turn == (current().local_rank == 0):
+                assembly = assemble(config)
+    return assembly
+
+
+def _open_data(
+    config: Config, entry: catalog.Entry | OwnModel
+) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    """Samples to train and to evaluate on, and the facts of the data that the model depends on."""
+    if entry.kind in TEXTS:
+        return _open_text(config, entry)
+    pixels = config.pixels or entry.data.get("pixels", 32)
+    if entry.kind == "images":
+        images = open_images(config.images, pixels, seed=config.seed)
+        return *images.split(config.validation_split), {
+            "channels": images.channels,
+            "classes": images.classes,
+        }
+    volumes = open_volumes(config.volumes, pixels, seed=config.seed)
+    return *volumes.split(config.validation_split), {"channels": volumes.channels, "classes": volumes.classes}
+
+
+def _open_text(
+    config: Config, entry: catalog.Entry | OwnModel
+) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
+    tokenizer = find_tokenizer(config, entry.folder)
+    if config.prompt is not None and config.tokens is not None and tokenizer is None:
+        raise ValueError(
+            f"prompt {config.prompt}: nothing tells which tokens it has, give the tokenizer of the token ids as well"
+        )
+    tokens = (
+        Tokens(config.text, tokenizer, documents=config.documents)
+        if config.tokens is None
+        else Shards(config.tokens, tokenizer, config.vocabulary)
+    )
+    length = config.sequence_length or entry.data.get("length", 128)
+    train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)
+    vocabulary = tokens.vocabulary
+    if (
+        entry.folder is not None or config.tokens is not None
+    ):  # special tokens that are not used need no place
+        special = [tokens.separator] * (config.tokens is None) + [tokens.mask] * (entry.kind == "masked")
+        vocabulary = max([tokens.ordinary - 1, *special]) + 1
+    return train, test, {"vocabulary": vocabulary, "length": length}
+
+
+def find_tokenizer(config: Config, folder: Path | None) -> Path | None:
+    """The file of the run's tokenizer: as configured, else beside the token ids, else in the folder of the model; None for bytes,
+    or for token ids without one."""
+    if config.tokenizer is not None:
+        return Path(config.tokenizer)
+    places = [] if config.tokens is None else [Path(config.tokens), Path(config.tokens).parent]
+    places += [] if folder is None else [folder]
+    return next((file for place in places if (file := place / "tokenizer.json").is_file()), None)
+
+
+def _check_settings(config: Config, kind: str) -> None:
+    """A setting without effect on this kind of data is more likely a mistake than meant."""
+    for name, kinds in SETTINGS_OF_DATA.items():
+        if getattr(config, name) is not None and kind not in kinds:
+            what = str(config.data) if kind == KIND else "text" if kind in TEXTS else kind
+            raise ConfigError(
+                f"{name} {getattr(config, name)}: the model {config.model} is trained on {what}, leave it out"
+            )
+
+
+def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any]) -> None:
+    """The sizes of a folder's model are fixed; the data has to fit."""
+    if facts["vocabulary"] > limits.vocabulary:
+        raise ConfigError(
+            f"model {config.model}: it knows the tokens below {limits.vocabulary}, and the text has tokens up to "
+            f"{facts['vocabulary'] - 1}: give the model's own tokenizer"
+        )
+    if limits.length is not None and facts["length"] > limits.length:
+        raise ConfigError(
+            f"sequence_length {facts['length']}: the model {config.model} takes at most {limits.length} tokens"
+        )
+
+
+def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:
+    """Runs the model on a smallest micro-batch: it may halve its input to nothing, and a batch norm cannot train on one value."""
+    count = min(config.batch // config.accumulate, len(train))
+    sample = train.batch(range(count), [0] * count)
+    training = config.batch_norm != "synchronized"  # that trains on the samples of all ranks
+    try:
+        with torch.no_grad(), undisturbed(model, torch.device("cpu")):
+            model.train(training)(*sample.inputs)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        shape = tuple(sample.inputs[0].shape)
+        raise ConfigError(
+            f"pixels: the model {config.model} cannot take micro-batches of shape {shape}: {reason}"
+        ) from None
+    finally:
+        model.train()

@@ -1,0 +1,176 @@
+"""Settings of a training run that must, or must not, be given together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvd_ckpt.sharding import STAGES
+from hvd_ckpt.utils.named import is_named
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.training.config import Config
+
+ACROSS_RANKS = ("deferred-ranks", "synchronized")  # batch norms whose statistics are those of all ranks
+OF_LOCAL_SGD = ("outer_lr", "outer_momentum", "fragments", "delay")
+
+
+def check_combinations(config: Config) -> None:
+    """Raises ValueError for the first settings that do not go together; names them, and what to do."""
+    if config.steps is not None and config.epochs is not None:
+        raise ValueError(f"steps {config.steps} and epochs {config.epochs}: give one of them")
+    if config.tokens is not None and config.text is not None:
+        raise ValueError(f"text {config.text} and tokens {config.tokens}: give one of them")
+    if config.documents is not None and config.text is None:
+        raise ValueError(f"documents {config.documents}: they are lines of a text, give text as well")
+    if config.vocabulary is not None and config.tokens is None:
+        raise ValueError(f"vocabulary {config.vocabulary}: it is of token ids, give tokens as well")
+    recomputing = [name for name in ("budget", "plan", "segments") if getattr(config, name) is not None]
+    if len(recomputing) > 1:
+        raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")
+    if config.plan_cache is not None and config.budget is None:
+        raise ValueError(f"plan_cache {config.plan_cache}: it keeps plans for a budget, give budget as well")
+    if config.reentrant and config.segments is None:
+        raise ValueError("reentrant: it is a variant of recomputing segments, give segments as well")
+    if config.accumulate > config.batch:
+        raise ValueError(
+            f"accumulate {config.accumulate}: it is more than the batch of {config.batch} samples"
+        )
+    if config.ema is not None and config.precision.startswith("apex"):
+        raise ValueError(f"ema {config.ema}: Apex replaces the parameters, give precision fp16 or bf16")
+    if config.patience is not None and (config.eval_every is None or not config.validation_split):
+        raise ValueError(
+            f"patience {config.patience}: it counts evaluations, give eval_every and validation_split as well"
+        )
+    if config.prompt is not None and is_named(config.model):
+        raise ValueError(f"prompt {config.prompt}: it is for models of the catalogue, leave it out")
+    if config.resume is not None and config.output is not None:
+        raise ValueError(f"output {config.output}: a resumed run writes to its own folder, leave it out")
+    _check_local(config)
+    _check_sharding(config)
+    _check_stages(config)
+    _check_replicas(config)
+
+
+def _default(config: Config, name: str) -> object:
+    return type(config).model_fields[name].default
+
+
+def _check_local(config: Config) -> None:
+    if config.local_steps is None:
+        for name in OF_LOCAL_SGD:
+            if getattr(config, name) != _default(config, name):
+                raise ValueError(
+                    f"{name} {getattr(config, name)}: it is for local SGD, give local_steps as well"
+                )
+        if config.within is not None and (config.shard_stage < 3 or config.stages > 1):
+            raise ValueError(
+                f"within {config.within}: it is for local SGD and for shard {STAGES[3]} without stages, give one of them as well"
+            )
+        return
+    for name in ("fragments", "delay"):
+        if getattr(config, name) > config.local_steps:
+            raise ValueError(
+                f"{name} {getattr(config, name)}: give at most local_steps, {config.local_steps}"
+            )
+    if config.outer_momentum is not None and config.outer_lr is None:
+        raise ValueError(
+            f"outer_momentum {config.outer_momentum}: it is the outer optimizer's, give outer_lr as well"
+        )
+    for name, wrong, reason in (
+        ("wire", config.wire == "int4", "it is for sharded gradients, give int8"),
+        ("shard", config.shard_stage > 0 and config.within is None, "it splits over the ranks of a group, give within as well"),
+        ("accumulate_locally", config.accumulate_locally, "gradients are reduced within groups in each step, leave it out"),
+        ("stages", config.stages > 1, "each rank steps on a whole model, leave it out"),
+        ("replicas", config.replicas is not None, "ranks that step on their own have no bits in common, leave it out"),
+        ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),
+        ("compression", config.compression != "none", f"gradients stay on their rank, give wire {config.compression}"),
+        ("bucket_cap_mb", config.bucket_cap_mb != _default(config, "bucket_cap_mb"), "averages have other buckets, leave it out"),
+        ("batch_norm", config.batch_norm in ACROSS_RANKS, "each step would wait for all ranks, give local or deferred"),
+        ("check_weights", config.check_weights is not None, "ranks have weights of their own between averages, leave it out"),
+        ("precision", config.precision.startswith("apex"), "Apex replaces the parameters, give fp16 or bf16"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"local_steps {config.local_steps} and {name} {getattr(config, name)}: {reason}")
+
+
+def _check_sharding(config: Config) -> None:
+    needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
+    if config.offload is not None and not config.shard_stage and config.local_steps is None:
+        raise ValueError(
+            f"offload {config.offload}: it is for sharded runs and local SGD, give shard {STAGES[1]} or more, or local_steps"
+        )
+    if config.offload == "parameters" and config.shard_stage < 3:
+        raise ValueError(
+            f"offload parameters: whole parameters stay in memory, give shard {STAGES[3]} as well"
+        )
+    if config.offload_folder is not None and config.offload is None:
+        raise ValueError(
+            f"offload_folder {config.offload_folder}: nothing is offloaded, give offload as well"
+        )
+    if config.wire != "fp32" and config.shard_stage < 2 and config.local_steps is None:
+        raise ValueError(
+            f"wire {config.wire}: it is for sharded gradients or averages, give shard {STAGES[2]} or {STAGES[3]}, or local_steps"
+        )
+    if config.accumulate_locally and config.shard_stage < 2:
+        raise ValueError(f"accumulate_locally: {needs_gradients}")
+    if config.shard_stage >= 2 and config.compression != "none":
+        raise ValueError(
+            f"compression {config.compression}: sharded gradients are not allreduced, give wire {config.compression} instead"
+        )
+    if config.shard_stage and config.precision.startswith("apex"):
+        raise ValueError(
+            f"shard {config.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
+        )
+
+
+def _check_stages(config: Config) -> None:
+    interleaved = config.pipeline_schedule == "interleaved"
+    if config.stages == 1:
+        if config.checkpoint == "auto":
+            raise ValueError("checkpoint auto: it is for pipeline stages, give stages as well")
+        for name in ("pipeline_schedule", "virtual_stages", "balance"):
+            if getattr(config, name) != _default(config, name):
+                raise ValueError(
+                    f"{name} {getattr(config, name)}: it is for pipeline stages, give stages as well"
+                )
+        return
+    if config.virtual_stages is not None and not interleaved:
+        raise ValueError(
+            f"virtual_stages {config.virtual_stages}: it is for pipeline_schedule interleaved, give that as well"
+        )
+    parts = config.stages * config.virtual_stages_of_each
+    if config.balance is not None and len(config.balance) != parts:
+        raise ValueError(
+            f"balance {config.balance}: it has {len(config.balance)} numbers of blocks, give one for each of {parts} parts"
+        )
+    if config.segments is not None:
+        raise ValueError(
+            f"segments {config.segments}: each stage is one segment, give checkpoint or a budget"
+        )
+    if config.budget is not None or config.plan is not None:
+        for name, chosen in (("balance", None), ("checkpoint", "auto")):
+            if getattr(config, name) not in (_default(config, name), chosen):
+                raise ValueError(f"{name} {getattr(config, name)}: the plan chooses it, leave it out")
+    if config.precision.startswith("apex"):
+        raise ValueError(f"stages {config.stages}: Apex wants the whole model, give precision fp16 or bf16")
+    if config.optimizer.strip().lower() == "adafactor":
+        raise ValueError(
+            f"optimizer {config.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
+        )
+
+
+def _check_replicas(config: Config) -> None:
+    if config.replicas is None:
+        return
+    if config.replicas & (config.replicas - 1):
+        raise ValueError(f"replicas {config.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
+    for name, wrong, reason in (
+        ("stages", config.stages > 1, "the sums of stages are those of ranks, leave it out"),
+        ("shard", config.shard_stage > 2, f"replicas are added up as whole gradients, give {STAGES[2]} or less"),
+        ("wire", config.wire != "fp32", "it rounds what ranks send, leave it out"),
+        ("compression", config.compression != "none", "it rounds the sums of ranks, leave it out"),
+        ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics are those of ranks, give local or deferred"),
+        ("precision", config.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"replicas {config.replicas} and {name} {getattr(config, name)}: {reason}")

@@ -1,0 +1,457 @@
+"""Training configuration: one schema for Python, YAML files and the command line.
+
+Each field has a description, so flags and their help come from here. A value that is not allowed is found when the configuration is
+made, before anything is built.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+from typing_extensions import Self
+
+from hvd_ckpt.app.training.combinations import check_combinations
+from hvd_ckpt.planning.budget import parse_budget
+from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
+from hvd_ckpt.sharding import STAGES, stage_of
+from hvd_ckpt.utils.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
+from hvd_ckpt.utils.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, read_when, unknown
+
+MAX_BYTES = 1 << 20  # of a configuration file
+MOST = 1 << 24  # of what a step holds all at once
+RENAMED = {
+    "length": "sequence_length",
+    "held_out": "validation_split",
+    "chunks": "accumulate",
+    "micro_batches": "accumulate",
+}
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or has a value that is not allowed; one line.
+
+    Attributes:
+        passing: the cause may not last: a file cannot be read or written at the moment.
+    """
+
+    def __init__(self, message: str, passing: bool = False) -> None:
+        super().__init__(one_line(message))
+        self.passing = passing
+
+
+def _one_of(what: str, *names: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value is not None and value not in names:
+            raise ValueError(unknown(what, value, names))
+        return value
+
+    return AfterValidator(check)
+
+
+def _text(value: str) -> str:
+    if not value.strip() or "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{value!r} is not allowed: give a text, in UTF-8")
+    return value
+
+
+def _stage(value: Any) -> Any:
+    return STAGES[stage_of(value)]
+
+
+def _budget(value: str | int) -> str | int:
+    parse_budget(value)
+    return value
+
+
+def _when(value: str | int) -> str | int:
+    return read_when(value, "the setting")
+
+
+def first_and_last(steps: str) -> tuple[int, int]:
+    """The first and the last of the steps ``FIRST:LAST``, counted from 1.
+
+    Raises:
+        ValueError: they are not such steps.
+    """
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"{steps!r} is not allowed: give the first and the last step, such as '10:15'")
+    return int(found[1]), int(found[2])
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, int):  # YAML 1.1 takes 10:15 for a number, ten minutes and fifteen seconds
+        value = f"{value // 60}:{value % 60}"
+    if isinstance(value, str):
+        first_and_last(value)
+    return value
+
+
+def _none(value: Any) -> Any:
+    """A flag can take back what a file sets."""
+    return None if value == "none" else value
+
+
+def _within(value: Any) -> Any:
+    lists = isinstance(value, list) and all(isinstance(group, list) and group for group in value)
+    if value in (None, "host") or (lists and all(type(rank) is int for group in value for rank in group)):
+        return value
+    raise ValueError(f"{value!r} is not allowed: give host, or lists of ranks such as [[0, 1], [2, 3]]")
+
+
+Text = Annotated[str, AfterValidator(_text)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Positive = Annotated[float, Field(gt=0)]
+Options = dict[str, JsonValue]
+
+
+class Config(Strict):
+    """The settings of a run.
+
+    Raises:
+        ConfigError: a value is not allowed; names the setting, the value and what is allowed.
+    """
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model: Text = Field(
+        description="A name of the catalogue, a folder of a Hugging Face model, or module:function."
+    )
+    model_options: Options = Field({}, description="Options of the model, such as layers=2.")
+
+    text: Text | None = Field(
+        None, description="Text file or folder to train on.  [default: the standard library's source]"
+    )
+    documents: Annotated[str | None, _one_of("form of documents", *DOCUMENTS)] = Field(
+        None, description="What each line of the text is: a document (lines), or an object with one (jsonl)."
+    )
+    tokens: Text | None = Field(
+        None, description=".npy or .bin file of token ids, or a folder of them, to train on instead of text."
+    )
+    vocabulary: int | None = Field(
+        None, ge=1, le=MOST, description="Number of token ids.  [default: of the tokenizer of --tokens]"
+    )
+    tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
+    sequence_length: int | None = Field(
+        None,
+        ge=8,
+        le=MOST,
+        description="Tokens in a sample; a new model takes no longer ones.  [default: by model]",
+    )
+    images: Text | None = Field(
+        None, description="Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
+    )
+    pixels: int | None = Field(
+        None, ge=4, le=MOST, description="Side of an image or volume.  [default: by model]"
+    )
+    volumes: Text | None = Field(
+        None, description=".npz file of volumes and labels.  [default: synthetic ellipsoids]"
+    )
+    data: Text | None = Field(None, description="module:function that returns samples to train on.")
+    loss: Text | None = Field(
+        None, description="module:function of output and targets.  [default: by kind of data]"
+    )
+    metrics: Options = Field({}, description="Further metrics, such as iou=my_module:iou.")
+    validation_split: float = Field(0.05, ge=0, le=0.9, description="Share of the samples to evaluate on.")
+
+    steps: Count | None = Field(None, description="Optimizer steps to take.  [default: 100]")
+    epochs: Count | None = Field(None, description="Passes over the samples, instead of steps.")
+    batch: int = Field(8, ge=1, le=MOST, description="Samples of each rank, or of each replica, in a step.")
+    accumulate: Count = Field(1, description="Micro-batches that a batch is split into.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of weights, order of samples, masks and dropout.")
+    optimizer: Text = Field("adamw", description="A class of torch.optim in lower case.")
+    optimizer_options: Options = Field({}, description="Further arguments of it, such as betas=[0.9,0.95].")
+    lr: Positive = Field(3e-4, description="Learning rate after the warm-up.")
+    weight_decay: float = Field(0.01, ge=0, description="Of weights, not of biases and norms.")
+    schedule: Annotated[str, _one_of("schedule", *SCHEDULES)] = Field(
+        "linear", description=f"Decay: {', '.join(SCHEDULES)}."
+    )
+    warmup: int = Field(0, ge=0, lt=2**63, description="Steps in which the learning rate rises.")
+    layer_decay: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Learning rate of a block over that of the block behind it, such as 0.9.",
+    )
+    freeze: Text | None = Field(
+        None, description="Names of parameters that are not trained, such as 'embedding*,*.bias'."
+    )
+    clip: Positive | None = Field(None, description="Largest norm of all gradients together.")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay, such as 0.999, of an exponential moving average of the weights.  [default: no average]",
+    )
+    precision: Annotated[str, _one_of("precision", *PRECISIONS)] = Field(
+        "fp32", description=f"{', '.join(PRECISIONS)}."
+    )
+    deterministic: bool = Field(
+        False, description="Use kernels that repeat bit for bit on GPUs, or end where an operation has none."
+    )
+
+    budget: Annotated[str | int, AfterValidator(_budget)] | None = Field(
+        None,
+        description="Memory that a plan may take in a micro-batch's step (with stages: in all of one): 6GiB, 0.3x, 80%, min.",
+    )
+    plan: Text | None = Field(None, description="Plan file to use instead of making one.")
+    plan_cache: Text | None = Field(
+        None, description="Folder of plans: one that was made for the same is used again."
+    )
+    chunk_head: bool = Field(
+        True, description="Plans may compute a language model's head in chunks, which rounds otherwise."
+    )
+    segments: Count | None = Field(
+        None, description="Recompute the chain of blocks in this number of segments."
+    )
+    reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
+    verify_recomputation: Annotated[str | int, AfterValidator(_when)] | None = Field(
+        None,
+        description="Passes whose recomputed bits are compared with the first pass: first, always, never, or every so many.  "
+        "[default: first]",
+    )
+    checkpoint: Annotated[str, _one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
+        "always",
+        description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}; in stages also auto.",
+    )
+    batch_norm: Annotated[
+        str, _one_of("batch norm", "local", "deferred", "deferred-ranks", "synchronized")
+    ] = Field(
+        "local",
+        description="Statistics of batch norms: local, deferred, deferred-ranks, synchronized.",
+    )
+    compression: Annotated[str, _one_of("compression", "none", "fp16")] = Field(
+        "none", description="Communication dtype of gradients: none, fp16."
+    )
+    bucket_cap_mb: Positive = Field(25.0, description="Size of a gradient bucket in MiB.")
+
+    replicas: Count | None = Field(
+        None,
+        description="Logical replicas, a power of two: any smaller power of two of ranks gives the same bits.",
+    )
+    shard: Annotated[str, BeforeValidator(_stage)] = Field(
+        "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
+    )
+    wire: Annotated[str, _one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")] = Field(
+        "fp32",
+        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8; int4 for "
+        "gradients alone.",
+    )
+    accumulate_locally: bool = Field(
+        False,
+        description="Add a step's sharded gradients up on each rank, and send them once; needs memory for all of them.",
+    )
+    offload: Annotated[
+        str | None, BeforeValidator(_none), _one_of("thing to offload", "optimizer", "parameters", "none")
+    ] = Field(
+        None,
+        description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none.",
+    )
+    offload_folder: Text | None = Field(
+        None, description="For offloaded state on a CPU.  [default: the temporary folder]"
+    )
+
+    local_steps: Count | None = Field(
+        None,
+        description="Local SGD: each rank steps on its own, and parameters are averaged every so many steps.  [default: no]",
+    )
+    outer_lr: Positive | None = Field(
+        None, description="Learning rate of the outer optimizer, as in DiLoCo.  [default: plain averages]"
+    )
+    outer_momentum: float | None = Field(
+        None, gt=0, lt=1, description="Nesterov momentum of the outer optimizer.  [default: 0.9]"
+    )
+    fragments: Count = Field(1, description="Average the blocks of the model in so many turns.")
+    delay: int = Field(0, ge=0, lt=2**63, description="Steps that an average travels beside computation.")
+    within: Annotated[Any, AfterValidator(_within)] = Field(
+        None,
+        description="host, or groups such as [[0,1],[2,3]]: ranks whose gradients are reduced in each step of local SGD, or that "
+        "keep a second copy of split parameters among them.",
+    )
+
+    stages: Count = Field(
+        1, description="Pipeline stages: consecutive blocks of the model on different ranks."
+    )
+    pipeline_schedule: Annotated[str, _one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = Field(
+        "1f1b",
+        description=f"Order of the micro-batches of a step in stages: {', '.join(PIPELINE_SCHEDULES)}.",
+    )
+    virtual_stages: Count | None = Field(
+        None, description="Parts of the model on each stage, with interleaved.  [default: 2]"
+    )
+    balance: list[Count] | None = Field(
+        None, description="Blocks of each stage (and part), such as [3,4].  [default: by size]"
+    )
+
+    eval_every: Count | None = Field(
+        None, description="Steps between evaluations.  [default: at the end only]"
+    )
+    eval_batches: Count | None = Field(
+        None, description="Batches of each rank in an evaluation.  [default: all validation samples]"
+    )
+    prompt: Text | None = Field(
+        None, description="A text that causal language models continue at each evaluation."
+    )
+    patience: Count | None = Field(
+        None, description="End after this number of evaluations without a lower loss."
+    )
+    log_every: Count = Field(10, description="Steps between log entries.")
+    tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
+    tracker: Annotated[str, _one_of("tracker", "wandb", "mlflow")] | None = Field(
+        None, description="Also write logs for Weights & Biases or MLflow: wandb, mlflow."
+    )
+    callback: Text | None = Field(None, description="module:class of your own that hears of the run.")
+    peak_tflops: Positive | None = Field(
+        None,
+        description="Peak TFLOP/s of a device, for MFU.  [default: that of known GPUs, in half precision]",
+    )
+    profile: Annotated[str, BeforeValidator(_steps)] | None = Field(
+        None, description="First and last step to write a trace of, such as 10:15."
+    )
+    snapshot_every: Count | None = Field(
+        None, description="Steps between snapshots.  [default: at the end only]"
+    )
+    keep_snapshots: Count = Field(2, description="Number of newest snapshots to keep.")
+    blocking_snapshots: bool = Field(
+        False, description="Wait while a snapshot is written; saves rank 0 a copy of the state."
+    )
+    on_nan: Annotated[str, _one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = Field(
+        "stop", description="When a rank's loss is nan or infinite: stop, skip, ignore."
+    )
+    check_weights: Count | None = Field(
+        None, description="Steps between checks that all ranks have the same weights.  [default: never]"
+    )
+    verify_weights: bool = Field(
+        True, description="Compare a part of the ranks' weights in every step, without a message of its own."
+    )
+    stall_timeout: Positive = Field(
+        1800.0, description="Seconds that a rank waits for the others before it ends."
+    )
+    commit_every: Count = Field(
+        10, description="Steps between commits in an elastic job; with local_steps each average is one."
+    )
+    output: Text | None = Field(None, description="Folder of the run.  [default: runs/train-<time>]")
+    dry_run: bool = Field(False, description="Print what the run is about to do, and end.")
+    resume: Text | None = Field(
+        None,
+        description="Folder of a run or snapshot to resume from; a run's folder is also the output then.",
+    )
+    device: Text | None = Field(
+        None, description="cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
+    )
+
+    def __init__(self, model: str | None = None, /, **settings: Any) -> None:
+        if model is not None:
+            settings["model"] = model
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(first_error(error)) from None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        check_combinations(self)
+        return self
+
+    @property
+    def virtual_stages_of_each(self) -> int:
+        """Parts of the model on each pipeline stage."""
+        return virtual_stages_of(self.pipeline_schedule, self.virtual_stages)
+
+    @property
+    def shard_stage(self) -> int:
+        """The stage of ZeRO, from 0 to 3."""
+        return stage_of(self.shard)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks step on their own, and average their parameters every so many steps."""
+        return self.local_steps is not None
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-self.batch // self.accumulate)
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> Config:
+        """The configuration with these values; dashes in names are underscores, and None stands for the default.
+
+        Raises:
+            ConfigError: a name is unknown (names the nearest), the model is missing, or a value is not allowed.
+        """
+        given = {}
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name in RENAMED:
+                raise ConfigError(f"no setting '{key}': did you mean '{RENAMED[name]}'?")
+            if name not in cls.model_fields:
+                raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
+            if value is not None:
+                given[name] = value
+        return cls(**given)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings, as plain values."""
+        return self.model_dump()
+
+    def write_yaml(self, path: Path) -> None:
+        """Writes the settings that differ from the defaults, with the model, as a file for :func:`read_yaml`.
+
+        The file is complete or not there at all; one with the same content is left as it is.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        text = yaml.dump(self.model_dump(exclude_defaults=True), Dumper=PlainDumper, sort_keys=False)
+        try:
+            if not path.is_file() or path.read_bytes() != text.encode():
+                write_text(text, path)
+        except OSError as error:
+            raise ConfigError(f"cannot write '{path}': {error.strerror}", passing=True) from None
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings in a YAML file, unchecked, by names with underscores.
+
+    Raises:
+        ConfigError: it cannot be read, is not valid YAML, or holds no settings.
+    """
+    name = f"the configuration '{path}'"
+    try:
+        if not os.path.isfile(path) and os.path.exists(path):
+            raise ConfigError(f"{name} is a folder or a device: name a file")
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # a path with a NUL character
+        raise ConfigError(f"cannot read {name}: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{name} is larger than {MAX_BYTES >> 20} MiB: give another file")
+    try:
+        values = yaml.load(content.decode("utf-8"), Loader=PlainLoader)
+    except BROKEN as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}," if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it is nested too deeply, or has an invalid value"
+        raise ConfigError(f"{name}{where} is not valid YAML: {problem}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} holds no settings: write lines such as 'model: bert-small'")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}

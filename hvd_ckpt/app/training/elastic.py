@@ -1,0 +1,113 @@
+"""``hvd-ckpt train`` in a job of Horovod Elastic: ranks come and go, and the run resumes from its last commit.
+
+A commit is a snapshot in memory, without per-rank state. Horovod's ``TorchState`` keeps it, and sends it to the ranks that are
+there after a change: all of them, old and new, then build the run anew from its configuration and that snapshot, as a resume with
+another number of ranks would. Each rank draws new random states, the order of gradients is learned anew, and a plan is kept.
+
+The batch of a rank stays, so a step has more or fewer samples than before, and the learning rate changes with it: it is multiplied
+by the number of ranks over the number with which the run began (the linear scaling rule of Goyal et al., "Accurate, Large Minibatch
+SGD", 2017). The position in the data is one number, so no sample is left out.
+
+With local SGD commits are taken after averages, where all ranks have the same weights; a step is one of each rank, so the learning
+rate stays.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import horovod.torch as hvd
+from horovod.common.elastic import run_fn
+from horovod.torch.elastic import TorchState
+
+from hvd_ckpt.app.training.build import assemble_in_turn
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.resume import ResumePoint, find_resume_point
+from hvd_ckpt.app.training.trainer import Outcome, Trainer
+from hvd_ckpt.processes import runtime
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.tensors import map_tensors
+
+
+class RunState(TorchState):  # type: ignore[misc]
+    """State that outlasts a change of ranks.
+
+    Attributes:
+        point: where the run resumes; None until its folder is decided.
+        stop: a request to stop that this rank had received when ranks changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(point=None)
+        self.point: ResumePoint | None
+        self.stop: str | None = None
+        self._trainer: Trainer | None = None
+
+    def start(self, point: ResumePoint) -> None:
+        """Decides where the run starts."""
+        self.point = point
+        super().save()
+
+    def follow(self, trainer: Trainer) -> None:
+        """Takes commits from this trainer from now on, the first one at once unless a commit exists."""
+        self._trainer = trainer
+        trainer.requested_stop = self.stop
+        if self.point is None or self.point.commit is None:
+            self.save()
+
+    def save(self) -> None:
+        """Takes a commit: a copy of the trainer's state on the CPU."""
+        assert self._trainer is not None
+        state, step = self._trainer.state(), self._trainer.progress.step
+        weights, replicated = map_tensors(
+            (dict(state["weights"]), state["replicated"]),
+            "state",
+            lambda tensor, _: tensor.detach().to("cpu", copy=True),
+        )
+        commit = Snapshot(step, hvd.size(), weights, replicated, (), None)
+        self.start(ResumePoint(self._trainer.folder, commit=commit))
+
+    def reset(self) -> None:
+        """Releases the trainer."""
+        if self._trainer is not None:
+            self.stop = self._trainer.requested_stop
+        self._trainer = None
+
+
+def train(config: Config) -> Outcome:
+    """Trains as configured on ranks that come and go.
+
+    To be called after ``init()`` on every rank of an elastic job, new ones included.
+
+    Raises:
+        ConfigError: on every rank alike.
+        RuntimeError: Horovod could not start again.
+    """
+    outcome: Outcome = run_fn(_train, lambda: _restart(config))(RunState(), config)
+    return outcome
+
+
+def _restart(config: Config) -> None:
+    hvd.shutdown()
+    runtime.init(stall_timeout=config.stall_timeout)
+
+
+def _train(state: RunState, config: Config) -> Outcome:
+    gc.collect()  # the trainer before, whose hooks and parameters refer to each other
+    assembly = assemble_in_turn(config)
+    if state.point is None:
+        state.start(find_resume_point(config))
+    assert state.point is not None
+    resumes = state.point.commit is not None
+    trainer = Trainer(config, *assembly, point=state.point)
+    state.follow(trainer)
+    if resumes and hvd.rank() == 0:
+        rate = f"learning rate x {trainer.rate_scale:.6g}"
+        print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
+
+    def commit() -> None:
+        due = trainer.progress.step % config.commit_every == 0
+        if trainer.optimizer.settled if config.is_local else due:
+            state.commit()
+
+    return trainer.run(commit)

@@ -1,0 +1,222 @@
+"""The end of a run: errors that one rank raises on all, reports of single ranks, and how processes exit.
+
+The loop looks for a request to stop in every step, and tells the other ranks by a flag that travels with the gradients
+(:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`), as for a loss that is not finite. Only then do all ranks gather
+their reports, so it costs nothing until there is one; all stop after the same step, with a snapshot.
+
+When a rank fails, all ranks exit, and one of them says why (:mod:`hvd_ckpt.processes.uncaught`). Nobody waits: a process that has
+failed exits without Horovod's orderly shutdown, in which it would wait for ranks that compute, and the launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import horovod.torch as hvd
+from torch import nn
+
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.supervise import FAILURE_FILE, SUPERVISED_VARIABLE
+from hvd_ckpt.processes import uncaught
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
+from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
+from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
+from hvd_ckpt.snapshots.writer import EXIT_SECONDS
+from hvd_ckpt.utils.extras import explain_import_error
+
+MOMENT = EXIT_SECONDS + 2  # in which rank 0 has closed its files
+
+# ------------------------------------------------------------------------------------ errors of one rank, on all
+
+
+class FatalTrainingError(RuntimeError):
+    """Training ends, and would end the same way again; one line, raised on every rank."""
+
+
+class NonFiniteLoss(FatalTrainingError):
+    """A rank's loss is nan or infinite."""
+
+
+FATAL_ERRORS = (FatalTrainingError, WeightsDiffer, SnapshotError)  # raised on all ranks alike
+
+
+@contextlib.contextmanager
+def errors_everywhere(name: str) -> Iterator[None]:
+    """An error that one rank raises inside is raised on all ranks. The body must not communicate, since a rank may leave it early.
+
+    Raises:
+        ConfigError: a ValueError inside, on this rank or another.
+    """
+    with config_errors(), errors_on_all(name):
+        yield
+
+
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+    """A ValueError inside, which is raised on all ranks alike, becomes a ConfigError."""
+    try:
+        yield
+    except ValueError as found:
+        passing = isinstance(found, (FailedElsewhere, SnapshotError)) or getattr(found, "passing", False)
+        raise ConfigError(str(found), passing) from None
+
+
+def check_weights(model: nn.Module) -> None:
+    """Compares the weights of the ranks, on each pipeline stage its own. Collective.
+
+    Raises:
+        WeightsDiffer: some differ; on every rank of every stage.
+    """
+    if current().stages == 1:
+        check_equal_weights(model)
+        return
+    try:
+        check_equal_weights(model)
+        found = None
+    except WeightsDiffer as error:
+        found = f"pipeline stage {current().stage}: {error}"
+    for text in of_all_processes(found, "hvd_ckpt.train.weights"):
+        if text is not None:
+            raise WeightsDiffer(text)
+
+
+class Reports:
+    """What single ranks report, for all to answer after the same step: a request to stop, or a loss that is not finite.
+
+    With local SGD the ranks of a step do not hear of each other: reports wait for the next entry of the log.
+
+    Args:
+        config: of the run.
+        stop: notes requests to this rank.
+        say: shows a line of text.
+
+    Attributes:
+        stopped: the request to stop that all ranks have heard of, as in ``Outcome.stopped``.
+    """
+
+    def __init__(self, config: Config, stop: StopRequest, say: Callable[[str], None]) -> None:
+        self._config, self._stop, self._say = config, stop, say
+        self.stopped: str | None = None
+        self._waiting: tuple[float, int] | None = None  # a loss and its step
+
+    def has(self, loss: float | None) -> bool:
+        """Whether this rank has anything for a step, in which ``loss`` is its loss if that is not finite."""
+        return loss is not None or (not self._config.is_local and self._stop.reason is not None)
+
+    def handle(self, loss: float | None, step: int) -> bool:
+        """Answers a step for which some rank has anything; returns whether it is skipped. Collective, but with local SGD.
+
+        Raises:
+            NonFiniteLoss: ``on_nan`` is "stop"; on every rank.
+        """
+        if not self._config.is_local:
+            return self._gather(loss, step)
+        self._waiting = self._waiting if loss is None else (loss, step)
+        return True
+
+    def handle_waiting(self) -> None:
+        """With local SGD, at an entry of the log: answers what ranks have had since the one before. Collective.
+
+        Raises:
+            NonFiniteLoss: as :meth:`handle`.
+        """
+        if self._config.is_local:
+            loss, step = self._waiting or (None, 0)
+            self._waiting = None
+            self._gather(loss, step)
+
+    def acknowledge(self) -> None:
+        """Forgets a request: the run has stopped."""
+        if self.stopped is not None:
+            self._stop.acknowledge()
+        self.stopped = None
+
+    def _gather(self, loss: float | None, step: int) -> bool:
+        """Gathers all ranks' reports; returns whether there are losses that are not finite."""
+        reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
+            (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
+        )
+        self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
+        reports = reports[: hvd.size()]  # the stages of a replica have the same loss
+        found = [
+            (rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None
+        ]
+        if not found:
+            return False
+        rank, loss, host, step = found[0]
+        others = f" (and on {len(found) - 1} more of {len(reports)} ranks)" if len(found) > 1 else ""
+        fault = f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
+        if self._config.on_nan == "stop":
+            raise NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
+        self._say(f"Warning: {fault}: the step is skipped.")
+        return True
+
+
+# ------------------------------------------------------------------------------------ exit
+
+
+def status_of(reason: str | None) -> int:
+    """The exit status of a run that has stopped for that reason: as a shell has it, or 0 for the file or none."""
+    return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
+
+
+@contextlib.contextmanager
+def exit_handler(folder: Path | None = None) -> Iterator[None]:
+    """Exits the process, with status 1, when its body raises; 130 for Ctrl-C. For the outermost call of a command.
+
+    ``SystemExit`` and ``ConfigError``, which a command reports in its own way, pass.
+
+    Args:
+        folder: of the run. Where a supervisor has started the ranks, an error that would come again is written there for it, as
+            ``failure.txt``.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except ConfigError as error:
+        if not error.passing:
+            _write_failure_file(folder, error)
+        raise
+    except KeyboardInterrupt:
+        exit_now(130)
+    except BaseException as error:
+        missing = explain_import_error(error) if isinstance(error, ImportError) else None
+        if missing or isinstance(error, FATAL_ERRORS):
+            # Of one pipeline stage, or of one group of local SGD, the first rank shows it.
+            of_some = error.first if isinstance(error, WeightsDiffer) else None
+            shows = current().number == 0 if of_some is None else of_some
+            if not shows:  # once a rank has exited, the launcher leaves the others no time
+                time.sleep(MOMENT)
+            elif isinstance(error, (FatalTrainingError, WeightsDiffer)):
+                _write_failure_file(folder, error)
+            if missing or shows:
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"Error: {missing or error}", file=sys.stderr, flush=True)
+        else:
+            uncaught.show(error)
+        exit_now(2 if missing else 1)
+
+
+def exit_now(status: int) -> NoReturn:
+    """Exits this process without the interpreter's own clean-up."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _write_failure_file(folder: Path | None, error: Exception) -> None:
+    if folder is not None and current().number == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
+        with contextlib.suppress(OSError):
+            (folder / FAILURE_FILE).write_text(f"{error}\n", "utf-8")

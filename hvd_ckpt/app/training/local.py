@@ -1,0 +1,79 @@
+"""Local SGD in a run: its optimizer, what a step counts, and where a run may resume."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+from torch import nn
+
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.local_sgd.construction import LocalSGD, Nesterov
+from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.snapshots.reader import Snapshot
+
+# Settings that a period begins and ends with.
+OF_A_PERIOD = ("local_steps", "fragments", "delay", "wire", "within", "shard")
+
+
+def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> LocalOptimizer:
+    """The ``LocalSGD`` of a run. Collective.
+
+    Raises:
+        ConfigError: the settings are not for an elastic job, or the ranks do not have such groups; on every rank alike.
+    """
+    assert config.local_steps is not None
+    if is_elastic() and (config.fragments > 1 or config.delay):
+        raise ConfigError(
+            f"fragments {config.fragments} and delay {config.delay}: an elastic job commits where an average has left all ranks "
+            "with the same weights, leave them out"
+        )
+    momentum = 0.9 if config.outer_momentum is None else config.outer_momentum
+    try:
+        return LocalSGD(
+            optimizer,
+            list(model.named_parameters()),
+            every=config.local_steps,
+            outer=None if config.outer_lr is None else Nesterov(config.outer_lr, momentum),
+            fragments=config.fragments,
+            delay=config.delay,
+            wire=config.wire,
+            within=config.within,
+            shard=config.shard,
+            model=model,
+            elastic=True,
+            offload=config.offload,
+            offload_folder=config.offload_folder,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"local_steps {config.local_steps}: {error}") from None
+
+
+def begin_mean_terms(optimizer: LocalOptimizer, own: float) -> Callable[[], float]:
+    """Begins the mean of the terms that the ranks of this rank's group have in a step, and returns a function that waits for it."""
+    members = optimizer._process_set
+    if members.size() == 1:
+        return lambda: own
+    terms = torch.tensor([own], dtype=torch.float64)
+    handle = mpi_ops.allreduce_async_(terms, name="hvd_ckpt.train.terms", op=mpi_ops.Sum, process_set=members)
+    return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
+
+
+def check_period(config: Config, resumed: Snapshot) -> None:
+    """Raises ConfigError if ranks have weights of their own in a snapshot, and the run has other ranks or other periods."""
+    if not resumed.replicated["mid_period"]:
+        return
+    then = resumed.replicated["config"]
+    within = f"the snapshot of step {resumed.step} lies within a period of local SGD, where ranks have weights of their own"
+    way_out = "or resume from a snapshot of a period's end (one fragment, no delay)"
+    for name in OF_A_PERIOD:
+        if then[name] != getattr(config, name):
+            raise ConfigError(f"{name} {getattr(config, name)}: {within}: give {then[name]}, {way_out}")
+    if resumed.replicas != hvd.size():
+        raise ConfigError(
+            f"resume on {hvd.size()} ranks: {within}: start {resumed.replicas} ranks, {way_out}"
+        )

@@ -1,0 +1,262 @@
+"""Logs of runs: records, one line of JSON each; and plots of them.
+
+A record is a flat dictionary. Those of a training run have these keys, and more for metrics:
+
+    step      optimizer steps taken
+    kind      ``train`` or ``eval``
+    loss      mean since the record before; of an evaluation, over all its samples
+    lr        learning rate of the last step
+    rate      units per second, over all ranks
+    unit      the unit of throughput: ``tokens``, ``images``, ...
+    memory    peak bytes of the process; ``memory_of`` names the kind of memory
+    divergence  with local SGD: the ranks' distance to the average before, in the last average
+    seconds   of training since the record before, evaluations and snapshots left out; of an evaluation, its own
+    step_seconds  of a step; data_seconds, forward_seconds, ...: its parts, see :data:`hvd_ckpt.utils.spans.KINDS`. Means over steps
+              and ranks
+    mfu       model FLOPs utilization, where the peak of the device is known
+
+Only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_ckpt.utils.spans import KINDS
+from hvd_ckpt.utils.text import one_line
+
+MAX_BYTES = 1 << 30
+# Okabe and Ito's colours, which people who are colour-blind can tell apart.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
+MARKERS = "osD^v"
+LONGEST = 100  # characters of a title or name
+MOST = 2**53  # steps
+LARGEST = 1e30  # loss that is drawn; a larger one counts as infinite
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a ``log.jsonl``; a last line that a killed process left unfinished is left out.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not a record; the message names file and line.
+    """
+    return [record for _, record in _records(Path(path))]
+
+
+class Logs:
+    """The log of a run, ``log.jsonl``. A context manager that closes it.
+
+    A line is with the operating system as soon as ``write`` returns. JSON has no infinities: numbers that are not finite become
+    ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
+
+    Args:
+        folder: of the run.
+        step: steps taken; records of later steps are dropped, since a resumed run writes them anew.
+
+    Attributes:
+        path: of ``log.jsonl``.
+
+    Raises:
+        ValueError: a line of the log is not a record.
+        OSError: the log cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
+        self.path = Path(folder) / "log.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        records = _records(self.path) if self.path.exists() else []
+        end = next((start for start, record in records if record.get("step", step) > step), None)
+        self._file = self.path.open("ab", buffering=0)
+        self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1 if end is None else end)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record. Values are numbers, strings, booleans or None.
+
+        Raises:
+            OSError: it cannot be written, such as to a full disk; nothing is then.
+        """
+        line = json.dumps({name: _text(value) for name, value in record.items()}, ensure_ascii=False).encode()
+        end = self._file.seek(0, os.SEEK_END)
+        if self._file.write(line + b"\n") <= len(line):
+            self._file.truncate(end)
+            raise OSError(f"the disk of '{self.path}' is full")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Every record in complete lines, with the offset of its first byte."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"log '{path}': missing, not a file, or larger than {MAX_BYTES >> 30} GiB")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the log '{path}': {error.strerror}") from None
+    found, start = [], 0
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
+            raise ValueError(
+                f"log '{path}', line {number}: not a record, which is a JSON object with a whole step"
+            )
+        known = {
+            name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+            for name, value in record.items()
+        }
+        found.append((start, known))
+        start += len(line)
+    return found
+
+
+# ------------------------------------------------------------------------------------ plot
+
+
+def loss_plot(
+    runs: Mapping[str, str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    title: str = "Loss",
+) -> None:
+    """Draws the training loss of runs over the steps as lines, and evaluations as points.
+
+    Each run is thinner than the one before, with its own dashes, so runs that coincide are all visible. Where a loss is not finite
+    there is a gap.
+
+    Args:
+        runs: logs (``log.jsonl``), by the name of the run; at least one.
+        path: of the PNG.
+        title: above the picture.
+
+    Raises:
+        ValueError: a log has no loss, or a line of it is not a record; the message names file and line.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.2, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, log) in enumerate(runs.items()):
+        _draw_run(axes, number, one_line(name)[:LONGEST], log, alone=len(runs) == 1)
+    axes.set_title(one_line(title)[:LONGEST], parse_math=False)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.25)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)
+    figure.savefig(Path(path), dpi=120)
+
+
+def time_plot(
+    runs: Mapping[str, str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    title: str = "Time of a step",
+) -> None:
+    """Draws where the time of a step goes over the steps: one stacked area for each run, side by side.
+
+    Args:
+        runs, path, title: as in :func:`loss_plot`.
+
+    Raises:
+        ValueError: a log has no times, or a line of it is not a record.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.2 + 6 * len(runs), 4.8), layout="constrained")
+    every = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    kinds = (*KINDS, "other")
+    for axes, (name, log) in zip(every, runs.items()):
+        steps, seconds = _times(log)
+        drawn = axes.stackplot(steps, *seconds, colors=(*COLORS[: len(KINDS)], "#bbbbbb"), labels=kinds)
+        if len(steps) == 1:  # an area needs two steps
+            for area, top in zip(drawn, itertools.accumulate(one[0] for one in seconds)):
+                axes.plot(steps, [top], marker="_", color=area.get_facecolor()[0])
+        axes.set_title(one_line(name)[:LONGEST], parse_math=False)
+        axes.set_xlabel("step")
+    every[0].set_ylabel("seconds of a step")
+    figure.suptitle(one_line(title)[:LONGEST], parse_math=False)
+    figure.legend(*every[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(Path(path), dpi=120)
+
+
+def _times(log: str | os.PathLike[str]) -> tuple[list[int], list[list[float]]]:
+    """Steps, and the seconds of each kind of span and of all else in each."""
+    steps, rows = [], []
+    for number, record in enumerate(read(log), start=1):
+        if record.get("kind") != "train" or "step_seconds" not in record:
+            continue
+        values: list[Any] = [record.get(f"{kind}_seconds") for kind in ("step", *KINDS)]
+        step: Any = record["step"]
+        if not all(type(value) in (int, float) and 0 <= value < LARGEST for value in (step, *values)):
+            raise ValueError(f"log '{log}', line {number}: the times of a step must be numbers of seconds")
+        steps.append(step)
+        rows.append([*values[1:], max(values[0] - sum(values[1:]), 0.0)])
+    if not steps:
+        raise ValueError(f"log '{log}' has no times of steps to draw")
+    return steps, [list(column) for column in zip(*rows)]
+
+
+def _draw_run(axes: Any, number: int, name: str, log: str | os.PathLike[str], alone: bool) -> None:
+    training, evaluation = _points(log, "train"), _points(log, "eval")
+    if not training and not evaluation:
+        raise ValueError(f"log '{log}' has no loss to draw")
+    color = COLORS[number % len(COLORS)]
+    label = f" {name}"  # matplotlib leaves out of a legend what begins with an underscore
+    if training:
+        axes.plot(
+            *zip(*training),
+            color=color,
+            alpha=0.45 if number == 0 and not alone else 1,
+            linestyle=DASHES[number % len(DASHES)],
+            linewidth=1.6 if alone else max(5 - 2 * number, 1.3),
+            marker="." if len(training) == 1 else "",
+            label=label,
+        )
+    if evaluation:
+        axes.plot(
+            *zip(*evaluation),
+            color=color,
+            linestyle="",
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=max(11 - 5 * number, 4),
+            markerfacecolor="white" if number == 0 else color,
+            label=f"{label}, evaluation",
+        )
+
+
+def _points(log: str | os.PathLike[str], kind: str) -> list[tuple[int, float]]:
+    """(step, loss) of the records of one kind."""
+    points = []
+    for number, record in enumerate(read(log), start=1):
+        if record.get("kind") == kind:
+            loss: Any = record.get("loss")
+            step: Any = record.get("step")
+            if type(step) is not int or not 0 <= step <= MOST or type(loss) not in (int, float):
+                raise ValueError(
+                    f"log '{log}', line {number}: a record of kind {kind} needs a step and a loss"
+                )
+            points.append((step, loss if abs(loss) < LARGEST else math.nan))
+    return points

@@ -1,0 +1,190 @@
+"""Optimizers of torch.optim by name, and the learning rate as a function of the step.
+
+Weight decay pulls matrices towards zero and leaves biases and the scales of norms alone, as BERT (Devlin et al., 2018) and
+GPT (Radford et al., 2018; Brown et al., 2020) were trained: a vector's length is not what makes a network overfit.
+
+PyTorch's schedulers count their own calls, so they carry a state that snapshots must save, and their values come from
+the value before, rounding included. A pure function of the step has no state: a run that resumes at step k has the
+rate it would have had, from k alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ckpt.sharding.elementwise import optimizer_classes
+from hvd_ckpt.utils.text import SCHEDULES, unknown
+
+UNSUITABLE = {
+    "lbfgs": "it evaluates the loss several times in each step",
+    "sparseadam": "it takes sparse gradients only",
+    "muon": "it takes matrices only, so biases and norms would need another optimizer",
+}
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """The names that :func:`build_optimizer` takes, sorted."""
+    return tuple(sorted(name for name in optimizer_classes() if name not in UNSUITABLE))
+
+
+def build_optimizer(
+    name: str,
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+    layer_decay: float | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer for the model's trained parameters.
+
+    It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and
+    the others, which do not. There are two whatever the weight decay, so a state can be loaded after it was changed;
+    one if all parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once, a frozen one not
+    at all.
+
+    Args:
+        name: a class of torch.optim in lower case, such as ``adamw``.
+        model: whose parameters are optimized.
+        lr: the learning rate.
+        weight_decay: of the first group; it replaces the class's own default.
+        options: other keyword arguments of the class; lists stand for tuples.
+        layer_decay: each block of a chain has groups of its own, with the learning rate of the block behind it times this
+            ("ELECTRA", Clark et al., 2020), in their option ``lr_scale``; the last block has ``lr``.
+
+    Raises:
+        ValueError: the optimizer is unknown (the message names the nearest) or unsuitable, refuses an option or has no weight
+            decay, or the model has nothing to train.
+    """
+    key = name.strip().lower()
+    if key in UNSUITABLE:
+        raise ValueError(f"optimizer '{name}' cannot be used here: {UNSUITABLE[key]}")
+    if key not in optimizer_names():
+        raise ValueError(unknown("optimizer", name, optimizer_names()))
+    found = optimizer_classes()[key]
+    decays = "weight_decay" in inspect.signature(found).parameters
+    if weight_decay and not decays:
+        raise ValueError(f"optimizer '{name}' has no weight decay: set weight_decay to 0, not {weight_decay}")
+    given = {
+        option: tuple(value) if isinstance(value, list) else value
+        for option, value in (options or {}).items()
+    }
+    if layer_decay is None:
+        groups = _groups(list(model.parameters()), weight_decay, decays)
+    else:
+        groups = _groups_of_blocks(model, weight_decay, decays, layer_decay)
+    if not groups:
+        raise ValueError("the model has no parameter that is trained: unfreeze some")
+    try:
+        optimizer: torch.optim.Optimizer = found(groups, lr=lr, **given)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise ValueError(f"optimizer '{name}': {' '.join(str(error).split())}") from None
+    return optimizer
+
+
+def freeze(model: nn.Module, patterns: str) -> None:
+    """Freezes the parameters whose names fit one of the patterns, which commas separate: ``embeddings*,*.bias``.
+
+    A tied parameter is frozen where one of its names fits. Dropout and running statistics stay as they are in training.
+
+    Raises:
+        ValueError: no name fits a pattern.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in (one.strip() for one in patterns.split(",")):
+        found = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(
+                f"freeze: no parameter fits '{pattern}'; there are '{named[0][0]}' to '{named[-1][0]}'"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def _groups_of_blocks(
+    model: nn.Module, weight_decay: float, decays: bool, layer_decay: float
+) -> list[dict[str, Any]]:
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(f"layer_decay {layer_decay}: this {type(model).__name__} is not a chain of blocks")
+    groups, seen = [], set[nn.Parameter]()
+    for number, block in enumerate(model):
+        own = [parameter for parameter in block.parameters() if parameter not in seen]
+        seen.update(own)  # a tied parameter is the first block's
+        scale = layer_decay ** (len(model) - 1 - number)
+        groups += [{**group, "lr_scale": scale} for group in _groups(own, weight_decay, decays)]
+    return groups
+
+
+def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not decays:
+        return [{"params": trained}] if trained else []
+    split = (
+        ([parameter for parameter in trained if parameter.ndim >= 2], weight_decay),
+        ([parameter for parameter in trained if parameter.ndim < 2], 0.0),
+    )
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in split if parameters]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A linear warm-up to ``lr``, then a decay.
+
+    The decays: ``constant`` stays; ``linear`` and ``cosine`` (Loshchilov and Hutter, "SGDR", 2017, without restarts) fall
+    to 0, reached where training ends; ``inverse-sqrt`` falls with one over the square root of the step (Vaswani et al.,
+    "Attention Is All You Need", 2017, scaled so that its top is lr); ``step`` is divided by 10 at 50 % and at 75 % of all steps (as
+    DenseNet, Huang et al., 2017, and nearly as ResNet, He et al., 2016).
+
+    Attributes:
+        name: one of :data:`~hvd_ckpt.utils.text.SCHEDULES`.
+        lr: the highest rate.
+        steps: of the whole training.
+        warmup: steps of the warm-up; the first has lr / warmup, the last lr.
+
+    Raises:
+        ValueError: the name is unknown, or the warm-up longer than the training.
+    """
+
+    name: str
+    lr: float
+    steps: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ValueError(unknown("schedule", self.name, SCHEDULES))
+        if not 0 <= self.warmup <= self.steps:
+            raise ValueError(f"warmup {self.warmup}: give a number of steps from 0 to all {self.steps}")
+
+    def rate(self, step: int) -> float:
+        """The rate of the step that follows ``step`` finished ones: ``rate(0)`` is that of the first."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * self._share(step)
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Sets :meth:`rate`, times the group's ``lr_scale``, in every group; a rate held in a tensor (as CUDA graphs need) is
+        changed in place."""
+        for group in optimizer.param_groups:
+            rate = self.rate(step) * group.get("lr_scale", 1.0)
+            if isinstance(group["lr"], (int, float)):
+                group["lr"] = rate
+            else:
+                group["lr"].fill_(rate)
+
+    def _share(self, step: int) -> float:
+        if self.name == "constant":
+            return 1.0
+        if self.name == "inverse-sqrt":
+            return math.sqrt(max(self.warmup, 1) / (step + 1))
+        if self.name == "step":
+            return float(0.1 ** ((2 * step >= self.steps) + (4 * step >= 3 * self.steps)))
+        done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        return 1 - done if self.name == "linear" else (1 + math.cos(math.pi * done)) / 2

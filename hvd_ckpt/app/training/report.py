@@ -1,0 +1,413 @@
+"""The output of a run: progress on rank 0's terminal, logs, and a plot of the loss."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+from torch import Tensor
+from typing_extensions import Self
+
+from hvd_ckpt.app.training.callbacks import Callbacks
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.logs import Logs, loss_plot
+from hvd_ckpt.app.training.passes import parts_of_rank
+from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.launchers import launcher_terminal
+from hvd_ckpt.utils.extras import explain_import_error
+from hvd_ckpt.utils.spans import KINDS, SpanTimes, recording
+from hvd_ckpt.utils.text import Heartbeat, elapsed, one_line, show_bytes
+
+TIMES = (
+    "step_seconds",
+    *(f"{kind}_seconds" for kind in KINDS),
+)  # of records: of a step, means over steps and ranks
+KEYS = (  # of records; others are metrics
+    "step",
+    "kind",
+    "loss",
+    "lr",
+    "rate",
+    "unit",
+    "memory",
+    "memory_of",
+    "samples",
+    "seconds",
+    "sample",
+    "mfu",
+    *TIMES,
+)
+
+
+class Meter:
+    """Adds up loss, units and seconds, and waits for the device only when it is read.
+
+    It runs from the moment it is made, or from :meth:`start`.
+
+    Args:
+        device: of the steps.
+        clock: returns seconds.
+        parts: of a batch, each of which is added up by itself: this rank's logical replicas, or 1.
+
+    Attributes:
+        spans: of the steps.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+        parts: int = 1,
+    ) -> None:
+        self._device, self._clock = torch.device(device), clock
+        self.spans = SpanTimes(self._device)
+        self._losses: list[Tensor | float] = [0.0] * parts
+        self._weights, self._units, self._steps = [0.0] * parts, 0.0, 0
+        self._seconds = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Time counts from now on."""
+        self._since = self._clock()
+
+    def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
+        """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
+        if weight:
+            term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
+            self._losses[part] = self._losses[part] + term
+        self._weights[part] += weight
+        self._units += units
+        self._steps += part == 0
+
+    def pending(self) -> list[tuple[float, float]]:
+        """Of each part the sum of the loss over all terms since the last reading, and the number of terms; a snapshot holds it."""
+        return [(float(loss), weight) for loss, weight in zip(self._losses, self._weights)]
+
+    def load_pending(self, pending: Sequence[tuple[float, float]]) -> None:
+        """Continues from what :meth:`pending` returned, bit for bit."""
+        for part, (loss, weight) in zip(range(len(self._losses)), pending):
+            self._losses[part], self._weights[part] = loss, weight
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """A context that does not count as training, such as an evaluation."""
+        self._wait()
+        self._seconds += self._clock() - self._since
+        try:
+            with recording(None):
+                yield
+        finally:
+            self._wait()
+            self.start()
+
+    def read(self, add_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins anew.
+
+        Args:
+            add_ranks: sums a float64 tensor [parts, columns] on the CPU over the parts of all ranks; then every rank has to read.
+        """
+        pending = self.pending()  # which waits for the device
+        now = self._clock()
+        seconds = self._seconds + now - self._since
+        of_steps = (seconds, *self.spans.read().values())
+        more = [self._units, 1.0, *(value / max(self._steps, 1) for value in of_steps)]
+        own = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
+        own[0, 2:] = torch.tensor(more, dtype=torch.float64)
+        loss, weight, units, ranks, *times = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
+        self._losses, self._weights = [0.0] * len(own), [0.0] * len(own)
+        self._units, self._seconds, self._since, self._steps = 0.0, 0.0, now, 0
+        return {
+            "loss": loss / weight if weight else math.nan,
+            "rate": units / seconds if seconds > 0 else math.nan,
+            "seconds": seconds,
+            **{name: value / ranks for name, value in zip(TIMES, times)},
+        }
+
+    def _wait(self) -> None:
+        """Work that was only launched counts where it was launched."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class ProgressLine:
+    """Shows records: on a terminal one live line, with evaluations above it; elsewhere a line for each, and one at least every 30
+    seconds. A context manager.
+
+    Args:
+        steps: of the whole run.
+        start: steps taken before a resume.
+        console: by default the launcher's terminal, if it has one, else standard error.
+        peak: measured peak of a step, in words, shown in place of the process's.
+    """
+
+    def __init__(
+        self, steps: int, start: int = 0, console: Console | None = None, peak: str | None = None
+    ) -> None:
+        self._console = console or _console()
+        self._steps, self._step, self._peak = steps, start, peak
+        self._last: Mapping[str, Any] = {}
+        self._perplexity = ""
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            refresh_per_second=2,
+            speed_estimate_period=600,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=start)
+        self._beat = Heartbeat(lambda: self.say("  ".join(self._parts({}))))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        if self._progress.disable:
+            self._beat.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beat.__exit__()
+        self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """Notes that a step is done."""
+        self._step = step
+        self._update()
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Shows a record; see :mod:`~hvd_ckpt.app.training.logs`."""
+        self._step = record["step"]
+        training = record["kind"] == "train"
+        if training:
+            self._last = record
+        elif "perplexity" in record:
+            self._perplexity = f"perplexity {record['perplexity']:.5g} at step {record['step']}"
+        self._update()
+        if not training or self._progress.disable:
+            self.say("  ".join(self._parts(record)))
+
+    def say(self, text: str) -> None:
+        """Shows one line of text, above the live line."""
+        self._beat.said()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _update(self) -> None:
+        self._progress.update(self._task, completed=self._step)
+        if not self._progress.disable:
+            parts = [*self._parts(self._last), *filter(None, [self._perplexity])]
+            text = "  ".join(parts)[: max(self._console.width - 1, 20)]
+            self._progress.update(self._task, description=text)
+
+    def _parts(self, record: Mapping[str, Any]) -> list[str]:
+        parts = [f"step {self._step:>{len(str(self._steps))}}/{self._steps}"]
+        if record.get("kind") == "eval":
+            parts.append("evaluation")
+        if "loss" in record:
+            parts.append(f"loss {record['loss']:.5g}")
+        if "rate" in record:
+            parts.append(quantity(record["rate"], f"{record['unit']}/s"))
+        if "mfu" in record:
+            parts.append(f"MFU {record['mfu']:.1%}")
+        if "lr" in record:
+            parts.append(f"lr {record['lr']:.3g}")
+        if "memory" in record:
+            parts.append(self._peak or f"peak {show_bytes(record['memory'])} ({record['memory_of']})")
+        parts += [
+            f"{name} {value:.5g}"
+            for name, value in record.items()
+            if name not in KEYS and isinstance(value, (int, float))
+        ]
+        if "samples" in record:
+            parts.append(f"over {record['samples']} samples")
+        if record.get("kind") != "eval":
+            left = self._progress.tasks[self._task].time_remaining
+            parts.append(f"{elapsed(math.nan if left is None else left)} left")
+        if step := record.get("step_seconds"):
+            shares = {kind: record[f"{kind}_seconds"] / step for kind in KINDS}
+            parts.append(", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.01))
+        return list(filter(None, parts))
+
+
+def _console() -> Console:
+    """The launcher's terminal, or standard error."""
+    console = Console(stderr=True)
+    path = None if console.is_terminal else launcher_terminal()
+    if path is None:
+        return console
+    try:  # a launched process has no terminal, and must not get one
+        terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        width = os.get_terminal_size(terminal).columns
+        return Console(file=os.fdopen(terminal, "w", encoding="utf-8"), width=width or None)
+    except OSError:
+        return console
+
+
+def quantity(value: float, unit: str) -> str:
+    """Three digits and a letter for thousands: ``12.3k tokens/s``."""
+    for letter in ("", "k", "M", "G"):
+        if not math.isfinite(value) or abs(value) < 999.5:
+            return f"{value:.3g}{letter} {unit}"
+        value /= 1000
+    return f"{value:.3g}T {unit}"
+
+
+class Report:
+    """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
+
+    Args:
+        steps: of the whole run.
+        unit: of throughput.
+        start: steps taken before; records of later ones are dropped from the logs.
+        plan: its measured peak is shown.
+        callbacks: of this process.
+        utilization: of the devices' peak by one unit per second; None if that is not known.
+
+    Attributes:
+        meter: counts what the next entry of the log says.
+        tell: calls a method of all callbacks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        steps: int,
+        unit: str,
+        start: int,
+        device: torch.device,
+        plan: Plan | None = None,
+        utilization: float | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        self.tell = Callbacks(list(callbacks), self.say)
+        self._utilization = utilization
+        self._folder, self._config, self._steps, self._start = folder, config, steps, start
+        self._unit, self._device, self._plan = unit, device, plan
+        self.meter = Meter(device, parts=parts_of_rank(config))
+        self._open = ExitStack()
+        self._logs: Logs | None = None
+        self._line: ProgressLine | None = None
+
+    def __enter__(self) -> Self:
+        if current().number == 0:
+            line = ProgressLine(self._steps, self._start, peak=_planned_peak(self._plan))
+            self._line = self._open.enter_context(line)
+            try:
+                self._logs = self._open.enter_context(self._open_logs())
+            except (OSError, ValueError) as error:
+                self.say(f"Warning: there will be no log: {error}")
+        self._open.enter_context(recording(self.meter.spans))
+        self.meter.start()
+        return self
+
+    def _open_logs(self) -> Logs:
+        """The logs. A damaged one is put aside: it must not end the training."""
+        try:
+            return Logs(self._folder, self._start)
+        except ValueError as error:
+            aside = f"log-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+            (self._folder / "log.jsonl").rename(self._folder / aside)
+            self.say(f"Warning: {error}: it is renamed to '{aside}', and a new log begins.")
+            return Logs(self._folder, self._start)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            if error is not None:  # which a callback is not to replace
+                with contextlib.suppress(Exception):
+                    self.tell("on_end", None)
+
+    def say(self, text: str) -> None:
+        """Shows one line of text."""
+        if self._line is not None:
+            self._line.say(text)
+
+    def add(self, step: int, accumulated: Sequence[Accumulated], units: int) -> None:
+        """Counts a step of this rank, of each of its parts."""
+        for part, (loss, weight) in enumerate(accumulated):
+            self.meter.add(loss, weight, units if part == 0 else 0, part)
+        if self._line is not None:
+            self._line.advance(step)
+
+    def log(self, step: int, lr: float, **more: float) -> None:
+        """Writes what all ranks have counted since the last time, with more that is the same on every rank. Collective."""
+        reading = self.meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
+        memory, kind = peak_memory(self._device)
+        units = {"unit": self._unit, "memory": memory, "memory_of": kind}
+        if self._utilization is not None:
+            more = {"mfu": reading["rate"] * self._utilization, **more}
+        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **more})
+
+    def evaluation(self, step: int, means: dict[str, float], seconds: float, **sample: str) -> None:
+        """Writes the result of an evaluation, and a text that the model has made."""
+        self._write({"step": step, "kind": "eval", **means, "seconds": seconds, **sample})
+        for text in sample.values():
+            self.say(f"sample at step {step}: {one_line(text)}")
+
+    def draw(self) -> None:
+        """Draws the loss over the steps, on rank 0."""
+        if current().number != 0:
+            return
+        try:
+            loss_plot({self._config.model: self._folder / "log.jsonl"}, self._folder / "loss.png")
+        except (OSError, ValueError) as error:
+            self.say(f"Warning: no plot of the loss: {error}")
+        except ImportError as error:
+            self.say(f"No plot of the loss: {explain_import_error(error) or error}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Writes and shows a record. A log that cannot be written is a warning: it must not end the training."""
+        if self._line is None:
+            return
+        try:
+            if self._logs is not None:
+                self._logs.write(record)
+        except OSError as error:
+            self.say(f"Warning: the log of step {record['step']} is not written: {error.strerror or error}")
+        self._line.show(record)
+        self.tell("on_log" if record["kind"] == "train" else "on_evaluation", record)
+
+
+def peak_memory(device: torch.device) -> tuple[int, str]:
+    """The peak memory of this process in bytes, and its kind: on CUDA what PyTorch allocated on the device, else the resident set.
+
+    The resident set counts the interpreter, data and caches too: it answers whether a machine is large enough.
+    :mod:`hvd_ckpt.utils.memory` measures what a step allocates.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), f"allocated on {device}"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024, "resident set"
+
+
+def _planned_peak(plan: Plan | None) -> str | None:
+    """The measured peak that a plan's budget limits, in words; None without a plan."""
+    if plan is None or plan.measured is None:
+        return None
+    budget = "" if plan.budget is None else f" of {show_bytes(plan.budget)} budgeted"
+    return f"step's peak {show_bytes(plan.measured.peak_bytes)}{budget}"
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
+    return total
+
+
+def _sum_over_replicas(values: Tensor) -> Tensor:
+    """Adds the rows of all replicas in their order, whichever ranks have them."""
+    rows: Tensor = hvd.allgather(values, name="hvd_ckpt.report")
+    return rows.sum(0)

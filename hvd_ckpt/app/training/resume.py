@@ -1,0 +1,314 @@
+"""Resuming a run: the snapshot to resume from, the schema of its state, its validation against the run, and loading of its weights.
+
+The rest of its state is loaded by :class:`hvd_ckpt.snapshots.snapshots.Snapshots`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import horovod.torch as hvd
+import torch
+from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.local import OF_A_PERIOD, check_period
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.snapshots import state
+from hvd_ckpt.snapshots.reader import Snapshot, find, read
+from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
+from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Replicas, ReplicatedState, Weight
+from hvd_ckpt.snapshots.stopping import forget_file
+from hvd_ckpt.snapshots.tensors import map_tensors
+from hvd_ckpt.utils.folders import new_folder
+from hvd_ckpt.utils.schema import Strict, Wrong
+
+# Settings without which the state has no meaning.
+FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
+PLANNED = (
+    "budget", "plan", "chunk_head", "batch", "accumulate", "precision", "batch_norm", "model_options",
+    "stages", "pipeline_schedule", "virtual_stages",
+)  # fmt: skip
+
+# ------------------------------------------------------------------------------------ where a run starts
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run starts.
+
+    Attributes:
+        folder: of the run.
+        snapshot: on the disk, to resume from; None for the beginning.
+        commit: a snapshot in memory, to resume from instead.
+    """
+
+    folder: Path
+    snapshot: Path | None = None
+    commit: Snapshot | None = None
+
+    def read(self) -> Snapshot | None:
+        """The state to resume from; None for the beginning.
+
+        Raises:
+            SnapshotError: the snapshot cannot be used.
+        """
+        if self.commit is not None:  # an optimizer keeps the tensors that it loads
+            own = map_tensors(self.commit.replicated, "state", lambda tensor, _: tensor.clone())
+            return dataclasses.replace(self.commit, ranks=hvd.size(), replicated=own)
+        return None if self.snapshot is None else read(self.snapshot, hvd.rank())
+
+
+def find_resume_point(config: Config) -> ResumePoint:
+    """The run's folder and the snapshot to resume from, as rank 0 finds them. Collective.
+
+    Raises:
+        ConfigError: the folder is in use or cannot be written to, or has no snapshot to resume from; on every rank.
+    """
+    answer: ResumePoint | str = ""
+    if current().number == 0:
+        try:
+            if config.resume:
+                answer = _resumed(Path(config.resume))
+            else:
+                answer = ResumePoint(new_folder(config.output, "train", make=not config.dry_run))
+            if not config.dry_run:
+                forget_file(answer.folder)
+        except ValueError as error:
+            answer = f"resume: {error}" if config.resume else f"output: {error}"
+    answer = of_first_process(answer, "hvd_ckpt.train.folder")
+    if isinstance(answer, str):
+        raise ConfigError(answer)
+    return answer
+
+
+def _resumed(path: Path) -> ResumePoint:
+    if (path / "manifest.json").is_file():
+        path = path.resolve()
+        if path.parent.name != "snapshots":
+            raise ValueError(
+                f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
+            )
+        return ResumePoint(path.parent.parent, path)
+    found = find(path / "snapshots")
+    if found is None and not (path / "config.yaml").is_file():
+        raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
+    if found is None:
+        warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.", stacklevel=1)
+        return ResumePoint(path.resolve())
+    return ResumePoint(path.resolve(), found.resolve())
+
+
+# ------------------------------------------------------------------------------------ state of a run
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it has characters that are not Unicode") from None
+    return text
+
+
+Logged = tuple[Annotated[float, AllowInfNan(), NUMBER], Weight]
+
+
+class Progress(Strict):
+    """Progress of a run.
+
+    Attributes:
+        step: optimizer steps taken.
+        position: samples that are used up.
+        epoch, epoch_start: of a stream of the user's own, a pass to continue with, and the position at which it begins.
+        best: the lowest loss of an evaluation that was due.
+        waited: evaluations since then.
+        pending_evaluation: whether the run was stopped where an evaluation is due, which comes first when it resumes.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    step: Count = 0
+    position: Count = 0
+    epoch: Count = 0
+    epoch_start: Count = 0
+    best: Annotated[float, NUMBER] | None = None
+    waited: Count = 0
+    pending_evaluation: bool = False
+
+    def evaluated(self, loss: float) -> None:
+        """Counts an evaluation that was due."""
+        if loss < (math.inf if self.best is None else self.best):
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+
+
+class _Replicas(Replicas):
+    """With the loss and terms of each replica that the next entry of the log counts so far."""
+
+    logged: list[Logged]
+
+    @model_validator(mode="after")
+    def _has_entries(self) -> _Replicas:
+        if len(self.logged) != self.number:
+            raise ValueError(f"logged must be those of {self.number} replicas")
+        return self
+
+
+class _Replicated(ReplicatedState):
+    """State that is the same on every rank."""
+
+    config: dict[str, Any]
+    steps: Count
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    progress: Progress
+    plan: Annotated[str, AfterValidator(_unicode)] | None
+    samples: Positive
+    replicas: _Replicas | None
+
+
+class _PerRank(PerRankState):
+    """State of one rank."""
+
+    logged: list[Logged]
+
+
+# ------------------------------------------------------------------------------------ validation
+
+
+def check_state(resumed: Snapshot) -> None:
+    """Raises ConfigError unless the snapshot holds what a run writes, by keys, types and ranges; names the first that is wrong."""
+    with _naming(resumed, DAMAGED):
+        replicated = state.check_state(resumed, _Replicated, _PerRank)
+        _check_config(replicated.config)
+        if replicated.config["replicas"] != (replicated.replicas and replicated.replicas.number):
+            raise Wrong("replicated.replicas must be the state of as many replicas as replicated.config says")
+
+
+def _check_config(value: dict[str, Any]) -> None:
+    for name in (*FIXED, *PLANNED, *OF_A_PERIOD, "outer_lr"):
+        if name not in value:
+            raise Wrong(f"replicated.config has no {name}")
+    try:
+        made = Config.make(value)
+    except ConfigError as error:
+        raise Wrong(f"replicated.config: {error}") from None
+    for name, setting in made.as_dict().items():
+        if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
+            raise Wrong(f"replicated.config.{name} is not a value that a run writes")
+
+
+@contextmanager
+def _naming(resumed: Snapshot, way_out: str) -> Iterator[None]:
+    try:
+        yield
+    except Wrong as error:
+        raise ConfigError(
+            f"resume: the snapshot of step {resumed.step} cannot be used: {error}: {way_out}"
+        ) from None
+
+
+def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError unless weights, buffers and optimizer state are of this model and optimizer, by names and shapes.
+
+    Args:
+        resumed: that :func:`check_state` has passed.
+        model: whose weights they are to be.
+        optimizer: as it was made, not yet distributed.
+    """
+    with _naming(resumed, "give the settings that the run had, or another snapshot"):
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        specs = {
+            names[one]: TensorSpec.of(one) for group in optimizer.param_groups for one in group["params"]
+        }
+        state.check_fits(resumed, model, optimizer, specs)
+
+
+def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
+    """Raises ConfigError if the run cannot resume from the snapshot.
+
+    Args:
+        samples: that there are to train on.
+    """
+    then = resumed.replicated["config"]
+    for name in FIXED:
+        if then[name] != getattr(config, name):
+            raise ConfigError(
+                f"{name} {getattr(config, name)}: the run that is to resume has {then[name]}, and its state needs it"
+            )
+    if resumed.replicated["samples"] != samples:
+        raise ConfigError(
+            f"resume: the run had {resumed.replicated['samples']} samples to train on and there are {samples} now: give the same "
+            "data, sequence_length and validation_split"
+        )
+    check_period(config, resumed)
+
+
+# ------------------------------------------------------------------------------------ loading
+
+
+def read_snapshot(
+    point: ResumePoint,
+    config: Config,
+    samples: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Snapshot | None:
+    """Reads and validates the snapshot to resume from, and loads its weights; None for the beginning.
+
+    Args:
+        samples: that there are to train on.
+        optimizer: of the model, not yet distributed.
+
+    Raises:
+        ConfigError, SnapshotError: the snapshot cannot be used, or is of another run.
+    """
+    snapshot = point.read()
+    if snapshot is not None:
+        check_state(snapshot)
+        check_resumed(config, samples, snapshot)
+        check_fits(snapshot, model, optimizer)
+        try:
+            model.load_state_dict(snapshot.weights)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"resume {config.resume}: the snapshot is of another model: {reason}") from None
+    return snapshot
+
+
+def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
+    """The plan of the snapshot, if nothing has changed that it was made for."""
+    if resumed is None:
+        return None
+    then, text = resumed.replicated["config"], resumed.replicated["plan"]
+    same = all(then[name] == getattr(config, name) for name in PLANNED)
+    return text if same else None
+
+
+def average_weights(optimizer: Any, decay: float | None) -> AveragedWeights | None:
+    """The exponential moving average of a ``DistributedOptimizer``'s weights, which begins with them; None without a decay."""
+    if decay is None:
+        return None
+    return AveragedWeights(optimizer, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+
+
+def replica_entries(logged: Sequence[tuple[float, float]]) -> list[tuple[float, ...]]:
+    """The open entries of the logs of all logical replicas, in their order. Collective.
+
+    Args:
+        logged: of each of this rank's replicas.
+    """
+    of_all: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
+    return [tuple(pair) for pair in of_all.tolist()]

@@ -1,0 +1,263 @@
+"""The trained model of a run, made anew from a snapshot without the run's data, for transformers; and text that models write."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.app.datasets.text import TEXTS
+from hvd_ckpt.app.datasets.tokens import BYTES, SPECIAL, read_tokenizer
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.app.training.build import find_tokenizer
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.pipeline.chain import WrappedChain
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.snapshots.export import whole_weights
+from hvd_ckpt.snapshots.reader import open_snapshot
+from hvd_ckpt.snapshots.schema import REPLICATED
+from hvd_ckpt.utils.named import is_named
+from hvd_ckpt.utils.schema import Wrong
+
+# The names of the weights of token embeddings, of which there is one for each token.
+EMBEDDINGS = (
+    "embeddings.embeddings.word_embeddings.weight",
+    "embeddings.tokens.weight",
+    "embedding.tokens.weight",
+    "embedding.0.weight",
+)
+TOKENS_OF_SAMPLE = 64
+
+
+class Trained(NamedTuple):
+    """A run: its settings, the kind of its model (one of :data:`~.catalog.KINDS`), tokens in a sample, and its tokenizer's file."""
+
+    config: Config
+    kind: str
+    length: int
+    tokenizer: Path | None
+
+
+def settings_of(path: Path) -> Trained:
+    """The run that wrote a snapshot.
+
+    Raises:
+        ConfigError: a loop of one's own wrote it, or its model is one that the catalogue does not make or not of text.
+        SnapshotError: it is damaged.
+    """
+    state = open_snapshot(path).state(REPLICATED)
+    if not isinstance(state, dict) or "config" not in state:
+        raise ConfigError(
+            f"'{path}' was written by a loop of your own, which says nothing of the model: export its weights with --format "
+            "safetensors or pt, and load them into your model"
+        )
+    return trained_on_text(Config.make(state["config"]))
+
+
+def trained_on_text(config: Config) -> Trained:
+    """A run with these settings.
+
+    Raises:
+        ConfigError: its model is one that the catalogue does not make, or not of text.
+    """
+    way_out = "export its weights with --format safetensors or pt"
+    if is_named(config.model):
+        raise ConfigError(
+            f"model {config.model}: only models of the catalogue and folders can be made for this: {way_out}"
+        )
+    try:
+        entry = catalog.find(config.model)
+    except ValueError as error:
+        raise ConfigError(f"model {config.model}: {error}") from None
+    if entry.kind not in TEXTS or config.data is not None:
+        raise ConfigError(f"model {config.model}: it was not trained on text: {way_out}")
+    tokenizer = find_tokenizer(config, entry.folder)
+    return Trained(config, entry.kind, config.sequence_length or entry.data.get("length", 128), tokenizer)
+
+
+def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
+    """The model of a run with these weights, in evaluation mode.
+
+    Raises:
+        ConfigError: they are not of this model.
+    """
+    try:
+        facts = {"vocabulary": len(_embeddings(weights)), "length": run.length}
+        model = catalog.find(run.config.model).build(facts, run.config.model_options)
+        model.load_state_dict(weights)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"model {run.config.model}: {' '.join(str(error).split())[:300]}") from None
+    return model.eval()
+
+
+def _embeddings(weights: dict[str, Tensor]) -> Tensor:
+    """The weights of the token embeddings. Raises ValueError if the model has no such weights."""
+    found = next((weights[name] for name in EMBEDDINGS if name in weights), None)
+    if found is None or found.dim() != 2:
+        raise ValueError("the snapshot has no token embeddings of such a model")
+    return found
+
+
+def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
+    """Writes a folder for transformers' ``from_pretrained``: configuration, weights, and the tokenizer of the run.
+
+    Raises:
+        Wrong: the model is not one of transformers.
+    """
+    model = load_model(run, weights)
+    if not isinstance(model, WrappedChain):
+        raise Wrong(
+            f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
+        )
+    model.transformers_model.save_pretrained(path)
+    if run.tokenizer is None and run.config.tokens is not None:
+        return  # nothing tells what the ids stand for
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, special = _tokenizer_of(run)
+    make: Any = PreTrainedTokenizerFast
+    make(
+        tokenizer_object=tokenizer, model_max_length=run.length, clean_up_tokenization_spaces=False, **special
+    ).save_pretrained(path)
+
+
+def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
+    """The tokenizer, also for bytes, and its special tokens by transformers' names; those that it lacks have numbers above its own,
+    as in :class:`hvd_ckpt.app.datasets.tokens.Tokens`."""
+    if run.tokenizer is None and run.config.tokens is not None:
+        raise Wrong(
+            f"the run was trained on the token ids of '{run.config.tokens}' without a tokenizer: put its tokenizer.json beside them"
+        )
+    tokenizer = _byte_tokenizer() if run.tokenizer is None else read_tokenizer(run.tokenizer)[0]
+    following = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    special = {}
+    theirs = {"mask": "mask_token", "padding": "pad_token", "start": "cls_token", "separator": "sep_token"}
+    for kind, names in SPECIAL.items():
+        found = next((name for name in names if tokenizer.token_to_id(name) is not None), None)
+        if found is None:
+            found, following = names[0], following + 1
+            tokenizer.add_special_tokens([found])
+            if tokenizer.token_to_id(found) != following - 1:
+                raise Wrong(f"the tokenizer '{run.tokenizer}' has gaps in its numbers: add {names[0]} to it")
+        special[theirs[kind]] = found
+    return tokenizer, special
+
+
+def _byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the bytes of UTF-8 text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # GPT-2's printable characters for the bytes: those that are printable stand for themselves.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(BYTES, 2 * BYTES))
+    vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def generate(
+    path: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    ema: bool = False,
+) -> Iterator[str]:
+    """Continues a text, token by token; yields the text so far, after the prompt.
+
+    Args:
+        path: of a snapshot of a causal language model.
+        tokens: to make at most.
+        temperature: divides the scores; 0 takes the likeliest token.
+        top_k: draw among that many likeliest tokens.
+
+    Raises:
+        ConfigError: the model does not predict the next token, or the prompt has no tokens.
+    """
+    run = settings_of(path)
+    start = Start(run, prompt)
+    if not math.isfinite(temperature):
+        raise ConfigError(f"--temperature {temperature}: give a number from 0")
+    weights = whole_weights(open_snapshot(path), ema)
+    model = load_model(run, weights)
+    if max(start.ids) >= (known := len(_embeddings(weights))):
+        raise ConfigError(
+            f"--prompt: its tokens reach {max(start.ids)}, and the model knows those below {known}: give the tokenizer that it was "
+            "trained with"
+        )
+    try:
+        yield from start.continued(model, tokens, temperature, top_k, seed)
+    except FloatingPointError:
+        raise ConfigError(f"The model of '{path}' computes nan: choose another snapshot") from None
+
+
+class Start:
+    """The start of a text, which causal language models continue.
+
+    Args:
+        run: the settings of the model.
+        prompt: the text.
+
+    Attributes:
+        ids: of its tokens.
+
+    Raises:
+        ConfigError: the model does not predict the next token, or the prompt has no tokens.
+    """
+
+    def __init__(self, run: Trained, prompt: str) -> None:
+        if run.kind != "causal":
+            raise ConfigError(
+                f"model {run.config.model}: it fills in tokens ({run.kind}) and cannot continue a text: give a model that predicts "
+                "the next token, such as gpt2-small, gpt-lite or lstm-small"
+            )
+        self._tokenizer, _ = _tokenizer_of(run)
+        self._prompt, self._length = prompt, run.length
+        self.ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not self.ids:
+            raise ConfigError("prompt: it has no tokens: give some text to continue")
+
+    def continued(
+        self, model: nn.Module, tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> Iterator[str]:
+        """Yields the text so far, after the prompt, token by token; see :func:`generate`. Collective, if forward passes are.
+
+        Raises:
+            FloatingPointError: the model computes nan.
+        """
+        generator, made, grid = torch.Generator().manual_seed(seed), list[int](), current()
+        device = next(model.parameters()).device
+        for _ in range(tokens):
+            with torch.no_grad():
+                output = model(torch.tensor([(self.ids + made)[-self._length :]], device=device))
+            scores: Any = None if output is None else output[0, -1].float().cpu()
+            if grid.stages > 1:  # of which the last has the output
+                scores = grid.gather_objects(scores)[-1]
+            if scores.isnan().any():
+                raise FloatingPointError("the scores of the next token are nan")
+            if top_k is not None:
+                scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
+            if temperature:
+                made.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
+            else:
+                made.append(int(scores.argmax()))
+            yield self._tokenizer.decode(made, skip_special_tokens=True)
+
+    def sample(self, model: nn.Module, seed: int) -> str:
+        """The prompt and 64 tokens more, drawn in the model's evaluation mode; fewer where it computes nan. Collective like
+        :meth:`continued`."""
+        text, training = "", model.training
+        model.eval()
+        with contextlib.suppress(FloatingPointError):
+            for part in self.continued(model, TOKENS_OF_SAMPLE, seed=seed):
+                text = part
+        model.train(training)
+        return self._prompt + text

@@ -1,0 +1,172 @@
+"""Batches and training objectives: the loss of a batch, the number of terms it is a mean of, and metrics.
+
+A mean over a batch that is split, over micro-batches or over ranks, is the mean of the whole only if each part counts with its
+number of terms; so every objective tells that number from the batch alone, before the model has run.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hvd_ckpt.processes.devices import to_device
+
+IGNORED = -100  # the target of positions that count nothing, as torch's cross_entropy has it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples for one call of a model, and what should come out.
+
+    The first dimension of every tensor counts the samples, so a batch can be split.
+
+    Attributes:
+        inputs: the model's positional arguments.
+        targets: what the loss compares the model's output with.
+        shared: keyword arguments that all blocks of the model share, such as masks.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    shared: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def split(self, parts: int) -> list[Batch]:
+        """The batch in that many parts, whose lengths differ by one at most; in fewer, if it has fewer samples."""
+        parts = max(min(parts, len(self)), 1)
+        cut = [tensor.tensor_split(parts) for tensor in (*self.inputs, self.targets, *self.shared.values())]
+        return [
+            Batch(
+                one[: len(self.inputs)],
+                one[len(self.inputs)],
+                dict(zip(self.shared, one[len(self.inputs) + 1 :])),
+            )
+            for one in zip(*cut)
+        ]
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device; the host does not wait for the copy to a GPU."""
+        return Batch(
+            tuple(to_device(tensor, device) for tensor in self.inputs),
+            to_device(self.targets, device),
+            {name: to_device(tensor, device) for name, tensor in self.shared.items()},
+        )
+
+
+class Objective(ABC):
+    """A loss that is a mean over terms.
+
+    Attributes:
+        unit: what throughput counts.
+    """
+
+    unit: str
+
+    def weight(self, batch: Batch) -> float:
+        """The number of terms that the loss of ``batch`` is the mean of: its samples."""
+        return float(len(batch))
+
+    @abstractmethod
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """The mean, a tensor of one number; 0 where there are no terms."""
+
+    @abstractmethod
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Further means over the same terms."""
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Further metrics of an evaluation, from its mean loss."""
+        return {}
+
+    def units(self, batch: Batch) -> int:
+        """How many of :attr:`unit` a batch has."""
+        return len(batch)
+
+
+class NextOrHiddenToken(Objective):
+    """Cross entropy of tokens: scores (batch, positions, vocabulary), targets (batch, positions), -100 where nothing is asked."""
+
+    unit = "tokens"
+
+    def weight(self, batch: Batch) -> float:
+        return float((batch.targets != IGNORED).sum())
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        total = functional.cross_entropy(
+            output.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total / _terms(batch)
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        right = (output.argmax(-1) == batch.targets).sum()
+        return {"accuracy": right / _terms(batch)}
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Perplexity: of the next token, or of those that are predicted where they were hidden."""
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan}
+
+    def units(self, batch: Batch) -> int:
+        return batch.inputs[0].numel()
+
+
+def _terms(batch: Batch) -> Tensor:
+    """Of a mean over tokens, at least 1; left on its device."""
+    return (batch.targets != IGNORED).sum().clamp(min=1)
+
+
+class Classification(Objective):
+    """Cross entropy of classes: scores (batch, classes), targets (batch,)."""
+
+    unit = "images"
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(output, batch.targets)
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(1) == batch.targets).double().mean()}
+
+
+class Segmentation(Objective):
+    """One minus the Dice coefficient of each volume (Milletari et al., "V-Net", 2016, equation in section 3), averaged over the
+    classes but the background: scores (batch, classes, depth, height, width), targets (batch, depth, height, width)."""
+
+    unit = "volumes"
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        probabilities = output.float().softmax(1)
+        return 1 - _dice(probabilities, _one_hot(batch.targets, output.size(1))).mean()
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        classes = output.size(1)
+        chosen = _one_hot(output.argmax(1), classes)
+        return {"dice": _dice(chosen, _one_hot(batch.targets, classes)).mean()}
+
+
+def _one_hot(labels: Tensor, classes: int) -> Tensor:
+    return functional.one_hot(labels, classes).movedim(-1, 1).float()
+
+
+def _dice(found: Tensor, wanted: Tensor) -> Tensor:
+    """The coefficient of each volume and each class but the background, (batch, classes - 1)."""
+    found, wanted = found[:, 1:].flatten(2), wanted[:, 1:].flatten(2)
+    smallest = torch.finfo(found.dtype).tiny  # both empty: 1
+    return (2 * (found * wanted).sum(2) + smallest) / (
+        found.square().sum(2) + wanted.square().sum(2) + smallest
+    )
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "causal": NextOrHiddenToken,
+    "masked": NextOrHiddenToken,
+    "permutation": NextOrHiddenToken,
+    "images": Classification,
+    "volumes": Segmentation,
+}
+"""By the kind of data set that a model needs."""

@@ -1,0 +1,227 @@
+"""Mixed precision that every rank agrees on.
+
+An overflow on one rank must make all ranks skip the same step, or their weights and loss scales drift apart. Here gradients are
+reduced before they are unscaled: an inf or nan on one rank survives the sum, so all see it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Max
+
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.utils.extras import apex_unavailable as apex_unavailable
+from hvd_ckpt.utils.text import PRECISIONS
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precisions that run under ``torch.autocast``, and its dtypes."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that agrees across ranks: the plain PyTorch recipe is right as written.
+
+    ::
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                       # optional: reduces, then unscales; clip after it
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)                           # reduces, unless that is done
+        scaler.update()
+
+    Works with any optimizer; for a ``DistributedOptimizer`` gradients are reduced before they are unscaled and checked, so every
+    rank finds the same and takes or skips the same step. With pipeline stages, each of which needs one ``DistributedOptimizer``,
+    an overflow on one stage skips the step on all.
+
+    Args:
+        device: the device type of the gradients; by default "cuda" where there is a GPU, else "cpu".
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in ``torch.amp.GradScaler``.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._reduced: set[int] = (
+            set()
+        )  # optimizers whose gradients unscale_() has reduced since the last update()
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduces the gradients over the ranks, unless that is done, and divides them by the scale.
+
+        Where you leave out the step that follows, call ``update()`` before the next one, as with ``torch.amp.GradScaler``.
+        """
+        if not isinstance(optimizer, ReducedOptimizer):
+            super().unscale_(optimizer)
+            return
+        self._begin_on_every_stage()
+        optimizer.reduce_for_caller()
+        self._reduced.add(id(optimizer))
+        error: Exception | None = None
+        try:
+            with optimizer.unscaling():
+                super().unscale_(optimizer)
+        except ValueError as exception:  # float16 gradients, which another rank may have none of
+            error = exception
+            if not (self._enabled and optimizer.finds_overflow_alone):
+                raise
+        stages = current()
+        if not self._enabled or not (optimizer.finds_overflow_alone or stages.stages > 1):
+            return
+        # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        anywhere = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
+        if optimizer.finds_overflow_alone:
+            members = optimizer._process_set
+            raise_together(error, members, "hvd_ckpt.unscale")
+            mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
+        if stages.stages > 1:
+            anywhere = torch.stack(stages.gather(anywhere)).amax(0)
+        found.setdefault(torch.device("cpu"), torch.zeros((), dtype=torch.float32))
+        for value in found.values():
+            value.fill_(anywhere.item())
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank.
+
+        Raises:
+            RuntimeError: a backward pass has added to gradients since ``unscale_()``.
+        """
+        if not isinstance(optimizer, ReducedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        self._begin_on_every_stage()
+        if id(optimizer) in self._reduced:
+            optimizer.check_reduced()
+        else:
+            optimizer.reduce_for_caller()
+        self._reduced.discard(id(optimizer))
+        with optimizer.without_reduction():
+            return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Updates the scale, as in ``torch.amp.GradScaler``; every optimizer begins a step anew."""
+        self._reduced.clear()
+        super().update(new_scale)
+
+    def _begin_on_every_stage(self) -> None:
+        """Makes the scale where no loss has been scaled: losses are on the last pipeline stage only."""
+        if self._enabled and self._scale is None and current().stages > 1:
+            self.scale(torch.zeros((), dtype=torch.float32, device=self._device))
+
+
+class Precision:
+    """One precision recipe, whichever library carries it out.
+
+    ::
+
+        precision = Precision("bf16")
+        optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        model, optimizer = precision.prepare(model, optimizer)
+        with precision.autocast():
+            loss = loss_function(model(x), y)
+        precision.backward(loss, optimizer)
+        precision.step(optimizer)
+
+    Args:
+        name: "fp32"; "fp16" or "bf16" (``torch.autocast``; fp16 with a :class:`GradScaler`); "apex-O0" to "apex-O3" (NVIDIA Apex's
+            ``apex.amp`` with Horovod's recipe; needs CUDA and an Apex up to 25.05).
+        device: device type, by default "cuda" where there is a GPU, else "cpu".
+        scaler_options: arguments of :class:`GradScaler` (fp16 only).
+
+    Raises:
+        ValueError: the name is not in :data:`PRECISIONS`.
+        RuntimeError: Apex is asked for and cannot be used here; says why.
+    """
+
+    def __init__(self, name: str, device: str | None = None, **scaler_options: Any) -> None:
+        if name not in PRECISIONS:
+            raise ValueError(f"precision '{name}' is unknown; choose one of {', '.join(PRECISIONS)}")
+        self.name = name
+        self.device = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+        self.scaler: GradScaler | None = GradScaler(self.device, **scaler_options) if name == "fp16" else None
+        self._amp: ModuleType | None = None
+        if name.startswith("apex-"):
+            reason = apex_unavailable()
+            if reason is not None:
+                raise RuntimeError(
+                    f"precision '{name}' cannot be used: {reason}; use --precision fp16 or bf16 instead"
+                )
+            self._amp = importlib.import_module("apex.amp")
+
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Makes model and optimizer ready; the optimizer must be a ``DistributedOptimizer`` already.
+
+        Apex's O2 puts float32 master weights into the optimizer and converts the model to float16, O3 converts it only. The
+        gradients that are reduced are those of the model's parameters, so the DistributedOptimizer is made of these, first.
+
+        Raises:
+            RuntimeError: with Apex, the optimizer is not a ``DistributedOptimizer`` yet.
+        """
+        if self._amp is None:
+            return model, optimizer
+        if not isinstance(optimizer, ReducedOptimizer):
+            raise RuntimeError(
+                f"precision '{self.name}': wrap the optimizer with DistributedOptimizer before Precision.prepare(); "
+                f"Apex may replace its parameters by master weights, whose gradients are not the ones to reduce"
+            )
+        model, optimizer = self._amp.initialize(
+            model, optimizer, opt_level=self.name.removeprefix("apex-"), verbosity=0
+        )
+        return model, optimizer
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for forward pass and loss."""
+        dtype = AUTOCAST.get(self.name)
+        return nullcontext() if dtype is None else torch.autocast(self.device, dtype=dtype)
+
+    def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, last: bool = True) -> None:
+        """The backward pass of one (micro-)batch.
+
+        Args:
+            last: False if more backward passes follow before the step.
+        """
+        if self._amp is not None:
+            with self._amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
+                scaled.backward()
+                if last and isinstance(optimizer, ReducedOptimizer):
+                    optimizer.synchronize()
+        elif self.scaler is not None:
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduces and unscales the gradients, so that they can be clipped before :meth:`step`."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        elif isinstance(optimizer, ReducedOptimizer):
+            optimizer.reduce_for_caller()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, skipped on every rank alike where gradients overflowed."""
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        elif isinstance(optimizer, ReducedOptimizer):
+            optimizer.reduce_for_caller()
+            with optimizer.without_reduction():
+                optimizer.step()
+        else:
+            optimizer.step()

@@ -1,0 +1,12 @@
+"""The processes of a job: how they start, find each other, are watched and end.
+
+launchers     how a job was started: horovodrun, mpirun, Slurm, alone
+hosts         hosts as ranks name them
+rendezvous    the first exchange, before Horovod runs
+grid          stages and replicas: the place of each rank
+runtime       init, shutdown and what Horovod needs set before it starts
+devices       the device of each process
+watchdog      ranks that die or stand still, named
+uncaught      an exception on one rank ends the job on all
+probe         what a set-up can do, tried in a process of its own
+"""

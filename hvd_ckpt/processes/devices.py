@@ -1,0 +1,86 @@
+"""Devices of the processes of a job: which GPU is whose, and whether Horovod can communicate from it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+
+import horovod.torch as hvd
+import torch
+
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.utils.extras import BUILD_HOROVOD
+
+NO_GPU_OPERATIONS = "this Horovod is built without operations on GPUs"
+
+
+def has_gpu_operations() -> bool:
+    """Whether Horovod can communicate tensors of GPUs. Without, it waits forever for the first one."""
+    return bool(hvd.cuda_built() or hvd.rocm_built())
+
+
+def local_device() -> torch.device:
+    """The device of this process: a GPU of its own, which becomes PyTorch's current device, or the CPU on a machine without GPUs.
+
+    The processes of a job on one host take its GPUs in order, those of all pipeline stages together (``local_rank()`` counts one
+    stage alone); without NCCL, several may share one. Where a process sees one GPU only, as when the launcher has given each its
+    own, it takes that. With a Horovod that is built without operations on GPUs it is the CPU, and process 0 says so. Call it after
+    ``init()``, and before the model is built.
+
+    Raises:
+        RuntimeError: there are more processes on this host than GPUs, and Horovod uses NCCL.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not visible:
+        return torch.device("cpu")
+    if not has_gpu_operations():
+        if current().number == 0:
+            warnings.warn(f"training on the CPU, since {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}", stacklevel=2)
+        return torch.device("cpu")
+    number = current().local_rank if visible > 1 else 0
+    if number >= visible and hvd.nccl_built():
+        raise RuntimeError(
+            f"process {number} of this host (from 0) has no GPU, since {visible} are visible: start at most {visible} processes on "
+            f"a host, or give each a GPU of its own in CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", number % visible)
+    torch.cuda.set_device(device)
+    return device
+
+
+def use_deterministic_kernels() -> None:
+    """Has PyTorch compute with kernels that repeat bit for bit, or raise for an operation without one; before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def check_devices(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Checks that Horovod can communicate these tensors; warns where they are on another GPU than PyTorch's current one.
+
+    Raises:
+        ValueError: one is on a GPU, and Horovod has no operations on GPUs.
+    """
+    for name, tensor in named:
+        if not tensor.is_cuda:
+            continue
+        if not has_gpu_operations():
+            raise ValueError(
+                f"'{name}' is on {tensor.device}, and {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}; or move the model to the CPU"
+            )
+        device = torch.cuda.current_device()
+        if tensor.device.index != device:
+            warnings.warn(
+                f"'{name}' is on {tensor.device}, and this process's current device is cuda:{device}: call "
+                f"torch.cuda.set_device({tensor.device.index}), or hvd_ckpt.local_device(), before the model is built",
+                stacklevel=2,
+            )
+        return
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device. The host does not wait for a copy to a GPU, which comes in the order of its stream."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,187 @@
+"""The other ranks of a job: where they run, and whether their machines still answer.
+
+Each rank says once where it is (:meth:`Peer.here`). When a wait has lasted too long, that is enough to tell a machine that is
+down or cut off from a rank that is stuck: a machine that is up answers an attempt to connect, if only by refusing it. Ranks on this
+machine are looked up in its process table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from hvd_ckpt.processes.launchers import look_up
+
+PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after one second
+SSH_PORT = 22
+ADDRESSES_PER_HOST = 4
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+def host_name() -> str:
+    """This machine's name: as the launcher was given it, where that says which machine it is."""
+    launched = os.environ.get("HOROVOD_HOSTNAME", "")
+    return launched if launched not in ("", "localhost", "127.0.0.1") else socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One rank: its machine's name and IPv4 addresses (loopback left out), its process and the process table that is in."""
+
+    rank: int
+    host: str
+    addresses: tuple[str, ...]
+    pid: int
+    started: int
+    table: str
+
+    @classmethod
+    def here(cls, rank: int) -> Peer:
+        pid = os.getpid()
+        process = look_up(pid)
+        table = ""
+        with contextlib.suppress(OSError):
+            table = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        return cls(rank, host_name(), own_addresses(), pid, process.started if process else 0, table)
+
+    def trouble(self) -> str:
+        """The trouble of its process, which is in this machine's process table; an empty string without any."""
+        process = look_up(self.pid)
+        if process is None or process.started != self.started or process.state in "ZX":
+            return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
+        if process.state in "Tt":
+            return f"rank {self.rank} (process {self.pid} on host {self.host}) is stopped by a signal"
+        return ""
+
+
+def own_addresses() -> tuple[str, ...]:
+    """This machine's IPv4 addresses but for loopback, those of interfaces that are up first."""
+    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    found = [
+        (name not in up, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+    return tuple(address for _, address in sorted(found))
+
+
+def diagnose(peers: Sequence[Peer], own: Peer) -> str:
+    """Describes the other ranks' hosts and processes, and the way out, as the end of a sentence. Takes up to ``PROBE_SECONDS``."""
+    others = [peer for peer in peers if peer.rank != own.rank]
+    if not others:
+        return "not all ranks have come: look at their output, or give a longer stall_timeout"
+    near = [peer for peer in others if peer.table and peer.table == own.table]
+    troubles = [trouble for trouble in (peer.trouble() for peer in near) if trouble]
+    if troubles:
+        return f"{'; '.join(troubles)}: look at its output, then start again from the newest snapshot"
+    silent = silent_hosts(others, own)
+    if silent:
+        return describe_silent(silent, others)
+    answer = "all ranks are on this host" if len(near) == len(others) else "all hosts answer"
+    return (
+        f"{answer}, so a rank is stuck in other work or has gone: look at the other ranks' output, "
+        f"or give a longer stall_timeout"
+    )
+
+
+def silent_hosts(others: Iterable[Peer], own: Peer) -> list[list[Peer]]:
+    """The ranks of each host that has addresses of its own, none of which answers."""
+    hosts: dict[tuple[str, tuple[str, ...]], list[Peer]] = {}
+    for peer in others:
+        if peer.table != own.table or not peer.table:
+            hosts.setdefault((peer.host, peer.addresses), []).append(peer)
+    # An address that several hosts have (a container bridge's) leads to none of them.
+    times = Counter(address for _, addresses in hosts for address in addresses)
+    to_probe = {
+        key: [address for address in key[1] if times[address] == 1 and address not in own.addresses]
+        for key in hosts
+    }
+    to_probe = {key: addresses[:ADDRESSES_PER_HOST] for key, addresses in to_probe.items() if addresses}
+    answering = answering_addresses({address for addresses in to_probe.values() for address in addresses})
+    return [hosts[key] for key, addresses in to_probe.items() if not answering & set(addresses)]
+
+
+def describe_silent(silent: Sequence[Sequence[Peer]], others: Sequence[Peer]) -> str:
+    """Says which hosts do not answer, and what to do, as the end of a sentence."""
+    names = [
+        f"host {peers[0].host} ({', '.join(peers[0].addresses)}; {ranks_text(peer.rank for peer in peers)})"
+        for peers in silent
+    ]
+    alone = len(silent) > 1 and sum(map(len, silent)) == len(others)
+    verb = "does" if len(silent) == 1 else "do"
+    cause = (
+        "no other host does, so this one may be cut off"
+        if alone
+        else "it is down or cut off"
+        if len(silent) == 1
+        else "they are down or cut off"
+    )
+    return (
+        f"{' and '.join(names)} {verb} not answer: {cause}; see to it, then start again from the newest snapshot, "
+        f"on other hosts if need be"
+    )
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
+
+
+def answering_addresses(addresses: Iterable[str], seconds: float = PROBE_SECONDS) -> set[str]:
+    """Those of the addresses where a machine answers an attempt to connect within the time, also by refusing it.
+
+    The ports are that of ssh and those of connections that this process has, which no firewall between the two keeps shut.
+    """
+    ports = _connected_ports()
+    answered: set[str] = set()
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
+        for address in addresses:
+            for port in (SSH_PORT, *sorted(ports.get(address, ()))[:2]):
+                try:
+                    probe = open_sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                except OSError:
+                    answered.add(address)  # no descriptor left to ask with: nothing is known against it
+                    continue
+                probe.setblocking(False)
+                status = probe.connect_ex((address, port))
+                if status in _ANSWERS:
+                    answered.add(address)
+                elif status == errno.EINPROGRESS:
+                    selector.register(probe, selectors.EVENT_WRITE, address)
+        deadline = time.monotonic() + seconds
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                probe = key.fileobj  # type: ignore[assignment]
+                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
+                    answered.add(key.data)
+                selector.unregister(probe)
+    return answered
+
+
+def _connected_ports() -> dict[str, set[int]]:
+    """The other end's ports of this process's TCP connections, by address."""
+    process = psutil.Process()
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+    ports: dict[str, set[int]] = {}
+    with contextlib.suppress(OSError, psutil.Error):
+        for connection in connections("tcp4"):
+            if connection.raddr:
+                ports.setdefault(connection.raddr.ip, set()).add(connection.raddr.port)
+    return ports

@@ -1,0 +1,111 @@
+"""Ranks whose launcher knows nothing of Horovod: they meet over a store of PyTorch, and Horovod starts over Gloo.
+
+``horovodrun`` tells each rank its place on its host and among the hosts, and the address of the rendezvous server that it runs.
+Under ``torchrun`` and ``srun`` the first rank runs that server, as in Horovod's own Ray and Spark integrations.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+
+from horovod.runner.http.http_server import RendezvousServer
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hvd_ckpt.processes.launchers import GLOO_ADDRESS, whole_in
+
+PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+MASTER_ADDRESS, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
+FIRST_PORT, PORTS = 20000, 10000  # for a job of Slurm, by its number
+SECONDS, LONGEST = 300.0, 1e6  # in which all ranks of a job must have started
+
+
+def rank_variables(rank: int, hosts: Sequence[Hashable], address: str, port: int) -> dict[str, str]:
+    """What ``horovodrun --gloo`` would tell a rank.
+
+    Args:
+        rank: its number.
+        hosts: of all ranks, in their order.
+        address, port: of the rendezvous server.
+    """
+    own = hosts[rank]
+    local = hosts[:rank].count(own)
+    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local]
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(len(hosts)),
+        "HOROVOD_LOCAL_RANK": str(local),
+        "HOROVOD_LOCAL_SIZE": str(hosts.count(own)),
+        "HOROVOD_CROSS_RANK": str(across.index(own)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
+        GLOO_ADDRESS: address,
+        PORT: str(port),
+    }
+
+
+def join_job(launcher: str, seconds: float | None = None) -> None:
+    """Sets the variables that Horovod starts with, after all ranks of the job have met.
+
+    Args:
+        launcher: of :func:`hvd_ckpt.processes.launchers.adopt_launcher`, which has set rank and size.
+        seconds: in which all of them must come; 300 by default.
+
+    Raises:
+        ValueError: the ranks do not meet in time.
+    """
+    rank, size = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
+    address, port = _meeting_point(launcher)
+    here = socket.gethostname()
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=min(seconds or SECONDS, LONGEST))
+    try:
+        store = TCPStore(address, port, size, holds, limit, wait_for_workers=False)
+        # Another job may have a store at this place, and torchrun's outlives a restart.
+        told = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        name = ".".join(("hvd_ckpt", *(os.environ.get(variable, "") for variable in told)))
+        if rank == 0:
+            server = RendezvousServer()  # a daemon thread, which ends with the process
+            own = own_address(address, port)
+            # A loopback address means that the meeting point is on this host, at an address that all ranks know.
+            own = "" if own.startswith("127.") or own == "::1" else own
+            store.set(f"{name}.server", f"{server.start()} {own}")
+        store.set(f"{name}.host.{rank}", here)
+        hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
+        server_port, _, server_address = store.get(f"{name}.server").decode().partition(" ")
+    except (RuntimeError, OSError) as error:  # of PyTorch's store, in several lines
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(
+            f"init(): the {size} ranks that {launcher} has started do not meet at {address}:{port} ({reason}): set "
+            f"{MASTER_ADDRESS} to the host of rank 0 and {MASTER_PORT} to a free port of it, the same on all ranks"
+        ) from None
+    _keep.append(store)  # which rank 0 may hold for the others
+    os.environ.update(rank_variables(rank, hosts, server_address or address, int(server_port)))
+
+
+_keep: list[TCPStore] = []
+
+
+def _meeting_point(launcher: str) -> tuple[str, int]:
+    address, port = os.environ.get(MASTER_ADDRESS), whole_in(MASTER_PORT)
+    if launcher == "srun":
+        address = address or first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+        job, step = whole_in("SLURM_JOB_ID") or 0, whole_in("SLURM_STEP_ID") or 0
+        port = port or FIRST_PORT + (64 * job + step) % PORTS
+    return address or "localhost", port or FIRST_PORT
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list such as ``gpu[03-05,9],login``."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def own_address(address: str, port: int = 9) -> str:
+    """The address of this host on the way to another one."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])

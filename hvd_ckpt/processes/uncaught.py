@@ -1,0 +1,97 @@
+"""Uncaught errors of a script that runs as ranks: one traceback per error and host, and one line from each other rank.
+
+:func:`install` replaces Python's own ``sys.excepthook``, never another one. Ranks that end with an error that a rank on this host
+is showing already, and those that only notice that another rank has gone, say so in one line; everything else is shown in full.
+Ranks find each other without waiting: the first one binds a socket whose name is made of the job and the text of the traceback,
+which others cannot bind as long as that rank lives. Exit status and everything that runs at exit are Python's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import socket
+import sys
+import textwrap
+import time
+import traceback
+from types import TracebackType
+
+import horovod.torch as hvd
+
+from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.launchers import launched_rank
+
+JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE")
+HOLD_SECONDS = 1.0  # in which the other ranks come to the same error
+# Horovod's and Gloo's words for a rank that has ended; other errors of theirs are the script's own.
+GONE = ("has been shut down", "closed by peer", "reset by peer", "Broken pipe", "Timed out waiting")
+_held: list[socket.socket] = []
+
+
+def install() -> None:
+    """Shows uncaught errors by :func:`show` from now on, unless something else than Python shows them or no launcher is there."""
+    interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+    if sys.excepthook == sys.__excepthook__ and launched_rank() is not None and not interactive:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    show(error)
+
+
+def show(error: BaseException) -> None:
+    """Shows an error that ends this process: its traceback, or one line where another rank explains it."""
+    line = ""
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):  # a doubt is resolved by showing everything
+            line = _line_for(error, error.__traceback__)
+    shown = line or f"{_who()}: ended by this error:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{shown}\n")  # at once: a launcher would mix its parts with other ranks' lines
+        sys.stderr.flush()
+    if not line and _held:
+        time.sleep(HOLD_SECONDS)
+
+
+def _line_for(error: Exception, trace: TracebackType | None) -> str:
+    """The line that stands for an error that another rank explains; empty if this rank has to."""
+    text = " ".join(str(error).split())
+    if getattr(error, "raised_elsewhere", False):
+        return f"{_who()}: ended with the others: {text}"
+    if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
+        lost = watchdog.lost_hosts()
+        reason = lost or ("" if "has been shut down" in text else text)
+        awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))))
+        return f"{_who()}: ended, waiting for {awaited}, because another rank has ended or gone{reason and ': '}{reason}"
+    if not _is_first("".join(traceback.format_exception(error))):
+        return f"{_who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"
+    return ""
+
+
+def _is_first(shown: str) -> bool:
+    """Whether no other rank of this job on this host is showing this traceback; True if that cannot be known."""
+    job = [os.environ.get(name, "") for name in JOB_VARIABLES]
+    if not any(job):
+        return True
+    shown = re.sub(r"\b0x[0-9a-fA-F]+", "0x", shown)  # addresses of objects
+    digest = hashlib.sha256("\n".join([str(os.getuid()), *job, shown]).encode(errors="replace")).hexdigest()
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        mark.bind(f"\0hvd_ckpt.{digest}")  # a name of Linux's that is not a file, and ends with the process
+    except OSError as error:
+        mark.close()
+        return error.errno != errno.EADDRINUSE
+    _held.append(mark)
+    return True
+
+
+def _who() -> str:
+    rank = watchdog.own_rank()  # of the whole job, where Horovod's ranks are those of one pipeline stage
+    if rank is None:
+        rank = hvd.rank() if hvd.is_initialized() else launched_rank()
+    return f"{f'process {os.getpid()}' if rank is None else f'rank {rank}'} on host {host_name()}"

@@ -1,0 +1,390 @@
+"""A watchdog over every wait for other ranks: one that lasts too long ends the process, with a line that says why.
+
+A rank that has died is noticed by Horovod or its launcher. One that is stopped, stuck, or on a machine that has been cut off is
+not: over MPI the others wait inside a collective for ever, over Gloo until its own time limit. A wait gives the interpreter to
+other threads, so a thread of this process can see how long it has lasted, whatever carries it: after a minute, or half of a limit
+that is shorter than two, it says so, once, and at the limit it ends the process. So ranks that wait for different things have all
+said so before the first of them ends.
+
+Watched are Horovod's start and end, everything that waits for a collective (all of Horovod's calls and this library's go through
+one function), loops that poll for one, and changes of process sets. What is waited for is read from the waiting thread's stack when
+the time is up, so that a wait itself costs two entries in a dictionary. The clock stops while the process itself is stopped: a job
+that is suspended as a whole, and resumed, continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import horovod
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, host_name, silent_hosts
+from hvd_ckpt.processes.launchers import has_broken, launched_rank, launcher_chain
+
+TICK_SECONDS = 1.0
+POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
+NOTICE_SECONDS = 60.0  # a wait that lasts longer is announced
+SAYING_SECONDS = 1.0  # how long a full pipe may keep the last line
+_LIBRARIES = tuple(
+    str(Path(file).parent) for file in (horovod.__file__, torch.__file__, Path(__file__).parent)
+)
+
+
+class Wait(NamedTuple):
+    """Since when a thread has been waiting, on the watchdog's clock, for what, where the stack does not tell, and the seconds that
+    it may last whatever the limit is."""
+
+    since: float
+    what: str = ""
+    least: float = 0.0
+
+
+@dataclass
+class Poll:
+    """A handle that was not done when it was polled: by which thread, first when, last when."""
+
+    thread: int
+    first: float
+    last: float
+
+
+@dataclass
+class Watchdog:
+    """The waits of this process and the thread that watches them; one per process.
+
+    Attributes:
+        timeout: seconds a wait may last; None without a limit.
+        waits: by thread.
+        announced: by thread, since when the wait has lasted that was announced last.
+        polls: by Horovod's handle.
+        peers: all ranks, once they have met.
+        own: this rank, likewise.
+        unlimited: threads whose waits may last.
+        ancestors: process ids from this process up to its launcher, if the process is to end with it.
+        stopped: seconds this process has been stopped for; the clock leaves them out.
+    """
+
+    timeout: float | None = None
+    waits: dict[int, Wait] = field(default_factory=dict)
+    announced: dict[int, float] = field(default_factory=dict)
+    polls: dict[int, Poll] = field(default_factory=dict)
+    peers: list[Peer] = field(default_factory=list)
+    own: Peer | None = None
+    unlimited: set[int] = field(default_factory=set)
+    ancestors: list[int] = field(default_factory=list)
+    stopped: float = 0.0
+    thread: threading.Thread | None = None
+    installed: bool = False
+
+    def now(self) -> float:
+        return time.monotonic() - self.stopped
+
+    def start(self) -> None:
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = threading.Thread(target=self._run, name="hvd_ckpt watchdog", daemon=True)
+            self.thread.start()
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            if now - before > 2 * TICK_SECONDS:
+                self.stopped += now - before - TICK_SECONDS
+            before = now
+            if has_broken(self.ancestors):
+                end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
+            self._announce()
+            late = self._late()
+            if late is not None:
+                line = self._explain(*late)
+                if self._late() is not None:
+                    end(line)
+
+    def _late(self) -> tuple[int, Wait] | None:
+        """A thread whose wait has lasted too long, and that wait."""
+        if self.timeout is None:
+            return None
+        waits, now = self._longer_than(self.timeout), self.now()
+        return next((one for one in waits if now - one[1].since > one[1].least), None)
+
+    def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
+        """Threads whose waits have lasted longer, and these waits."""
+        now = self.now()
+        for thread, wait in list(self.waits.items()):
+            if now - wait.since > seconds and thread not in self.unlimited:
+                yield thread, wait
+        for poll in list(self.polls.values()):
+            lasting = now - poll.first > seconds and now - poll.last < POLL_LOOP_SECONDS
+            if lasting and poll.thread not in self.unlimited:
+                yield poll.thread, Wait(poll.first)
+
+    def _announce(self) -> None:
+        """Says what is waited for, once for each wait."""
+        soon = NOTICE_SECONDS if self.timeout is None else min(NOTICE_SECONDS, self.timeout / 2)
+        for thread, wait in self._longer_than(soon):
+            if self.announced.get(thread) != wait.since:
+                self.announced[thread] = wait.since
+                limit = (
+                    "hvd_ckpt.init(stall_timeout=...) limits it"
+                    if self.timeout is None
+                    else f"the limit is {max(self.timeout, wait.least):g} s"
+                )
+                _say_in_background(
+                    f"{_who(self.own)}: still waiting, after {self.now() - wait.since:.0f} s, for "
+                    f"{wait.what or _waited_for(thread)}; {limit}"
+                )
+
+    def _explain(self, thread: int, wait: Wait) -> str:
+        what = wait.what or _waited_for(thread)
+        seconds = self.now() - wait.since
+        finding = diagnose(self.peers, self.own or Peer.here(launched_rank() or 0))
+        return f"{_who(self.own)}: waited {seconds:.0f} s for {what}; {finding}"
+
+
+_dog = Watchdog()
+
+
+def check_timeout(seconds: Any) -> None:
+    """Raises ValueError unless ``seconds`` is a number above zero."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+        raise ValueError(
+            f"stall_timeout must be a number of seconds above zero, or None for waits without a limit, not {seconds!r}"
+        )
+
+
+def watch(seconds: float | None = None) -> None:
+    """Announces each wait of more than a minute (or half of the limit), and ends this process if one is longer than ``seconds``.
+
+    Args:
+        seconds: the limit from now on, ``math.inf`` for no limit; None leaves it as it is. At first there is no limit.
+
+    Raises:
+        ValueError: ``seconds`` is not a number above zero.
+    """
+    if seconds is not None:
+        check_timeout(seconds)
+        _dog.timeout = None if math.isinf(seconds) else float(seconds)
+    if not _dog.installed:
+        _install()
+    _dog.start()
+
+
+@contextlib.contextmanager
+def unlimited() -> Iterator[None]:
+    """Inside, this thread's waits have no limit: one rank has work to do that takes its time, and the others wait for it."""
+    thread = threading.get_ident()
+    first = thread not in _dog.unlimited
+    _dog.unlimited.add(thread)
+    try:
+        yield
+    finally:
+        if first:
+            _dog.unlimited.discard(thread)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Around a wait for another process that is not Horovod's: watched like any other.
+
+    Args:
+        what: what is waited for, in words, for the message.
+    """
+    thread = threading.get_ident()
+    _dog.waits[thread] = Wait(_dog.now(), what)
+    try:
+        yield
+    finally:
+        _dog.waits.pop(thread, None)
+
+
+def introduce(peers: Sequence[Peer], rank: int) -> None:
+    """Tells where each process of the job runs, for the message, where Horovod's ranks are only some of them."""
+    _dog.peers = list(peers)
+    _dog.own = Peer.here(rank)
+
+
+def own_rank() -> int | None:
+    """This process's rank in the whole job, where ranks have met; else None."""
+    return _dog.own.rank if _dog.own is not None else None
+
+
+def meet() -> None:
+    """Tells all ranks where each one runs, for the message; collective. Without it no host can be named."""
+    if _dog.timeout is None or not hvd.is_initialized():
+        return
+    _dog.peers, _dog.own = [], Peer.here(hvd.rank())
+    with contextlib.suppress(
+        hvd.HorovodInternalError
+    ):  # of use to nobody yet; the next collective raises it again
+        _dog.peers = hvd.allgather_object(_dog.own, name="hvd_ckpt.processes.hosts")
+
+
+def have_met() -> bool:
+    """Whether :func:`meet` has been called since Horovod started."""
+    return bool(_dog.peers)
+
+
+def lost_hosts() -> str:
+    """Which hosts do not answer, as the end of a sentence; empty if all do, or ranks have not met. Takes 1.5 s at most."""
+    own = _dog.own
+    if own is None:
+        return ""
+    others = [peer for peer in _dog.peers if peer.rank != own.rank]
+    silent = silent_hosts(others, own)
+    return describe_silent(silent, others) if silent else ""
+
+
+def end_with_parent() -> bool:
+    """Ends this process, within seconds, when the launcher that started it goes; meant for commands that run as ranks.
+
+    ``horovodrun --gloo`` and ``mpirun`` take their ranks with them even when they are killed with SIGKILL. ``horovodrun --mpi``
+    does not: it turns itself into a shell that waits for ``mpirun``, and killing that leaves ``mpirun`` and its ranks running;
+    nor does an ssh connection that ends. This looks once a second whether one of the processes from this one up to the launcher
+    (or, where ssh brought it here, ssh's daemon) has lost its parent.
+
+    Returns:
+        True if there is a launcher above this process; False if it was started some other way, and nothing is done.
+    """
+    _dog.ancestors = launcher_chain(os.getpid()) if launched_rank() is not None else []
+    if _dog.ancestors:
+        _dog.start()
+    return bool(_dog.ancestors)
+
+
+def end(line: str) -> NoReturn:
+    """Ends this process at once with status 1 and a line on stderr; nothing is run on the way out, for it could wait too."""
+    _say_in_background(line).join(SAYING_SECONDS)
+    os._exit(1)
+
+
+def _say_in_background(line: str) -> threading.Thread:
+    saying = threading.Thread(target=_say, args=(line,), daemon=True)
+    saying.start()
+    return saying
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(Exception):
+        os.write(2, f"{line}\n".encode())
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _who(own: Peer | None) -> str:
+    rank = own.rank if own is not None else launched_rank()
+    return f"rank {'?' if rank is None else rank} on host {host_name()}"
+
+
+def _install() -> None:
+    """Puts a note of beginning and end around everything in Horovod that waits for other ranks."""
+    basics, library = mpi_ops._basics, mpi_ops.mpi_lib
+    start, stop, poll = basics.init, basics.shutdown, library.horovod_torch_poll
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        _noted(start, "Horovod to start on all ranks", least=_time_for_hosts())(*args, **kwargs)
+        meet()
+
+    def shutdown() -> None:
+        _dog.peers, _dog.own = [], None
+        _dog.polls.clear()
+        _noted(stop, "Horovod to end")()
+
+    def look(handle: int) -> Any:
+        done = poll(handle)
+        if done:
+            _dog.polls.pop(handle, None)
+        elif (seen := _dog.polls.get(handle)) is not None:
+            seen.last = _dog.now()
+        else:
+            now = _dog.now()
+            _dog.polls[handle] = Poll(threading.get_ident(), now, now)
+        return done
+
+    basics.init, basics.shutdown, library.horovod_torch_poll = init, shutdown, look
+    library.horovod_torch_wait_and_clear = _noted(library.horovod_torch_wait_and_clear, forget=_dog.polls)
+    basics._add_process_set_impl = _noted(basics._add_process_set_impl, "a process set to be added")
+    basics._remove_process_set_impl = _noted(basics._remove_process_set_impl, "a process set to be removed")
+    _dog.installed = True
+
+
+def _time_for_hosts() -> float:
+    """Seconds that the start of an elastic job may take: until it has enough hosts, and until these have found each other. A rank
+    whose peer dies meanwhile waits for it without a limit of Horovod's, and its launcher for the rank."""
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        return 0.0
+    return sum(
+        float(os.environ.get(name, default))
+        for name, default in (("HOROVOD_ELASTIC_TIMEOUT", "600"), ("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
+    )
+
+
+def _noted(
+    function: Callable[..., Any],
+    what: str = "",
+    forget: dict[int, Poll] | None = None,
+    least: float = 0.0,
+) -> Callable[..., Any]:
+    """The function, with a note in ``waits`` while it runs; ``forget``: where its first argument is struck out."""
+    waits, now, thread = _dog.waits, _dog.now, threading.get_ident
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if forget:
+            forget.pop(args[0], None)
+        waits[thread()] = Wait(now(), what, least)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            waits.pop(thread(), None)
+
+    return call
+
+
+def _waited_for(thread: int) -> str:
+    """What a thread waits for, and where the user's code called it: what its stack tells."""
+    frame = sys._current_frames().get(thread)
+    return waited_for([] if frame is None else traceback.walk_stack(frame))
+
+
+def waited_for(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The collective that a stack waits for, its tensor, and where the user's code called it.
+
+    A function of this library that waits may say what for in words, in a local variable ``awaited``.
+
+    Args:
+        frames: with their lines, the innermost first.
+    """
+    operation = tensor = place = words = ""
+    for frame, line in frames:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES):
+            place = f" at {Path(path).name}:{line}"
+            break
+        own_name = frame.f_code.co_name
+        if path.endswith(("horovod/torch/mpi_ops.py", "horovod/torch/functions.py")) and hasattr(
+            hvd, own_name
+        ):
+            operation = own_name if own_name not in ("synchronize", "poll") else operation
+        name = frame.f_locals.get("name")
+        if not tensor and isinstance(name, str) and name:
+            tensor = f" '{name}'"
+        awaited = frame.f_locals.get("awaited")
+        if not words and isinstance(awaited, str):
+            words = awaited
+    return f"{words or (operation or 'a collective') + tensor}{place}"

@@ -1,0 +1,292 @@
+"""Values that come from files and command lines, read without trust: strict schemas, JSON, YAML and ``NAME=VALUE``.
+
+Nothing is executed, aliases are not unfolded, and whatever is wrong becomes one line. ``json.loads`` alone accepts NaN, keys that
+are given twice (and drops the first), and any size; the functions here do not.
+
+It imports pydantic, which takes a moment: a command imports it when it runs, not to print its help.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from hvd_ckpt.utils.text import one_line
+
+MAX_BYTES = 64 << 20  # of a JSON file
+
+T = TypeVar("T")
+
+
+class Wrong(Exception):
+    """An error in a file or a state: its reason and the way out, for the caller to make a sentence of."""
+
+
+def shown(value: Any) -> str:
+    """A value in a message, in one line and short."""
+    if isinstance(value, int) and not -(2**70) < value < 2**70:
+        return "a very large number"
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:50] + "..." + text[-1]
+
+
+# ------------------------------------------------------------------------------------ schemas
+
+
+class Strict(BaseModel):
+    """Base class of schemas: no conversions ("1" is not 1, True is not 1), no unknown keys, no NaN or infinity, no assignment."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def first_error(error: ValidationError) -> str:
+    """The first error of a validation in one line: its place, the value, and what is allowed.
+
+    For example ``files["model.safetensors"].bytes is -1, and must be greater than or equal to 0``. What a validator of the schema
+    raises as ``ValueError(text)`` appears as ``text``, after the place if it has one.
+    """
+    first = error.errors(include_url=False)[0]
+    place, kind, message = _place(first["loc"]), first["type"], first["msg"]
+    if kind == "missing":
+        text = f"{place} is missing"
+    elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        text = f"{place} is not a known key"
+    elif kind == "json_invalid":
+        text = f"it is not valid JSON: {message.removeprefix('Invalid JSON: ')}"
+    elif kind in ("value_error", "assertion_error"):
+        reason = str(first["ctx"]["error"])
+        text = f"{place}: {reason}" if place else reason
+    elif message.startswith("Input should"):
+        text = f"{place or 'it'} is {_value(first['input'])}, and must{message.removeprefix('Input should')}"
+    else:
+        text = f"{place or 'it'} is {_value(first['input'])}: {message[:1].lower()}{message[1:]}"
+    return one_line(text)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for one in location:
+        if isinstance(one, int):
+            text += f"[{one}]"
+        elif one.isidentifier() and len(one) <= 60:
+            text += f".{one}" if text else one
+        else:
+            text += f"[{shown(one)}]"
+    return text
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float, dict, list, tuple)):
+        return shown(list(value) if isinstance(value, tuple) else value)
+    return f"a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------------ JSON
+
+
+def parse_json(schema: type[T], content: bytes, give: str, repair: str) -> T:
+    """The value of a schema in the content of a JSON file; tuples are lists there.
+
+    Args:
+        schema: a :class:`Strict` model, or any other type that pydantic can validate.
+        give: the way out if the content is not JSON at all, such as "give a file that Plan.save() wrote".
+        repair: the way out if it is damaged, such as "make the plan again".
+
+    Raises:
+        Wrong: it is too large, not JSON, has a key twice, or does not follow the schema.
+    """
+    loads(content, give, repair)
+    try:
+        return TypeAdapter(schema).validate_json(content)
+    except ValidationError as error:
+        raise Wrong(f"{first_error(error)}: {repair}") from None
+
+
+def loads(content: bytes, give: str, repair: str) -> Any:
+    """The value in the content of a JSON file; arguments as those of :func:`parse_json`.
+
+    Raises:
+        Wrong: it is too large, not UTF-8, not valid JSON, too deep, or has a number that is not finite or a key twice.
+    """
+    if len(content) > MAX_BYTES:
+        raise Wrong(f"it is larger than {MAX_BYTES >> 20} MiB: {give}")
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise Wrong(f"byte {error.start} is not UTF-8: {give}") from None
+    except (ValueError, RecursionError) as error:
+        raise Wrong(f"it is not valid JSON: {error}: {repair}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} is given twice in one place")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has the value {name}, and numbers must be finite")
+
+
+def read_json(path: Path, give: str, repair: str) -> Any:
+    """The value in a file; see :func:`loads`.
+
+    Raises:
+        Wrong: it is not a regular file, or its content is wrong.
+        OSError: it cannot be read.
+    """
+    return loads(read_bytes(path, give), give, repair)
+
+
+def read_bytes(path: Path, give: str) -> bytes:
+    """The content of a file, or its first bytes if it is larger than :func:`loads` takes.
+
+    Raises:
+        Wrong: it is not a regular file.
+        OSError: it cannot be read.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise Wrong(f"it is a folder or a device: {give}")
+    with open(path, "rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def dumps(value: Any) -> str:
+    """A value of dicts, lists, texts and finite numbers as indented JSON; a list of plain values is in one line."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    # Line ends stand between values only, since they are escaped in texts.
+    flat = re.compile(r"\[\n\s+([^\[\]{}]*)\n\s*\]")
+    return flat.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text) + "\n"
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Writes a value of dicts, lists, texts and finite numbers; the file is there completely or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_text(dumps(value), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes a text; the file is there completely or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unnamed = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        with open(unnamed, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unnamed, path)
+    except BaseException:
+        unnamed.unlink(missing_ok=True)
+        raise
+
+
+# ------------------------------------------------------------------------------------ YAML
+
+
+# What PyYAML raises for a text that is not valid YAML, or whose tags do not fit its values.
+BROKEN = (
+    yaml.YAMLError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Without aliases: a few lines of them unfold to more than a machine can hold, or to a list that contains itself. Keys are
+    texts, and unique: YAML forgets the first of two equal ones."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not allowed, write it out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            wrong = None
+            if not isinstance(key, yaml.ScalarNode):
+                wrong = "a name must be a text"
+            elif key.value in seen:
+                wrong = f"'{key.value}' is given twice"
+            if wrong is not None:
+                raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Writes what :class:`PlainLoader` reads back."""
+
+
+for _class in (PlainLoader, PlainDumper):  # YAML 1.1 takes 1e-4 for a text, since it has no dot
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+PlainLoader.add_constructor(  # a date is a text
+    "tag:yaml.org,2002:timestamp",
+    PlainLoader.construct_yaml_str,  # type: ignore[type-var]
+)
+
+
+def parsed(text: str) -> Any:
+    """A value as it is written after ``NAME=``: a number, true, false, a list in brackets, or text.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    try:
+        return yaml.load(text, Loader=PlainLoader)
+    except BROKEN:
+        raise ValueError(
+            f"'{text[:100]}' is not a value: give a number, true, false, [a, list] or a text"
+        ) from None
+
+
+def named(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
+    """The values of a flag such as ``--model-option NAME=VALUE``, by name; dashes in names are underscores.
+
+    Raises:
+        ValueError: one of them is not ``NAME=VALUE``, or its value is invalid; one line that begins with the flag.
+    """
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{flag} '{pair}': give NAME=VALUE")
+        try:
+            values[name.replace("-", "_")] = parsed(text)
+        except ValueError as error:
+            raise ValueError(f"{flag} {name}: {error}") from None
+    return values

@@ -1,0 +1,154 @@
+"""Jobs that torchrun or Slurm's srun starts: their ranks meet by themselves, and Horovod runs over Gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from hvd_ckpt.processes.launchers import FOREIGN, RANK_VARIABLES, foreign_launcher
+from hvd_ckpt.processes.rendezvous import first_host, rank_variables
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = """
+import sys, torch, hvd_ckpt as hc
+hc.init(stages=int(sys.argv[1]))
+torch.manual_seed(1)
+model = torch.nn.Linear(8, 4)
+optimizer = hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+torch.manual_seed(hc.rank())
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+place = f"{hc.stage()} {hc.rank()}/{hc.size()} {hc.local_rank()}/{hc.local_size()} {hc.controller()}"
+print(f"{place} {model.weight.detach().double().sum().item()!r}\\n", end="", flush=True)
+"""
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in RANK_VARIABLES and not name.startswith(("SLURM_", "TORCHELASTIC_"))
+}
+STARTED = {**CLEAN, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def by_slurm(script: Path, size: int, stages: int) -> list[str]:
+    """What the ranks of a job step with the variables of srun print."""
+    step = {
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(get_free_port()),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(stages)],
+            env={**STARTED, **step, "SLURM_PROCID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size
+    return sorted(line for output in outputs for line in output.splitlines())
+
+
+def test_torchrun_and_srun_start_the_same_job(script: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(get_free_port()),
+    ]
+    started = subprocess.run(
+        [*command, str(script), "1"], env=STARTED, stdout=subprocess.PIPE, text=True, timeout=200, check=True
+    )
+    lines = sorted(started.stdout.splitlines())
+    assert [line.rpartition(" ")[0] for line in lines] == ["0 0/2 0/2 gloo", "0 1/2 1/2 gloo"]
+    assert lines[0].split()[-1] == lines[1].split()[-1]  # equal weights
+    assert by_slurm(script, 2, 1) == lines
+
+
+def test_stages_in_a_job_of_slurm(script: Path) -> None:
+    lines = by_slurm(script, 2, 2)
+    assert [line.rpartition(" ")[0] for line in lines] == ["0 0/1 0/1 gloo", "1 0/1 0/1 gloo"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # of anybody
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "1"}, None),  # MPI knows it
+        (
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "PMIX_RANK": "1",
+                "HOROVOD_CONTROLLER": "gloo",
+            },
+            "srun",
+        ),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_RANK": "1"}, None),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"},
+            None,  # horovodrun within a step
+        ),
+    ],
+)
+def test_only_ranks_that_nobody_else_knows(
+    variables: dict[str, str], launcher: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {"HOROVOD_CONTROLLER", "HOROVOD_GLOO_RENDEZVOUS_ADDR"}
+    for name in {*RANK_VARIABLES, *others, *(one for names in FOREIGN.values() for one in names)}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert foreign_launcher() == launcher
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("b2,b1", "b2"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("r[1-2]n[4,6]", "r1n4"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_places_of_ranks_where_hosts_have_different_numbers() -> None:
+    found = [rank_variables(rank, "aabba", "10.0.0.1", 5) for rank in range(5)]
+    assert [int(one["HOROVOD_LOCAL_RANK"]) for one in found] == [0, 1, 0, 1, 2]
+    assert [int(one["HOROVOD_LOCAL_SIZE"]) for one in found] == [3, 3, 2, 2, 3]
+    assert [(int(one["HOROVOD_CROSS_RANK"]), int(one["HOROVOD_CROSS_SIZE"])) for one in found] == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+        (0, 1),
+    ]

@@ -1,0 +1,150 @@
+"""Starting Horovod in one process: environment defaults, threads, and the questions about the job."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from forked import Case, Result, run_forked
+
+from hvd_ckpt.processes import runtime
+
+IMPORTS = """
+import json, os, sys, warnings
+import torch
+import hvd_ckpt as hc
+from hvd_ckpt.processes import runtime
+"""
+FIRST = """
+report = {"imported": "mpi4py.MPI" in sys.modules, "errors": []}
+for question in (hc.controller, hc.mpi_communicator):
+    try:
+        question()
+    except RuntimeError as error:
+        report["errors"].append(str(error))
+torch.set_num_threads(100)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    hc.init()
+    hc.init()
+report["fusion"] = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+report["nvls"] = os.environ.get("NCCL_NVLS_ENABLE")
+report["repeatable"] = runtime.repeatable()
+report["warnings"] = [str(w.message) for w in caught if "bit for bit" in str(w.message)]
+report["threads"] = torch.get_num_threads()
+report["sizes"] = [hc.size(), hc.mpi_communicator().Get_size() if hc.controller() == "mpi" else 1]
+report["controller"] = hc.controller()
+hc.shutdown()
+try:
+    hc.init()
+    report["again"] = hc.allreduce(torch.ones(1), op=hc.Sum).item()
+except RuntimeError as error:
+    report["again"] = str(error)
+print(json.dumps(report))
+"""
+OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+CASES = {
+    "nothing set": {},
+    "fusion off": {"HOROVOD_FUSION_THRESHOLD": "0", "OMP_NUM_THREADS": "1"},
+    "fusion on": {"HOROVOD_FUSION_THRESHOLD": "67108864", "NCCL_NVLS_ENABLE": "1"},
+    "autotuned": {"HOROVOD_AUTOTUNE": "1"},
+    "gloo": OVER_GLOO,
+    "gloo, crowded": {"OMPI_COMM_WORLD_LOCAL_SIZE": "64", **OVER_GLOO},
+    "gloo, both set": {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "3", **OVER_GLOO},
+}
+LEFT_OUT = ("HOROVOD_", "OMPI_", "OPAL_", "PMIX_", "OMP_", "NCCL_")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    """What a process that no launcher started reports, by the variables that are set."""
+    drop = f"for name in list(os.environ):\n    if name.startswith({LEFT_OUT!r}): del os.environ[name]\n"
+    code = "os.environ.update({!r})\n"
+    cases = {name: Case(drop + code.format(variables) + FIRST) for name, variables in CASES.items()}
+
+    def read(result: Result) -> Any:
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return {name: read(result) for name, result in run_forked(IMPORTS, cases).items()}
+
+
+def test_a_first_start_with_nothing_set(reports: dict[str, Any]) -> None:
+    report = reports["nothing set"]
+    assert not report["imported"]
+    assert len(report["errors"]) == 2
+    assert all("call hvd_ckpt.init() first" in error for error in report["errors"])
+    assert (report["fusion"], report["repeatable"], report["warnings"]) == ("0", True, [])
+    assert report["nvls"] == "0"
+    assert report["threads"] == runtime.allowed_cpus()
+    assert report["sizes"] == [1, 1]
+    assert ("starts only once" in str(report["again"])) == (report["controller"] == "mpi")
+
+
+def test_a_zero_from_the_user_is_no_reason_to_warn_and_threads_are_left_alone(
+    reports: dict[str, Any],
+) -> None:
+    report = reports["fusion off"]
+    assert (report["repeatable"], report["warnings"], report["threads"]) == (True, [], 100)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [("fusion on", "HOROVOD_FUSION_THRESHOLD=67108864"), ("autotuned", "HOROVOD_AUTOTUNE=1")],
+)
+def test_a_user_who_turns_fusion_on_is_told_once_what_is_lost(
+    reports: dict[str, Any], case: str, told: str
+) -> None:
+    report = reports[case]
+    assert report["fusion"] == ("67108864" if case == "fusion on" else None)
+    assert not report["repeatable"]
+    assert len(report["warnings"]) == 1 and told in report["warnings"][0]
+    assert report["nvls"] == ("1" if case == "fusion on" else "0")
+
+
+def test_gloo_starts_again_after_shutdown(reports: dict[str, Any]) -> None:
+    assert reports["gloo"]["again"] == reports["gloo, crowded"]["again"] == 1
+    said = reports["gloo, both set"]["again"]
+    assert said == 1 or "unset HOROVOD_CYCLE_TIME" in said  # a Horovod built elsewhere cannot
+
+
+@pytest.mark.parametrize(("cpus", "local_size", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_threads_per_rank(monkeypatch: pytest.MonkeyPatch, cpus: int, local_size: int, threads: int) -> None:
+    monkeypatch.setattr(runtime, "allowed_cpus", lambda: cpus)
+    assert runtime.threads_per_rank(local_size) == threads
+
+
+@pytest.mark.parametrize(
+    ("cpus", "variable", "ranks", "cycle"),
+    [
+        (2, "HOROVOD_LOCAL_SIZE", 2, "5"),
+        (2, "OMPI_COMM_WORLD_LOCAL_SIZE", 4, "10"),
+        (4, "HOROVOD_LOCAL_SIZE", 2, None),
+        (1, "HOROVOD_LOCAL_SIZE", 1, None),
+    ],
+)
+def test_ranks_that_share_cpus_wait_quietly(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, variable: str, ranks: int, cycle: str | None
+) -> None:
+    def defaults(**chosen: str) -> dict[str, str]:
+        monkeypatch.setattr(os, "environ", {variable: str(ranks), **chosen})
+        runtime._set_crowded_defaults()
+        return {name: value for name, value in os.environ.items() if name != variable}
+
+    monkeypatch.setattr(runtime, "allowed_cpus", lambda: cpus)
+    quiet = {"HOROVOD_CYCLE_TIME": cycle, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert defaults() == (quiet if cycle else {})
+    chosen = {"HOROVOD_CYCLE_TIME": "2", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    assert defaults(**chosen) == chosen
+    assert "HOROVOD_CYCLE_TIME" not in defaults(HOROVOD_AUTOTUNE="1")
+
+
+def test_what_horovod_was_built_with() -> None:
+    build = runtime.horovod_build()
+    assert build["version"] == "0.28.1"
+    assert build["gloo"] is True
+    assert set(build) == {"version", "mpi", "gloo", "cuda", "nccl", "rocm"}
+    versions = [runtime._nccl_version(code) for code in (21903, 2708, 22903)]
+    assert versions == ["2.19.3", "2.7.8", "2.29.3"]

@@ -1,0 +1,195 @@
+"""What the watchdog and its search for silent hosts do in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from forked import Case, Result, run_forked
+
+from hvd_ckpt.processes import hosts, watchdog
+from hvd_ckpt.processes.hosts import Peer
+from hvd_ckpt.processes.launchers import RANK_VARIABLES, has_broken, launcher_chain
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, "10", True, [1]])
+def test_a_limit_that_is_no_number_above_zero_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="stall_timeout must be a number of seconds above zero"):
+        watchdog.check_timeout(seconds)
+
+
+IMPORTS = """
+import threading, time, torch
+from horovod.torch import mpi_ops
+import hvd_ckpt as hc
+from hvd_ckpt.processes import watchdog
+watchdog.TICK_SECONDS = 0.2
+hc.init
+"""
+CASES = {
+    "announced": """
+watchdog.NOTICE_SECONDS = 0.3
+hc.init()
+watchdog._noted(time.sleep, "a test to end")(1.5)
+with watchdog.unlimited():
+    watchdog._noted(time.sleep, "work")(1)
+watchdog._noted(time.sleep, "another one")(1.5)
+""",
+    "restarted": """
+hc.init()
+assert threading.active_count() == 2 and watchdog._dog.timeout is None
+try:
+    hc.init(stall_timeout=0)
+except ValueError as error:
+    assert "not 0" in str(error)
+assert not watchdog.end_with_parent()  # no launcher
+assert threading.active_count() == 2
+hc.init(stall_timeout=60)
+for _ in range(2):
+    hc.allreduce(torch.ones(2), name="x")
+    if not mpi_ops.mpi_enabled():
+        hc.shutdown()
+        hc.init()
+handle = hc.allreduce_async(torch.ones(2), name="y")
+while not hc.poll(handle):
+    time.sleep(0.001)
+hc.synchronize(handle)
+assert not watchdog._dog.waits and not watchdog._dog.polls
+assert [thread.name for thread in threading.enumerate()].count("hvd_ckpt watchdog") == 1
+hc.init(stall_timeout=1)
+print("waits", flush=True)
+mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
+watchdog._noted(time.sleep, "a test to end")(60)
+""",
+    "polled": """
+mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: 0
+hc.init(stall_timeout=1)
+handle = hc.allreduce_async(torch.ones(2), name="polled")
+print("waits", flush=True)
+while not hc.poll(handle):
+    time.sleep(0.01)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    return run_forked(IMPORTS, {name: Case(code) for name, code in CASES.items()})
+
+
+def test_a_long_wait_without_a_limit_is_announced_once(results: dict[str, Result]) -> None:
+    said = results["announced"].stderr
+    assert results["announced"].returncode == 0, said
+    announced = re.findall(r"still waiting, after \d+ s, for (.*); hvd_ckpt.init\(stall_timeout", said)
+    assert [one for one in announced if "Horovod" not in one] == ["a test to end", "another one"], said
+
+
+@pytest.mark.parametrize(
+    ("case", "waited_for"), [("restarted", "a test to end"), ("polled", r"a collective at <string>:\d+")]
+)
+def test_a_wait_that_is_too_long_ends_the_process(
+    results: dict[str, Result], case: str, waited_for: str
+) -> None:
+    """By one thread, that outlives a new start; also a wait that polls."""
+    result = results[case]
+    assert result.stdout == "waits\n", result.stderr
+    assert result.returncode == 1
+    assert re.search(rf"waited \d+ s for {waited_for}; not all ranks have come", result.stderr)
+
+
+def test_a_wait_can_be_given_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_dog", type(watchdog._dog)())  # whose thread would end this process, too
+    monkeypatch.setattr(watchdog._dog, "timeout", 0.001)
+
+    def late() -> bool:
+        time.sleep(0.01)
+        return watchdog._dog._late() is not None
+
+    waits = watchdog._noted(late, "a test to end")
+    with watchdog.unlimited():
+        with watchdog.unlimited():
+            assert not waits()
+        assert not waits()
+    assert waits()
+
+
+@contextlib.contextmanager
+def started(command: list[str], typed: str = "", **environment: str) -> Iterator[tuple[int, int]]:
+    """The process that was started, and one below it that says its id. Neither has a rank but for what is given."""
+    clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**clean, **environment},
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        print(typed, file=process.stdin, flush=True)
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+RANK = "sh -c 'echo $$; exec sleep 100'"
+
+
+@pytest.mark.parametrize("name", RANK_VARIABLES)
+def test_the_launcher_is_what_has_no_rank(name: str) -> None:
+    with started(["sh", "-c", f"{RANK} & wait"], **{name: "0"}) as (wrapper, rank):
+        assert launcher_chain(rank) == [rank, wrapper, os.getpid()]
+    with started(["sh", "-c", f"env {name}=0 {RANK} & wait"]) as (horovods_shell, rank):
+        chain = launcher_chain(rank)
+        assert chain == [rank, horovods_shell, os.getpid()] and not has_broken(chain)
+        os.kill(horovods_shell, signal.SIGKILL)
+        os.waitid(os.P_PID, horovods_shell, os.WEXITED | os.WNOWAIT)
+        assert has_broken(chain)
+
+
+def test_a_shell_in_which_a_rank_was_given_by_hand_may_go() -> None:
+    with started(["sh"], typed=f"HOROVOD_RANK=0 {RANK} &") as (_, rank):
+        assert launcher_chain(rank) == []
+
+
+def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dataclasses.replace(Peer.here(0), addresses=("10.0.0.1", "172.17.0.1"))
+    b = [Peer(rank, "b", ("10.0.0.2", "172.17.0.1"), 1, 1, "b") for rank in (1, 2)]
+    c = [Peer(3, "c", ("10.0.0.3",), 1, 1, "c")]
+    everyone = [own, *b, *c]
+    asked: list[set[str]] = []
+
+    def answering(addresses: Any) -> set[str]:
+        asked.append(set(addresses))
+        return up
+
+    monkeypatch.setattr(hosts, "answering_addresses", answering)
+    up = {"10.0.0.3", "172.17.0.1"}
+    assert hosts.diagnose(everyone, own).startswith(
+        "host b (10.0.0.2, 172.17.0.1; ranks 1-2) does not answer: it is down or cut off; see to it, then start again"
+    )
+    assert asked == [{"10.0.0.2", "10.0.0.3"}]  # not the address that this host has, too
+    up = set()
+    assert "do not answer: no other host does, so this one may be cut off" in hosts.diagnose(everyone, own)
+    up = {"10.0.0.2", "10.0.0.3"}
+    assert hosts.diagnose(everyone, own).startswith("all hosts answer, so a rank is stuck")
+    gone = dataclasses.replace(own, rank=4, started=own.started - 1)
+    assert hosts.diagnose([*everyone, gone], own).startswith(
+        f"rank 4 (process {own.pid} on host {own.host}) has ended"
+    )
+    assert hosts.ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
+
+
+def test_a_machine_that_refuses_answers_and_one_that_is_not_there_does_not() -> None:
+    assert hosts.answering_addresses(["127.0.0.1", "255.255.255.255"]) == {"127.0.0.1"}
