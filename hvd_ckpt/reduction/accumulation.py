@@ -12,7 +12,7 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.recompute.verify import RecomputationMismatch, raise_on_all
+from hvd_ckpt.utils import backward_errors
 
 # A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
 # accumulations between two synchronizations is learned, and a gradient is ready after as many.
@@ -146,15 +146,15 @@ class OwningReducer(ABC):
         self._handles: dict[int, list[Any]] = {}
         self._unhooked: list[int] = []  # own parameters that have no hooks yet
         self._owners: dict[int, Any] = {}  # by index: the other optimizer that owns the parameter
-        self._mismatch: RecomputationMismatch | None = None
-        raise_on_all.add(self)
+        self._mismatch: Exception | None = None
+        backward_errors.register(self)
 
     @property
     @abstractmethod
     def _process_set(self) -> Any:
         """The ranks that reduce together."""
 
-    def take_over(self, error: RecomputationMismatch) -> bool:
+    def take_over(self, error: Exception) -> bool:
         """Raises an error of this rank's backward pass on every rank, in the next synchronization.
 
         Returns:
