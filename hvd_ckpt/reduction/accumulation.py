@@ -151,7 +151,7 @@ class OwningReducer(ABC):
 
     @property
     @abstractmethod
-    def _process_set(self) -> Any:
+    def process_set(self) -> Any:
         """The ranks that reduce together."""
 
     def take_over(self, error: Exception) -> bool:
@@ -160,7 +160,7 @@ class OwningReducer(ABC):
         Returns:
             False where no synchronization is to come, or this rank is the only one.
         """
-        if not self.active or self._process_set.size() == 1:
+        if not self.active or self.process_set.size() == 1:
             return False
         self._mismatch = self._mismatch or error
         return True
@@ -198,7 +198,7 @@ class OwningReducer(ABC):
             self.have_alone()
             return False
         distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
-        for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer._identity):
+        for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer.identity):
             optimizer.give_way()
         taken, self._owners = self._owners, {}
         self._take(sorted(taken))
@@ -213,7 +213,7 @@ class OwningReducer(ABC):
     def unreduced(self) -> bool:
         """A backward pass has added to a gradient since the last synchronization, of this optimizer or the parameter's owner."""
         return self.active or any(
-            owner._reducer is not None and owner._reducer.has_accumulated(self._parameters[index])
+            owner.reducer is not None and owner.reducer.has_accumulated(self._parameters[index])
             for index, owner in self._owners.items()
         )
 

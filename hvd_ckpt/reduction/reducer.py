@@ -99,7 +99,7 @@ class Reducer(OwningReducer):
         self._watch_sums()
 
     @property
-    def _process_set(self) -> Any:
+    def process_set(self) -> Any:
         return self._communicator.process_set
 
     # ---------------------------------------------------------------------------------- the backward pass

@@ -17,10 +17,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from horovod.torch.mpi_ops import Sum
+from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects, flag_of
@@ -102,6 +103,27 @@ def whole_gradients(
         yield from zip(group.indices, layout.views(group, flat))
 
 
+@dataclass(frozen=True)
+class HowReduced:
+    """How gradients become those of all ranks.
+
+    Attributes:
+        format: what they travel as.
+        op: Horovod's, ``Average`` or ``Sum``.
+        prescale: of each rank's gradients, before the sum.
+        passes: backward passes that are accumulated in full before a round.
+    """
+
+    format: WireFormat
+    op: int
+    prescale: float = 1.0
+    passes: int = 1
+
+    def scale(self, ranks: int) -> float:
+        """What the sum over the ranks is multiplied by."""
+        return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
+
+
 class ShardReducer(OwningReducer):
     """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
 
@@ -110,11 +132,7 @@ class ShardReducer(OwningReducer):
     Args:
         layout: the parameters, the same on every rank.
         exchange: the ranks.
-        gradient_format: what gradients travel as.
-        op_scale: of the sum over the ranks.
-        prescale: of each rank's gradients, before the sum.
-        passes: backward passes that are accumulated in full before a round.
-        op: Horovod's.
+        how: format, scales and rounds.
         offload: has the memory of the shards, if that is not the parameters' own.
         store: the parameters of stage 3, which passes may have written; ranks compare what.
 
@@ -129,11 +147,7 @@ class ShardReducer(OwningReducer):
         self,
         layout: Layout,
         exchange: Exchange,
-        gradient_format: WireFormat,
-        op_scale: float,
-        prescale: float,
-        passes: int,
-        op: int,
+        how: HowReduced,
         offload: Offload | None,
         store: ShardedParameters | None = None,
     ) -> None:
@@ -143,16 +157,16 @@ class ShardReducer(OwningReducer):
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
-        self._prescale = prescale
+        self._prescale = how.prescale
         self._store = store
-        self._in_flight = InFlight(exchange, gradient_format, op_scale, offload, layout.groups)
-        self._schedule = Schedule(layout, passes)
+        self._in_flight = InFlight(exchange, how.format, how.scale(exchange.ranks), offload, layout.groups)
+        self._schedule = Schedule(layout, how.passes)
         self._lock = threading.RLock()
         self._step = StepStats()
         self._sent = SentGradients(layout)
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
-        self._sums_once = op == Sum
+        self._sums_once = how.op == Sum
         self._keeps_sums = self._sums_once and exchange.rank > 0
         self._whole = store is None
         self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set, Maxima)
@@ -164,7 +178,7 @@ class ShardReducer(OwningReducer):
         return self._sent.held
 
     @property
-    def _process_set(self) -> Any:
+    def process_set(self) -> Any:
         return self._exchange.process_set
 
     # ---------------------------------------------------------------------------------- parameters come and go
@@ -296,7 +310,7 @@ class ShardReducer(OwningReducer):
         flags, values = self._exchange_flags(unsteady)
         self.noticed, self.notice = flags.notice > 0, False
         if flags.failed:
-            raise_first(allgather_objects(self._mismatch, self._process_set, "recomputation"))
+            raise_first(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
         if flags.anew != -flags.not_anew:
@@ -332,7 +346,7 @@ class ShardReducer(OwningReducer):
 
     def _check_begun_anew(self) -> None:
         """Raises RuntimeError for the first gradient that was dropped on some ranks only, or between other passes."""
-        tables = allgather_objects(self._sent.begun_anew, self._process_set, "gradients begun anew")
+        tables = allgather_objects(self._sent.begun_anew, self.process_set, "gradients begun anew")
         for index, name in enumerate(self._layout.names):
             if any(table.get(index) != tables[0].get(index) for table in tables):
                 raise changed_by_hand(name, "dropped on some rank but not on all")

@@ -12,6 +12,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -111,19 +112,34 @@ class _Flat:
         self._storage.resize_(0)
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """How the units of a model are gathered, and what they share.
+
+    Attributes:
+        layout: all parameters.
+        exchange: the ranks. Where its groups of ranks have shards of their own (hpZ of ZeRO++, Wang et al., 2023), all but the
+            first gather after a change are within the group.
+        format: what shards travel as.
+        offload: has the memory of the shards; None for memory of the parameters' device.
+        written: what this rank has written to parameters.
+    """
+
+    layout: Layout
+    exchange: Exchange
+    format: WireFormat = FP32
+    offload: Offload | None = None
+    written: WrittenWeights = field(default_factory=WrittenWeights)
+
+
 class UnitParameters:
     """The parameters of one unit.
 
     Args:
-        layout: all parameters, which still have their values.
-        groups: those of the unit.
-        exchange, format: how its shards are gathered. Where its groups of ranks have shards of their own (hpZ of ZeRO++,
-            Wang et al., 2023), all but the first gather after a change are within the group.
+        gathering: how its shards are gathered.
+        groups: those of the unit; its parameters still have their values, until :meth:`split`.
         title: names its modules, in messages.
         divergence: hears what this rank waits for.
-        offload: has the memory of its shards, if that is not the parameters' own.
-        written: what this rank has written to parameters.
-        deferred: the parameters stay as they are until :meth:`split`.
 
     Attributes:
         shards: by group of the unit.
@@ -131,20 +147,21 @@ class UnitParameters:
 
     def __init__(
         self,
-        layout: Layout,
+        gathering: Gathering,
         groups: Sequence[Group],
-        exchange: Exchange,
-        format: WireFormat,
         title: str,
         divergence: Divergence,
-        offload: Offload | None,
-        written: WrittenWeights,
-        deferred: bool,
     ) -> None:
-        self._written = written
+        layout, exchange, offload = gathering.layout, gathering.exchange, gathering.offload
+        self._written = gathering.written
         self._title, self._divergence = title, divergence
         self._versions: list[int] = []  # of the parameters since they are whole for a pass
-        self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
+        self._layout, self._exchange, self._format, self._offload = (
+            layout,
+            exchange,
+            gathering.format,
+            offload,
+        )
         self._awaited = (
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
@@ -159,8 +176,6 @@ class UnitParameters:
         self._in_flight: list[Work] = []
         self._exact = False
         self._state = _State.WHOLE
-        if not deferred:
-            self.split()
 
     def split(self) -> None:
         """Makes the parameters placeholders, of which this rank has its shards."""

@@ -186,7 +186,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
         parameters += alike
         twin.param_groups = [{**options, "params": alike}]
         with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
-            getattr(optimizer, "_wrapped_class", type(optimizer)).step(twin)
+            getattr(optimizer, "wrapped_class", type(optimizer)).step(twin)
     return [twin.state[one] for one in parameters]
 
 

@@ -217,7 +217,7 @@ def _schema(place: str) -> Iterator[None]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type:
     """The class of an optimizer, as it was before it was distributed."""
-    kind: type = getattr(optimizer, "_wrapped_class", type(optimizer))
+    kind: type = getattr(optimizer, "wrapped_class", type(optimizer))
     return kind
 
 
