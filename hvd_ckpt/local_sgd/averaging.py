@@ -25,6 +25,7 @@ from hvd_ckpt.local_sgd.runs import (
     split_into_runs,
 )
 from hvd_ckpt.local_sgd.schedule import assign_fragments, block_of
+from hvd_ckpt.local_sgd.state import AveragesState
 from hvd_ckpt.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.agreement import allgather_objects, errors_on_all
 from hvd_ckpt.reduction.communicator import Work
@@ -336,7 +337,8 @@ class Averaging:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if a state is not one of this rank."""
+        """Raises ValueError if a state is not valid, or not one of this rank."""
+        AveragesState.check(state, "the state of local SGD")
         for (what, ours), theirs in zip(self._key().items(), state["key"].values()):
             if ours != theirs:
                 raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_ckpt.reduction.accumulation import moved
+from hvd_ckpt.reduction.state import ReducerState
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 # Flat gradient buckets: how gradients are laid out in memory to be reduced together.
@@ -427,13 +428,14 @@ class BucketAssignment:
         """Loads a state.
 
         Raises:
-            ValueError: the state names a parameter that is not here, or is of another version.
+            ValueError: the state is of another version, not valid, or names a parameter that is not here.
         """
         if state.get("version") != VERSION:
             raise ValueError(
                 f"reduction state of version {state.get('version')!r} cannot be read; "
                 f"this library reads version {VERSION}"
             )
+        ReducerState.check(state, "reduction state")
         index_of = {name: index for index, name in enumerate(self.names)}
         for name in [*state["order"], *state["sparse"], *state["densified"]]:
             if name not in index_of:
